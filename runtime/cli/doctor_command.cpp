@@ -6,6 +6,7 @@
 #include <iterator>
 #include <optional>
 
+#include <sluice/compute.hpp>
 #include <sluice/program.hpp>
 #include <sluice/schedule.hpp>
 
@@ -70,7 +71,7 @@ OptionTable make_table(DoctorOptions& options) {
   table.add_integer("replicas", options.replicas, 1, kMaxInt, "pipelines that share each batch");
   table.add_integer("chunks", options.chunks, 1, 1024, "stages per rank");
   add_rank_order(table, options.rank_order);
-  table.add_integer("threads", options.threads, 1, 4096, "per rank");
+  table.add_integer("threads", options.threads, 1, ComputeContext::kMostThreads, "per rank");
   table.add_text("device", options.device, "LIST", "as of 'sluice train'");
   add_transport(table, options.transport, "as of 'sluice train'");
   table.add_text("data", options.data, "FILE", "compare what the hosts see under this path");

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include <sluice/checkpoint.hpp>
+#include <sluice/compute.hpp>
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
@@ -56,7 +57,7 @@ OptionTable make_table(EvaluateOptions& options) {
                     std::numeric_limits<std::int64_t>::max(), "windows of it", "all");
   table.add_integer("micro-batch-size", options.micro_batch_size, 1, kMaxInt, "samples");
   table.add_integer("pipeline", options.pipeline, 1, kMaxInt, "ranks; auto: all", "auto");
-  table.add_integer("threads", options.threads, 1, 4096, "per rank");
+  table.add_integer("threads", options.threads, 1, ComputeContext::kMostThreads, "per rank");
   table.add_text("device", options.device, "LIST", "as of 'sluice train'");
   add_watch_options(table, options.watch, options.watchdog_ports);
   return table;

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include <sluice/checkpoint.hpp>
+#include <sluice/compute.hpp>
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 #include <sluice/hugging_face.hpp>
@@ -76,7 +77,7 @@ OptionTable make_table(GenerateOptions& options) {
   table.add_integer("seed", options.sampling.seed, 0, std::numeric_limits<std::uint64_t>::max(),
                     "another one gives another text");
   table.add_integer("pipeline", options.pipeline, 1, kMaxInt, "ranks; auto: all", "auto");
-  table.add_integer("threads", options.threads, 1, 4096, "per rank");
+  table.add_integer("threads", options.threads, 1, ComputeContext::kMostThreads, "per rank");
   table.add_text("device", options.device, "LIST", "as of 'sluice train'");
   add_watch_options(table, options.watch, options.watchdog_ports);
   return table;

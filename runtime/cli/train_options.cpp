@@ -12,6 +12,7 @@
 #include <system_error>
 #include <utility>
 
+#include <sluice/compute.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/options.hpp>
 #include <sluice/schedule.hpp>
@@ -184,7 +185,8 @@ void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText
   table.add_integer("batch-size", shape.batch_size, 1, kMaxSamples,
                     "samples per step over all replicas; auto: from the other two, else at least 4",
                     "auto");
-  table.add_integer("threads", devices.threads, 1, 4096, "per rank; results depend on it");
+  table.add_integer("threads", devices.threads, 1, ComputeContext::kMostThreads,
+                    "per rank; results depend on it");
   table.add_text(
       "device", raw.device, "LIST",
       "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");

@@ -1,6 +1,9 @@
 // Batches in a ring of slots. Whoever works takes one item after the other, in the order of the
 // batches: the workers, or without workers the caller.
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <exception>
@@ -22,6 +25,7 @@
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/draw_below.hpp"
 #include "runtime/data/sample_specs.hpp"
+#include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
 namespace {
@@ -258,6 +262,24 @@ struct DataLoader::Impl {
   }
 
   // --- reading ---
+  // Numbers that the first item leaves unwritten are Error(kUsage).
+  void get(const ItemRequest& request, const ItemViews& item) const {
+    const bool first = !watched;
+    for (const auto* tensors : {&item.inputs, &item.targets}) {
+      for (std::size_t i = 0; first && i < tensors->size(); ++i) mark_unwritten((*tensors)[i]);
+    }
+    data->get(request, item.inputs, item.targets);
+    if (!first) return;
+    const auto require = [](const std::vector<Tensor>& tensors, const char* what) {
+      for (std::size_t i = 0; i < tensors.size(); ++i) {
+        require_written(tensors[i], fmt::format("{} {}", what, i));
+      }
+    };
+    require(item.inputs, "input");
+    require(item.targets, "target");
+    watched = true;
+  }
+
   std::exception_ptr read(const Task& task, int worker, ItemViews& of_worker) const {
     const LoadedBatch& batch = task.slot->batch;
     const ItemRequest request{
@@ -274,7 +296,7 @@ struct DataLoader::Impl {
     place(batch.inputs, of_worker.inputs);
     place(batch.targets, of_worker.targets);
     try {
-      data->get(request, of_worker.inputs, of_worker.targets);
+      get(request, of_worker);
     } catch (...) {
       return std::current_exception();
     }
@@ -350,8 +372,9 @@ struct DataLoader::Impl {
   std::shared_ptr<const Dataset> data;
   LoaderOptions options;
   std::int64_t size;
-  std::vector<TensorSpec> inputs, targets;  // of a batch of one sample, of what this rank passes
-  ItemViews views;                          // without memory; the caller's own where it reads
+  std::vector<TensorSpec> inputs, targets;    // of a batch of one sample, of what this rank passes
+  mutable std::atomic<bool> watched = false;  // an item was
+  ItemViews views;                            // without memory; the caller's own where it reads
 
   std::mutex mutex;
   std::condition_variable_any space, progress;  // for workers; for the caller

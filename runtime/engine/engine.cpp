@@ -18,6 +18,7 @@
 #include "comm/device/profiler_range.hpp"
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/device_timer.hpp"
+#include "runtime/engine/loss_watch.hpp"
 #include "runtime/engine/message_progress.hpp"
 #include "runtime/engine/planned_sums.hpp"
 #include "runtime/engine/recorded_calls.hpp"
@@ -120,10 +121,12 @@ struct Engine::Impl final : DeviceWait {
     if (stage.binding.loss == nullptr || request.phase == Phase::kGenerate) return nullptr;
     return &reinterpret_cast<LossResult*>(losses.data())[op.micro_batch];
   }
-  // Runs `body`, which writes `tensors`. The first time on a CPU, numbers that it leaves unwritten
-  // are Error(kUsage), which names them: "output 0".
+  // Runs `body`, which writes `tensors` and reads `inputs`. The first time on a CPU, numbers that
+  // it leaves unwritten, and inputs that it changes, are Error(kUsage), which names them: "output
+  // 0".
   template <typename Body>
-  void watched(bool& was, const char* what, std::span<const Tensor> tensors, const Body& body);
+  void watched(bool& was, const char* what, std::span<const Tensor> tensors,
+               std::span<const Tensor> inputs, const Body& body);
   // Gives the last stage's outputs to whoever asked for them.
   void hand_out(const PlanOp& op, const Slot& output);
   // Runs `body`, the stage's own part of `op`; what it throws names the action.
@@ -416,7 +419,9 @@ StageContext Engine::Impl::context_of(const PlanOp& op) {
           .samples = range.count,
           .loss_scale = calls.loss_scale(),
           .inputs = op.stage == 0 ? batch.inputs(op.micro_batch) : std::span<const Tensor>(),
-          .collective = config.plan->forward_only ? nullptr : &sums};
+          .collective = config.plan->forward_only ? nullptr : &sums,
+          .first_batch = request.first_batch,
+          .last_batch = request.last_batch};
 }
 
 void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
@@ -495,13 +500,15 @@ void Engine::Impl::in_stage(const PlanOp& op, const Body& body) {
 
 template <typename Body>
 void Engine::Impl::watched(bool& was, const char* what, std::span<const Tensor> tensors,
-                           const Body& body) {
+                           std::span<const Tensor> inputs, const Body& body) {
   if (was || on_gpu) return body();
+  const Unchanged read(inputs);
   for (const Tensor& tensor : tensors) mark_unwritten(tensor);
   body();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     require_written(tensors[i], fmt::format("{} {}", what, i));
   }
+  read.require("input");
   was = true;
 }
 
@@ -512,9 +519,6 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   output.pool->shape(output, samples(op));
   LossResult* const result = result_of(stage, op);
   in_stage(op, [&] {
-    if (op.stage == 0) {
-      stage.binding.stage->check_inputs(request.batch->inputs[at(op.micro_batch)]);
-    }
     if (result != nullptr) {
       result->weight = target_weight(stage.binding, request.batch->targets[at(op.micro_batch)]);
     }
@@ -529,10 +533,13 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
 
 void Engine::Impl::call_forward(LocalStage& stage, const PlanOp& op, StageContext& ctx,
                                 const Slot& output, LossResult* result) {
-  watched(stage.forward_watched, "output", output.tensors,
+  watched(stage.forward_watched, "output", output.tensors, ctx.inputs,
           [&] { stage.binding.stage->forward(ctx, ctx.inputs, output.tensors); });
   if (result == nullptr) return;
-  stage.binding.loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result->sum);
+  const std::span<const Tensor> targets = batch.targets(op.micro_batch);
+  if (on_gpu) return stage.binding.loss->loss(ctx, output.tensors, targets, &result->sum);
+  const bool first = ctx.phase == Phase::kTrain && !std::exchange(stage.loss_watched, true);
+  watch_loss(stage.binding, ctx, output.tensors, targets, first, &result->sum);
 }
 
 void Engine::Impl::call_backward(LocalStage& stage, const PlanOp& op, StageContext& ctx,
@@ -540,7 +547,7 @@ void Engine::Impl::call_backward(LocalStage& stage, const PlanOp& op, StageConte
   if (op.action == ActionKind::kBackwardWeight) {
     return stage.binding.split->backward_weight(ctx, gradient.tensors);
   }
-  watched(stage.backward_watched, "the gradient of input", grad_inputs, [&] {
+  watched(stage.backward_watched, "the gradient of input", grad_inputs, ctx.inputs, [&] {
     if (op.action == ActionKind::kBackward) {
       stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
     } else {

@@ -3,7 +3,8 @@
 // It executes the plan's list of posts, sends, waits, computations and releases in order, and has
 // no scheduling rules. It refuses an op whose slot is not in the state that the op needs:
 // Error(kPlan). A stage's first forward and first backward on a CPU must write every number of its
-// outputs and of its inputs' gradients, else Error(kUsage). The constructor allocates everything;
+// outputs and of its inputs' gradients and no input, and a loss its sum and gradient, else
+// Error(kUsage). The constructor allocates everything;
 // run() allocates nothing. Threads: only the one that constructed it. Only waits block; they
 // progress the transport and poll the interrupt.
 //
@@ -46,6 +47,7 @@ struct StepRequest {
   std::uint64_t seed = 0;
   double loss_scale = 1;
   bool first_batch = true;  // of the step: gradients that stages overwrite are old
+  bool last_batch = true;   // of the step
   std::span<const SampleRange> micro_batches;  // [micro_batch], sizes as in the edge table
   const BatchLoader::Batch* batch = nullptr;   // inputs on stage 0, targets on the last stage
   // Phase::kGenerate, on the last stage's rank: gets each micro-batch's outputs in host memory, in

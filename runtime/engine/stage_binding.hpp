@@ -3,6 +3,7 @@
 
 #include <span>
 
+#include <sluice/data.hpp>
 #include <sluice/parameter.hpp>
 #include <sluice/stage.hpp>
 
@@ -21,5 +22,12 @@ struct StageBinding {
 // LossStage::target_weight() of the last stage. Throws what it throws, and Error(kUsage) for a
 // number that is no weight: it would be in the mean loss and in every gradient.
 [[nodiscard]] double target_weight(const StageBinding& last, std::span<const Tensor> targets);
+
+// Of a micro-batch in host memory, before any message. What Stage::check_inputs() and
+// target_weight() throw names the stage, and the sample where they refuse one alone. `samples`: of
+// the batch.
+void check_inputs(const StageBinding& first, std::span<const Tensor> inputs, SampleRange samples);
+[[nodiscard]] double check_targets(const StageBinding& last, std::span<const Tensor> targets,
+                                   SampleRange samples);
 
 }  // namespace sluice

@@ -23,7 +23,8 @@ struct LocalStage {
   std::array<SlotPool*, kBufferKinds> pools = {};
   const PlanOp* last_gradient = nullptr;  // the last op of a step that adds to its gradients
   ActionSeconds seconds;
-  bool forward_watched = false, backward_watched = false;  // the first call was; see the engine
+  // The first call was; see the engine.
+  bool forward_watched = false, backward_watched = false, loss_watched = false;
 
   [[nodiscard]] SlotPool*& pool(BufferKind kind) { return pools[static_cast<std::size_t>(kind)]; }
 };

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include <sluice/compute.hpp>
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
@@ -72,6 +73,10 @@ void require_sensible(const PipelineOptions& options) {
   require_one_of("options.devices.transport", options.devices.transport, TransportChoice::kNccl);
   for (const DeviceChoice& choice : options.devices.choices) {
     require_one_of("the kind in options.devices.choices", choice.kind, DeviceChoice::Kind::kAuto);
+  }
+  if (options.devices.threads < 1 || options.devices.threads > ComputeContext::kMostThreads) {
+    throw_usage("options.devices.threads is {}; legal are 1 to {}", options.devices.threads,
+                ComputeContext::kMostThreads);
   }
   require_sensible_training(options.training);
 }

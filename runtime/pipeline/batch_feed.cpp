@@ -52,6 +52,8 @@ const char* name_of(Call call) {
       return "step_timeline()";
     case Call::kClose:
       return "close()";
+    case Call::kValues:
+      return "the values of a batch";
   }
   return "a call";
 }

@@ -336,6 +336,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   if (options.devices.bucket_bytes == 0) {
     throw_usage("buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
   }
+  if (!make_stage) throw_usage("the StageFactory is null; legal: a function that makes stages");
   BuiltLayout built;
   JobLayout& layout = built.layout;
   StepPlans& plans = layout.plans;

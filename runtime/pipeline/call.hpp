@@ -23,6 +23,7 @@ enum class Call : std::int32_t {
   kLoader,
   kTimeline,
   kClose,
+  kValues,  // within another call: what its batch holds
 };
 
 }  // namespace sluice

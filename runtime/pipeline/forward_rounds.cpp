@@ -7,11 +7,23 @@
 
 namespace sluice {
 
+namespace {
+
+// Samples of a round.
+std::int64_t round_of(const JobLayout& layout) {
+  return layout.wires.edges.largest() * static_cast<std::int64_t>(StepPlans::kRoundMicroBatches);
+}
+
+}  // namespace
+
+std::int64_t ForwardRounds::rounds_of(std::int64_t samples) const {
+  return (samples + round_of(layout_) - 1) / round_of(layout_);
+}
+
 LossResult ForwardRounds::run(Phase phase, std::uint64_t seed, SampleRange samples,
-                              const Load& load, const OnOutputs& on_outputs) {
+                              const Load& load, const OnOutputs& on_outputs, std::int64_t rounds) {
   LossResult total;
   const std::int64_t size = layout_.wires.edges.largest();
-  const std::int64_t round = size * static_cast<std::int64_t>(StepPlans::kRoundMicroBatches);
   std::function<void(int, std::span<const Tensor>)> hand_on;
   if (on_outputs) {
     hand_on = [&](int micro_batch, std::span<const Tensor> outputs) {
@@ -20,17 +32,19 @@ LossResult ForwardRounds::run(Phase phase, std::uint64_t seed, SampleRange sampl
   }
   if (samples.count >= size) need_size_(size);
   if (samples.count % size > 0) need_size_(samples.count % size);
-  for (std::int64_t done = 0; done < samples.count;) {
-    const std::int64_t count = std::min(round, samples.count - done);
+  for (std::int64_t i = 0, done = 0; done < samples.count || i < rounds; ++i) {
+    const std::int64_t count = std::min(round_of(layout_), samples.count - done);
     cut_samples({samples.first + done, count}, size, (count + size - 1) / size, ranges_);
     done += count;
+    const BatchLoader::Batch& batch = load(ranges_);
+    if (count == 0) continue;
     programs_.plan(static_cast<int>(ranges_.size()));
     Engine& engine = programs_.engine(static_cast<int>(ranges_.size()));
     const StepRequest request{.phase = phase,
                               .step = 0,
                               .seed = seed,
                               .micro_batches = ranges_,
-                              .batch = &load(ranges_),
+                              .batch = &batch,
                               .on_outputs = hand_on ? &hand_on : nullptr};
     const StepOutcome& outcome = engine.run(request, nullptr);
     if (phase == Phase::kGenerate) continue;

@@ -18,7 +18,8 @@ namespace sluice {
 
 class ForwardRounds {
  public:
-  // The micro-batches of a round, in host memory.
+  // The micro-batches of a round, in host memory; none are asked for in rounds after the last
+  // sample.
   using Load = std::function<const BatchLoader::Batch&(std::span<const SampleRange>)>;
   // Makes the layout ready for micro-batches of this number of samples. Collective over the
   // pipeline.
@@ -29,10 +30,14 @@ class ForwardRounds {
 
   // Collective over the pipeline: this replica's samples. Returns the sum of the losses, in the
   // order of the samples, on the last stage's rank; zero elsewhere, without samples, and for
-  // Phase::kGenerate. `on_outputs`: as StepRequest's, with the micro-batch's samples.
+  // Phase::kGenerate. `on_outputs`: as StepRequest's, with the micro-batch's samples. There are at
+  // least `rounds`.
   using OnOutputs = std::function<void(SampleRange samples, std::span<const Tensor> outputs)>;
   [[nodiscard]] LossResult run(Phase phase, std::uint64_t seed, SampleRange samples,
-                               const Load& load, const OnOutputs& on_outputs = {});
+                               const Load& load, const OnOutputs& on_outputs = {},
+                               std::int64_t rounds = 0);
+  // That so many samples take.
+  [[nodiscard]] std::int64_t rounds_of(std::int64_t samples) const;
 
  private:
   const JobLayout& layout_;

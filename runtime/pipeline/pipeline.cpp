@@ -36,6 +36,7 @@
 #include "runtime/pipeline/stage_report.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
 #include "runtime/watch/watchdog.hpp"
+#include "stages/compute/thread_team.hpp"
 
 namespace sluice {
 namespace {
@@ -125,6 +126,8 @@ struct Pipeline::Impl {
   // Throws what all ranks refuse; as BatchFeed::agree().
   void agree(Call call, const Batch* batch, std::int64_t argument = 0,
              const std::function<void()>& check = {});
+  // guarded(), where `body` may throw what all ranks refuse.
+  void refusable(const std::string& who, const std::function<void()>& body);
   // As PipelineAccess::run_call().
   void run_call(Call call, const std::string& who, const std::function<void()>& body);
   void require_training() const;
@@ -133,7 +136,13 @@ struct Pipeline::Impl {
   [[nodiscard]] bool step_open() const { return gradients_ready || earlier_samples > 0; }
   // Divides the shares of a step's batch into micro-batches. All ranks throw the same.
   void cut_step();
-  double count_targets(const BatchLoader::Batch& batch, std::size_t micro_batches);
+  double count_targets();
+  // Throws what this rank's stages find in a batch before its first message. `before`: samples of
+  // the step's earlier batches. Returns how many targets count here.
+  double check_batch(const BatchLoader::Batch& batch, std::span<const SampleRange> ranges,
+                     std::int64_t before, bool targets) const;
+  // The same of this replica's share of the feed's batch.
+  void check_share(bool targets);
   StepReport train_step();
   StepReport train_on(Call call, const Batch& batch);
   // Runs this rank's part of a batch, which has step_ranges.
@@ -148,7 +157,7 @@ struct Pipeline::Impl {
   EvaluationReport evaluate(const Batch& batch);
   EvaluationReport evaluate(const DataSource& other, std::int64_t samples);
   EvaluationReport run_evaluation(const std::string& who, SampleRange samples,
-                                  const ForwardRounds::Load& load);
+                                  std::int64_t least_rounds, const ForwardRounds::Load& load);
   void require_loss() const;
   void require_answers(const InferOptions& how) const;
   std::span<const Tensor> infer(const Batch& batch, const InferOptions& how);
@@ -191,6 +200,7 @@ struct Pipeline::Impl {
   bool gradients_ready = false;          // forward_backward() was the last call
   std::int64_t earlier_samples = 0;      // of its earlier batches, over all replicas
   std::vector<SampleRange> step_ranges;  // micro-batches of the present batch
+  double targets_here = 0;               // of the present batch, on the last stage's ranks
   std::vector<double> replica_targets;   // [replica]
   std::unique_ptr<Watchdog> watchdog;    // null: options.watch is off
 };
@@ -204,6 +214,7 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     rethrow_device_error_with_plan("the libraries", [&] {
       compute = std::make_unique<ComputeContext>(job.place.device(), options.devices.threads);
     });
+    const ThreadTeam team(*compute);
     compute->set_device_wait(&device_wait);
     compute->set_tf32(options.devices.tf32);
     BuiltLayout built;
@@ -442,6 +453,7 @@ void Pipeline::Impl::need_size(std::int64_t samples) {
 template <typename Body>
 void Pipeline::Impl::guarded(const Body& body) {
   require_open();
+  const ThreadTeam team(*compute);
   const ActivityScope calling(*job.activity, Doing::kCalling);
   try {
     job.guarded(std::cref(body));
@@ -477,9 +489,15 @@ void Pipeline::Impl::run_call(Call call, const std::string& who,
         "other values in the middle of a step: optimizer_step() or drop_gradients() comes before "
         "set_state() and before loading");
   }
+  refusable(who, [&] {
+    const ActivityScope doing(*job.activity, doing_of(call));
+    body();
+  });
+}
+
+void Pipeline::Impl::refusable(const std::string& who, const std::function<void()>& body) {
   std::optional<Error> refusal;
   guarded(who, [&] {
-    const ActivityScope doing(*job.activity, doing_of(call));
     try {
       body();
     } catch (const Refused& refused) {
@@ -526,22 +544,37 @@ void Pipeline::Impl::cut_step() {
 
 // The number of targets in the global batch, which the mean loss is taken over. On the last stage's
 // ranks, with one exchange between replicas; elsewhere 1.
-double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch, std::size_t micro_batches) {
+double Pipeline::Impl::count_targets() {
   if (!layout.owns(layout.plans.num_stages() - 1)) return 1;
-  double mine = 0;
-  for (std::size_t m = 0; m < micro_batches; ++m) {
-    try {
-      mine += target_weight(bindings.back(), batch.targets[m]);
-    } catch (...) {
-      rethrow_from(fmt::format("stage {}, target_weight() of micro-batch {}",
-                               layout.plans.num_stages() - 1, m));
-    }
-  }
-  job.replicas.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
+  job.replicas.collectives->all_gather(std::as_bytes(std::span(&targets_here, 1)),
                                        std::as_writable_bytes(std::span(replica_targets)));
   double total = 0;
   for (const double count : replica_targets) total += count;
   return total;
+}
+
+double Pipeline::Impl::check_batch(const BatchLoader::Batch& batch,
+                                   std::span<const SampleRange> ranges, std::int64_t before,
+                                   bool targets) const {
+  double counted = 0;
+  for (std::size_t m = 0; m < ranges.size(); ++m) {
+    const SampleRange samples{ranges[m].first - before, ranges[m].count};
+    if (layout.owns(0)) check_inputs(bindings.front(), batch.inputs[m], samples);
+    if (targets && layout.owns(layout.plans.num_stages() - 1)) {
+      counted += check_targets(bindings.back(), batch.targets[m], samples);
+    }
+  }
+  return counted;
+}
+
+void Pipeline::Impl::check_share(bool targets) {
+  const SampleRange share = feed->share();
+  const std::int64_t size = layout.wires.edges.largest();
+  for (std::int64_t done = 0; done < share.count; done += size) {
+    const SampleRange range{share.first + done, std::min(size, share.count - done)};
+    const std::span<const SampleRange> one(&range, 1);
+    (void)check_batch(feed->cut(one, share.first), one, 0, targets);
+  }
 }
 
 StepReport Pipeline::Impl::train_step() {
@@ -550,7 +583,6 @@ StepReport Pipeline::Impl::train_step() {
     throw_usage("this pipeline was made from a BatchSpec and has no source: pass a batch");
   }
   require_no_gradients();
-  agree(Call::kTrainSource, nullptr, 0, [&] { require_rate(); });
   const BatchLoader::Batch* batch = nullptr;
   guarded([&] {
     const ActivityScope loading(*job.activity, Doing::kLoading);
@@ -558,6 +590,10 @@ StepReport Pipeline::Impl::train_step() {
   });
   step_ranges.assign(layout.plans.micro_batches.begin(), layout.plans.micro_batches.end());
   for (SampleRange& range : step_ranges) range.first += earlier_samples;
+  agree(Call::kTrainSource, nullptr, 0, [this, batch] {
+    require_rate();
+    targets_here = check_batch(*batch, step_ranges, earlier_samples, /*targets=*/true);
+  });
   return run_batch(*batch, BatchEnd::kUpdate);
 }
 
@@ -571,6 +607,9 @@ StepReport Pipeline::Impl::train_on(Call call, const Batch& batch) {
     for (const SampleRange& range : step_ranges) need_size(range.count);
     feed->distribute(batch, /*targets=*/true);
     mine = &feed->cut(step_ranges, step_ranges.front().first);
+  });
+  agree(Call::kValues, nullptr, 0, [this, mine] {
+    targets_here = check_batch(*mine, step_ranges, earlier_samples, /*targets=*/true);
   });
   const BatchEnd end = call == Call::kTrain        ? BatchEnd::kUpdate
                        : call == Call::kAccumulate ? BatchEnd::kAccumulate
@@ -587,12 +626,13 @@ StepReport Pipeline::Impl::run_batch(const BatchLoader::Batch& batch, BatchEnd e
     rethrow_oom_with_plan("messages",
                           [&] { engine = &training.engine(static_cast<int>(step_ranges.size())); });
     job.set_progress_engine(engine);
-    const double targets = count_targets(batch, step_ranges.size());
+    const double targets = count_targets();
     const StepRequest request{.phase = Phase::kTrain,
                               .step = number,
                               .seed = options.training.seed,
                               .loss_scale = 1 / gradients->divisor(targets),
                               .first_batch = earlier_samples == 0,
+                              .last_batch = end != BatchEnd::kAccumulate,
                               .micro_batches = step_ranges,
                               .batch = &batch};
     if (earlier_samples == 0) stage_buffers->keep();
@@ -737,10 +777,12 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
 }
 
 EvaluationReport Pipeline::Impl::run_evaluation(const std::string& who, SampleRange samples,
+                                                std::int64_t least_rounds,
                                                 const ForwardRounds::Load& load) {
   EvaluationReport report;
-  guarded(who, [&] {
-    const LossResult loss = rounds->run(Phase::kEvaluate, options.training.seed, samples, load);
+  refusable(who, [&] {
+    const LossResult loss =
+        rounds->run(Phase::kEvaluate, options.training.seed, samples, load, {}, least_rounds);
     const std::array<double, 2> mine = {loss.sum, loss.weight};
     std::vector<double> all(2 * at(job.world.ranks->size()));
     job.world.collectives->all_gather(std::as_bytes(std::span(mine)),
@@ -773,11 +815,20 @@ EvaluationReport Pipeline::Impl::evaluate(const DataSource& other, std::int64_t 
     if (samples >= 1 && samples <= kMost) return;
     throw_usage("an evaluation of {} samples; legal are 1 to {}", samples, kMost);
   });
-  const Topology& topology = layout.place.topology;
+  // All ranks agree before each round, also those of replicas with fewer.
+  const int replicas = layout.place.topology.replicas;
   return run_evaluation(fmt::format("evaluation of {} samples", samples),
-                        share_of(samples, topology.replicas, layout.place.replica),
+                        share_of(samples, replicas, layout.place.replica),
+                        rounds->rounds_of(share_of(samples, replicas, 0).count),
                         [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
-                          return source_rounds->load(other, ranges);
+                          const BatchLoader::Batch* batch = nullptr;
+                          const std::optional<Error> refusal =
+                              feed->agree({.call = Call::kValues}, [&] {
+                                batch = &source_rounds->load(other, ranges);
+                                (void)check_batch(*batch, ranges, 0, /*targets=*/true);
+                              });
+                          if (refusal) throw Refused{*refusal};
+                          return *batch;
                         });
 }
 
@@ -785,8 +836,9 @@ EvaluationReport Pipeline::Impl::evaluate(const Batch& batch) {
   require_open();
   agree(Call::kEvaluate, &batch, 0, [&] { require_loss(); });
   guarded("a batch", [&] { feed->distribute(batch, /*targets=*/true); });
+  agree(Call::kValues, nullptr, 0, [this] { check_share(/*targets=*/true); });
   const SampleRange share = feed->share();
-  return run_evaluation("evaluation of a batch", share,
+  return run_evaluation("evaluation of a batch", share, 0,
                         [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
                           return feed->cut(ranges, share.first);
                         });
@@ -815,8 +867,9 @@ std::span<const Tensor> Pipeline::Impl::infer(const Batch& batch, const InferOpt
   require_open();
   agree(Call::kInfer, &batch, how.to, [&] { require_answers(how); });
   outputs->require_samples();
+  guarded("a batch", [&] { feed->distribute(batch, /*targets=*/false); });
+  agree(Call::kValues, nullptr, 0, [this] { check_share(/*targets=*/false); });
   guarded("inference", [&] {
-    feed->distribute(batch, /*targets=*/false);
     outputs->begin();
     const SampleRange share = feed->share();
     ForwardRounds::OnOutputs take = [&](SampleRange samples, std::span<const Tensor> made) {
@@ -860,6 +913,7 @@ JobLayout PipelineAccess::plan_layout(Communicator& world, const PipelineOptions
   JobLayout layout;
   job.guarded([&] {
     ComputeContext compute(job.place.device(), options.devices.threads);
+    const ThreadTeam team(compute);
     compute.set_tf32(options.devices.tf32);
     layout = build_layout(job, options, compute, make_stage, source, /*any_size=*/false).layout;
   });

@@ -49,6 +49,21 @@ bool is_utf8(const std::string& text) {
   return quoted(text) == Json(text).dump(-1, ' ', false, Json::error_handler_t::ignore);
 }
 
+// One that is a key in files, and fits into a message of one line.
+void require_legal_name(const std::string& name, int index) {
+  if (!is_utf8(name)) {
+    throw_usage("stage {} has a parameter whose name {} is not UTF-8", index, quoted(name));
+  }
+  const bool printable = std::none_of(name.begin(), name.end(), [](char c) {
+    return static_cast<unsigned char>(c) < ' ' || c == '\x7F';
+  });
+  if (printable && !name.empty() && name != "__metadata__") return;
+  throw_usage(
+      "stage {} has a parameter named {}; legal: at least one character, none of them a control "
+      "character, and not \"__metadata__\"",
+      index, quoted(name));
+}
+
 void require_legal(const TensorSpec& output, int index) {
   bool legal = output.shape.rank() <= kMaxDims;
   for (int d = 0; d < output.shape.rank(); ++d) {
@@ -189,10 +204,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
   if (parameters != nullptr) {
     const auto list = [&](const std::vector<Parameter*>& from, std::vector<ParameterEntry>& to) {
       for (const Parameter* p : from) {
-        if (!is_utf8(p->name)) {
-          throw_usage("stage {} has a parameter whose name {} is not UTF-8", index,
-                      quoted(p->name));
-        }
+        require_legal_name(p->name, index);
         to.push_back({p->name, p->shape.elements(), p->tied, p->tied ? use_of(*p) : ""});
       }
     };

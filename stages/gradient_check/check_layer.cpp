@@ -13,6 +13,7 @@
 #include <sluice/layers.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "stages/compute/thread_team.hpp"
 #include "stages/gradient_check/finite_differences.hpp"
 #include "stages/gradient_check/guarded_memory.hpp"
 #include "stages/network/naming.hpp"
@@ -404,6 +405,7 @@ class LayerCheck {
   GradientCheck options_;
   TensorSpec input_, output_;
   ComputeContext compute_;
+  ThreadTeam team_{compute_};
   std::unique_ptr<Layer> layer_;
   ParameterSet set_;
   LayerNeeds needs_;

@@ -9,6 +9,7 @@
 #include <sluice/layers.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "stages/compute/thread_team.hpp"
 #include "stages/gradient_check/finite_differences.hpp"
 #include "stages/gradient_check/guarded_memory.hpp"
 #include "stages/network/naming.hpp"
@@ -118,6 +119,7 @@ class LossCheck {
 
   GradientCheck options_;
   ComputeContext compute_;
+  ThreadTeam team_{compute_};
   std::unique_ptr<Loss> loss_;
   GuardedTensor point_, given_;
   std::unique_ptr<GuardedTensor> targets_;

@@ -40,6 +40,10 @@ class BatchNormLayer final : public Layer {
     if (!(options.momentum >= 0 && options.momentum <= 1)) {
       throw_usage("momentum is {}; legal: 0 to 1", options.momentum);
     }
+    if (!synchronised() && options.statistics != BatchStatistics::kMicroBatch) {
+      throw_usage("statistics {}; legal: BatchStatistics::kMicroBatch and kReplicas",
+                  static_cast<int>(options.statistics));
+    }
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
@@ -77,7 +81,9 @@ class BatchNormLayer final : public Layer {
         for (std::int64_t i = 0; i < channel.size; ++i) to[i] = x[i] * scale + shift;
       });
     });
-    if (trains && ++seen_ >= call.stage.micro_batches) move_running();
+    if (!trains || ++seen_ < call.stage.micro_batches) return;
+    seen_ = 0;
+    if (call.stage.last_batch) move_running();
   }
 
   // Always called before backward_weight, for which it keeps its sums.
@@ -168,7 +174,8 @@ class BatchNormLayer final : public Layer {
   // Writes each channel's mean and 1 / deviation, and adds to its sums. The first call allocates:
   // the plan has refused more channels than there is memory for.
   void measure_all(const LayerCall& call) {
-    if (seen_ == 0) sums_.assign(static_cast<std::size_t>(channels_), Sums{});
+    if (seen_ == 0 && call.stage.first_batch)
+      sums_.assign(static_cast<std::size_t>(channels_), Sums{});
     exchanged_.resize(first_of(channels_) + 1);
     for_channels(call, [&](const Channel& channel) {
       measure(call.x.as<float>(), channel, &exchanged_[first_of(channel.number)]);
@@ -235,7 +242,6 @@ class BatchNormLayer final : public Layer {
   }
   // The step's last forward.
   void move_running() {
-    seen_ = 0;
     for (std::int64_t c = 0; c < channels_; ++c) {
       const Sums& all = sums_[static_cast<std::size_t>(c)];
       const double mean = all.sum / all.count;
@@ -254,7 +260,7 @@ class BatchNormLayer final : public Layer {
   Parameter *weight_ = nullptr, *bias_ = nullptr, *mean_ = nullptr, *variance_ = nullptr;
   std::vector<Sums> sums_;         // [channel]
   std::vector<double> exchanged_;  // two numbers of each channel, then how many numbers there are
-  int seen_ = 0;                   // micro-batches of this step
+  int seen_ = 0;                   // micro-batches of this batch of the step
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -31,8 +32,8 @@ class ConvolutionLayer final : public Layer {
     require_positive(out, "out");
     require_positive(groups_, "groups");
     if (in % groups_ != 0 || out % groups_ != 0) {
-      throw_usage("{} groups divide neither {} channels into {} alike; legal: divisors of both",
-                  groups_, in, out);
+      throw_usage("{} groups of {} and {} channels; legal: divisors of both numbers, at most {}",
+                  groups_, in, out, std::gcd(in, out));
     }
   }
 

@@ -208,8 +208,7 @@ class EmbeddingTable final : public Layer {
     const std::int32_t* const begin = x.as<std::int32_t>();
     for (std::int64_t i = 0; i < x.elements(); ++i) {
       if (begin[i] >= 0 && begin[i] < classes_) continue;
-      throw_error(ErrorCode::kData, "class {} of sample {} of the micro-batch; legal: 0 to {}",
-                  begin[i], i / (x.elements() / x.shape()[0]), classes_ - 1);
+      throw_error(ErrorCode::kData, "class {}; legal: 0 to {}", begin[i], classes_ - 1);
     }
   }
   void forward(LayerCall& call, const Tensor& y) override {

@@ -81,9 +81,8 @@ class CrossEntropy final : public Loss {
       if (value < 0 || value == options_.ignored) continue;
       ++counted;
       if (value < classes) continue;
-      throw_error(ErrorCode::kData,
-                  "class {} of sample {} of the micro-batch; legal: 0 to {}, or negative for none",
-                  value, i / (targets.elements() / targets.shape()[0]), classes - 1);
+      throw_error(ErrorCode::kData, "class {}; legal: 0 to {}, or negative for none", value,
+                  classes - 1);
     }
     return static_cast<double>(counted);
   }

@@ -30,14 +30,17 @@ SlotMemory::Need largest(const SlotMemory::Need& a, const SlotMemory::Need& b) {
           .input_gradient = std::max(a.input_gradient, b.input_gradient)};
 }
 
-// Runs `body`, which writes `tensor`, and watches the first call on a CPU.
+// Runs `body`, which writes `tensor` and reads the layer's input, and watches the first call on a
+// CPU.
 template <typename Body>
 void watched(bool& was, const LayerCall& call, const char* what, const Tensor& tensor,
              const Body& body) {
   if (was || call.compute().device().kind != DeviceKind::kCpu) return body();
+  const Unchanged input({&call.x, 1});
   mark_unwritten(tensor);
   body();
   require_written(tensor, what);
+  input.require("input");
   was = true;
 }
 

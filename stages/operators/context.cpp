@@ -2,11 +2,17 @@
 #include "stages/operators/context.hpp"
 
 #include <fmt/format.h>
-#include <omp.h>
+
+#include <latch>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #include <sluice/compute.hpp>
 #include <sluice/error.hpp>
 
+#include "comm/base/held_signals.hpp"
+#include "comm/base/throw_error.hpp"
 #include "stages/compute/backend.hpp"
 #include "stages/compute/operator_profile.hpp"
 #include "stages/cpu/cpu_backend.hpp"
@@ -21,11 +27,25 @@ namespace sluice {
 
 namespace {
 
+// OpenMP ends the process where it cannot start a thread: as many are started here before.
 int checked_threads(int threads) {
-  if (threads < 1) {
-    throw Error(ErrorCode::kUsage, fmt::format("{} compute threads; at least 1 is legal", threads));
+  if (threads < 1 || threads > ComputeContext::kMostThreads) {
+    throw_usage("{} compute threads; legal are 1 to {}", threads, ComputeContext::kMostThreads);
   }
-  omp_set_num_threads(threads);
+  const HeldSignals held;
+  std::latch all_started(1);
+  std::vector<std::jthread> team;
+  team.reserve(static_cast<std::size_t>(threads));
+  try {
+    for (int i = 1; i < threads; ++i) team.emplace_back([&] { all_started.wait(); });
+  } catch (const std::system_error& error) {
+    all_started.count_down();
+    throw_usage(
+        "cannot start {} compute threads: {}; legal are fewer, or a higher limit (ulimit -u, pids "
+        "of the container)",
+        threads, error.code().message());
+  }
+  all_started.count_down();
   return threads;
 }
 

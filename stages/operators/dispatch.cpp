@@ -20,6 +20,7 @@
 #include "stages/compute/operator_profile.hpp"
 #include "stages/compute/operator_table.hpp"
 #include "stages/compute/partial_sums.hpp"
+#include "stages/compute/thread_team.hpp"
 #include "stages/operators/context.hpp"
 
 namespace sluice {
@@ -123,7 +124,7 @@ std::string to_text(const Legal& legal) {
     case Legal::Form::kTable:
       return fmt::format("{} [at least {}, {}]", types, legal.rows, size(legal.width));
     case Legal::Form::kCount:
-      return fmt::format("{} [{}]", types, legal.rows);
+      return fmt::format("{} of any shape with {} elements", types, legal.rows);
     default:
       return fmt::format("{} [{}, {}]", types, size(legal.rows), size(legal.width));
   }
@@ -377,6 +378,7 @@ double attention_flops(const AttentionShape& shape, int products) {
 template <typename Part, typename Function, typename... Operands>
 void run(const Work& work, Function Part::*entry, ComputeContext& ctx,
          const Operands&... operands) {
+  const ThreadTeam team(ctx);
   const Function call = operators_of(ctx).*entry;
   OperatorProfile* const profile = ctx.profile();
   if (profile == nullptr) return call(ctx, operands...);

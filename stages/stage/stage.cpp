@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <charconv>
+#include <cmath>
 #include <cstdint>
 #include <numeric>
 #include <string>
@@ -12,6 +13,7 @@
 #include <sluice/stage.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 
@@ -125,6 +127,10 @@ Partition from_block_counts(const std::vector<int>& counts) {
 
 Partition partition_by_cost(std::span<const double> costs, int stages) {
   require_stages(stages);
+  for (std::size_t i = 0; i < costs.size(); ++i) {
+    if (costs[i] >= 0 && std::isfinite(costs[i])) continue;
+    throw_usage("layer {} costs {}; legal are numbers from 0", i, costs[i]);
+  }
   const int layers = static_cast<int>(costs.size());
   if (layers < stages) {
     return one_layer_each(layers, stages);

@@ -17,6 +17,7 @@
 
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/cores.hpp"
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 
@@ -144,6 +145,17 @@ std::vector<std::size_t> offsets_of(const std::deque<Parameter>& parameters, boo
   return offsets;
 }
 
+// One that values can be drawn from.
+void require_init(const std::string& name, const Init& init) {
+  const bool any_sign = init.kind == Init::Kind::kConstant;
+  const bool known =
+      any_sign || init.kind == Init::Kind::kNormal || init.kind == Init::Kind::kUniform;
+  if (known && std::isfinite(init.value) && (any_sign || init.value >= 0)) return;
+  throw_usage(
+      "'{}' begins with {}; legal: a finite constant, or normal or uniform with a number from 0",
+      name, to_string(init));
+}
+
 void zero(const Parameter& parameter, StreamView stream) {
   fill_zero_async(parameter.grad.data, parameter.grad.spec.bytes(), stream);
 }
@@ -171,6 +183,7 @@ Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool deca
     throw Error(ErrorCode::kUsage,
                 fmt::format("parameter {} is added after allocate(); add it before", name));
   }
+  require_init(name, init);
   return parameters_.emplace_back(Parameter{std::move(name), shape, init, decay, tied, {}, {}, {}});
 }
 
@@ -179,12 +192,14 @@ Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, Ac
     throw Error(ErrorCode::kUsage,
                 fmt::format("buffer {} is added after allocate(); add it before", name));
   }
+  require_init(name, init);
   Parameter buffer{std::move(name), shape, init, false, false, {}, {}, {}};
   buffer.across = across;
   return buffers_.emplace_back(std::move(buffer));
 }
 
 void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients) {
+  if (is_allocated()) throw_usage("ParameterSet::allocate() is called twice; legal: once");
   require_distinct(parameters_);
   const std::vector<std::size_t> offsets = offsets_of(parameters_, /*shared=*/!gradients);
   const std::size_t bytes = offsets.back();

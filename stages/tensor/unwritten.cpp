@@ -1,6 +1,7 @@
 #include "stages/tensor/unwritten.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "comm/base/throw_error.hpp"
@@ -56,6 +57,22 @@ void require_written(const Tensor& tensor, const std::string& what) {
   throw_usage("leaves {} of the {} numbers of {}, {}, unwritten, the first at {}", found.count,
               tensor.elements(), what, to_string(tensor.spec),
               place_of(tensor.shape(), found.first));
+}
+
+Unchanged::Unchanged(std::span<const Tensor> tensors) : tensors_(tensors.begin(), tensors.end()) {
+  for (const Tensor& tensor : tensors_) {
+    const auto* const data = tensor.as<const std::byte>();
+    const std::size_t bytes = data == nullptr ? 0 : tensor.spec.bytes();
+    had_.emplace_back(data, data + bytes);
+  }
+}
+
+void Unchanged::require(const char* what) const {
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const std::vector<std::byte>& had = had_[i];
+    if (had.empty() || std::memcmp(had.data(), tensors_[i].data, had.size()) == 0) continue;
+    throw_usage("changes {} {}, {}; legal: to read it alone", what, i, to_string(tensors_[i].spec));
+  }
 }
 
 std::string place_of(const Shape& shape, std::int64_t index) {

@@ -81,7 +81,8 @@ class Dataset {
   [[nodiscard]] virtual BatchSpec spec() const = 0;
   // Writes the item: tensor i has the type and shape of spec().inputs[i] or targets[i]. `inputs` is
   // empty on a rank that passes no inputs, `targets` on one that passes no targets. Called from
-  // several threads at once. What it throws comes out of DataLoader::next(), with the index.
+  // several threads at once. What it throws comes out of DataLoader::next(), with the index. So
+  // does Error(kUsage) where a loader's first item leaves numbers of f32 or other floats unwritten.
   virtual void get(const ItemRequest& item, std::span<const Tensor> inputs,
                    std::span<const Tensor> targets) const = 0;
 };

@@ -72,7 +72,9 @@ struct PipelineOptions {
     // One entry for all ranks, or one per rank of a pipeline, or one per rank of the job.
     std::vector<DeviceChoice> choices = {{}};
     TransportChoice transport = TransportChoice::kAuto;  // between GPUs
-    int threads = 1;                                     // per rank, on a CPU
+    // Per rank, on a CPU, at most ComputeContext::kMostThreads. Calls of the pipeline compute in an
+    // OpenMP team of this size; the program's own team is afterwards what it was.
+    int threads = 1;
     // On a CPU, messages advance between the operators of an action too, not only between actions.
     // Most MPI libraries move large messages only while they are called.
     bool progress_in_actions = true;

@@ -14,7 +14,8 @@
 // call, and the pipeline is as it was before:
 //   Error(kUsage), Error(kMismatch): what ranks pass does not fit, or differs between them
 //   of any code: what a rank throws while it looks at what was passed, such as a source that cannot
-//   tell its shapes
+//   tell its shapes, or a class that the model does not have: Error(kData), which names the sample,
+//   counted over all replicas
 //   Error(kNumeric), Error(kData) at the end of a step: its loss or a gradient is not finite, or no
 //   target counts. The step's gradients are dropped.
 // Any other error, of whichever code, ends the pipeline on all ranks, with the same Error, which
@@ -114,8 +115,9 @@ class Pipeline {
   // With options.training.skip_nonfinite the step counts as done, and the report says `skipped`.
   // Else it is Error(kNumeric), and step() stays.
   StepReport train_step(const Batch& batch);
-  // The same on the source's batch of step() + 1. After Error(kNumeric) the next call takes the
-  // same batch again, unless set_step(step() + 1) passes over it.
+  // The same on the source's batch of step() + 1. After Error(kNumeric), or Error(kData) that
+  // leaves the pipeline usable, the next call takes the same batch again, unless set_step(step() +
+  // 1) passes over it.
   StepReport train_step();
 
   // --- one step in several calls ---

@@ -94,16 +94,16 @@ class Layer {
   [[nodiscard]] virtual bool overwrites_gradients() const { return false; }
   // Whether it runs on a GPU. A layer that reads its tensors on the host does not.
   [[nodiscard]] virtual bool runs_on_gpu() const { return false; }
-  // Work of one call, for cuts by cost; in multiply-adds.
+  // Work of one call, for cuts by cost; in multiply-adds, at least 0.
   [[nodiscard]] virtual double cost(const TensorSpec& input) const {
     return static_cast<double>(input.shape.elements());
   }
 
-  // Of the model's first layer alone, before each forward: its input in host memory. Throws
-  // Error(kData) for values that forward cannot take.
+  // Of the model's first layer alone: its input in host memory. Throws Error(kData) for values that
+  // forward cannot take, as Stage::check_inputs().
   virtual void check_inputs(const Tensor& /*x*/) const {}
 
-  // Writes y.
+  // Writes y; x stays as it is, here and in backward_input.
   virtual void forward(LayerCall& call, const Tensor& y) = 0;
   // Overwrites dx. Where nobody needs dx it is not called, except for a layer that has
   // LayerMemory::gradients; dx then has null data. dx is not dy.
@@ -258,10 +258,10 @@ struct BatchNormOptions {
 // With BatchStatistics::kReplicas the number of replicas that share a micro-batch of samples
 // changes the results by rounding alone; each F, and each B or I, then has a sum over replicas in
 // the plan. Otherwise they are the running ones: buffers "running_mean" and "running_var". Each
-// step moves them once, towards the mean and unbiased variance of all samples of the step on this
-// replica, as torchgpipe's DeferredBatchNorm does; then replicas take the mean of theirs.
-// kReplicas: of all replicas. Throws Error(kData) in training for a micro-batch with one number a
-// channel.
+// step moves them once, in its last batch, towards the mean and unbiased variance of all samples of
+// the step on this replica, as torchgpipe's DeferredBatchNorm does; then replicas take the mean of
+// theirs. kReplicas: of all replicas. A step that is refused, skipped or dropped moves them not at
+// all. Throws Error(kData) in training for a micro-batch with one number a channel.
 [[nodiscard]] LayerSpec batch_norm2d(std::int64_t channels, const BatchNormOptions& options = {});
 // The same with mean and variance of one sample, over `groups` groups of neighbouring channels (Wu
 // and He 2018): it depends on no other sample, so neither on micro-batches nor on replicas.

@@ -103,7 +103,10 @@ class ParameterSet {
   ParameterSet(ParameterSet&&) = default;
   ParameterSet& operator=(ParameterSet&&) = default;
 
-  // The reference stays valid for the life of the set. Throws Error(kUsage) after allocate().
+  // The reference stays valid for the life of the set. A pipeline refuses names that no file holds:
+  // an empty one, "__metadata__", and those with control characters or other bytes than UTF-8.
+  // Throws Error(kUsage) after allocate(), and for an Init that is none or not a number from 0 (a
+  // constant: any finite one).
   Parameter& add(std::string name, Shape shape, Init init, bool decay = true, bool tied = false);
 
   // State that is not trained, such as running statistics: fp32, saved with the parameters, under a
@@ -114,7 +117,7 @@ class ParameterSet {
   // Allocates every value, gradient and buffer, draws initial values (a function of seed, name and
   // position alone) and zeroes gradients. `gradients` false: the stage never runs backward
   // (StageSetup::trains). It then has no gradients, and uses of one name share the first one's
-  // value. Call it once. Throws Error(kUsage) for a name used twice and not tied, for uses of
+  // value. Throws Error(kUsage) for a second call, for a name used twice and not tied, for uses of
   // different shapes or initial values and for more bytes than a std::size_t holds, and what
   // `memory` throws.
   void allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients = true);

@@ -122,6 +122,9 @@ struct StageContext {
   // gradients, if sums over replicas can overlap; else null. Use is optional. All replicas make the
   // same calls in the same order.
   FinalGradients* final_gradients = nullptr;
+  // Whether the step's batches before this one, and after it, are none: accumulate() adds batches.
+  // A stage whose work depends on these is not graph_capturable().
+  bool first_batch = true, last_batch = true;
 };
 
 class Stage {
@@ -156,8 +159,8 @@ class Stage {
   // does not zero gradients whose state says that (set_asks()). False, also for a stage that adds
   // to gradients of another one inside it: all gradients are zero before a step's first call.
   [[nodiscard]] virtual bool overwrites_gradients() const { return false; }
-  // Writes every output. `inputs` stay valid until backward is done; `outputs` only until forward
-  // returns.
+  // Writes every output, and no input. `inputs` stay valid until backward is done; `outputs` only
+  // until forward returns.
   virtual void forward(StageContext& ctx, std::span<const Tensor> inputs,
                        std::span<const Tensor> outputs) = 0;
   // Adds to parameter gradients (see overwrites_gradients()) and overwrites grad_inputs. An entry
@@ -167,8 +170,10 @@ class Stage {
                         std::span<const Tensor> grad_inputs) = 0;
   // Null for a stage without parameters. The same set at all times; the pipeline keeps the address.
   [[nodiscard]] virtual ParameterSet* parameters() { return nullptr; }
-  // Stage 0 only, before each forward, with the micro-batch's inputs in host memory. Throws
-  // Error(kData) for values that forward cannot take.
+  // Stage 0 only, before the first message of a step, an evaluation or an inference, with the
+  // inputs of each micro-batch in host memory. Throws Error(kData) for values that forward cannot
+  // take: all ranks then refuse the call, and the pipeline stays usable. To name the sample, the
+  // pipeline calls it again with the samples one by one.
   virtual void check_inputs(std::span<const Tensor> /*inputs*/) const {}
 };
 
@@ -189,10 +194,13 @@ class LossStage {
   // gradient of (sum * ctx.loss_scale) with respect to them, which comes back as backward's
   // grad_outputs; it may add to parameter gradients too. In evaluation they stay or not. *sum = the
   // loss over the counted targets, in stream order; on a GPU page-locked, so that kernels write it.
+  // Where the first gradient in training is all of what forward wrote, as of a loss y^2 / 2, a CPU
+  // asks twice more, to tell it from a loss that writes none.
   virtual void loss(StageContext& ctx, std::span<const Tensor> outputs,
                     std::span<const Tensor> targets, double* sum) = 0;
-  // How many targets of a micro-batch count: a finite number from 0, else Error(kUsage) ends the
-  // pipeline. `targets` are in host memory. Runs before any forward of the step.
+  // How many targets of a micro-batch count: a finite number from 0, else Error(kUsage). `targets`
+  // are in host memory. Throws Error(kData) for values that loss() cannot take. Runs when
+  // check_inputs() does, and again before loss(); what it throws is refused alike.
   [[nodiscard]] virtual double target_weight(std::span<const Tensor> targets) const = 0;
   // One line why forward()'s outputs are no answer to infer(), which then refuses; empty: they are.
   [[nodiscard]] virtual std::string why_no_answers() const { return {}; }
@@ -219,8 +227,8 @@ struct Partition {
 // layers. Of equal ones, the one whose later stages are lighter. costs[i] >= 0 is layer i's work,
 // embedding and head included. Stage 0 always owns the first layer and the last stage the last one.
 // No stage is empty if there are at least as many layers as stages; else each layer has its own
-// stage and stages before the last are empty. Throws Error(kUsage) for stages < 1, and for one
-// layer on several stages.
+// stage and stages before the last are empty. Throws Error(kUsage) for stages < 1, for one layer on
+// several stages, and for a cost that is negative or not finite.
 [[nodiscard]] Partition partition_by_cost(std::span<const double> costs, int stages);
 
 // "auto" (by cost), "even" (equal counts of blocks, the first stages take one more; embedding with

@@ -95,7 +95,8 @@ using TorchTensors = std::vector<torch::Tensor>;
 //   (torch::Tensor output, torch::Tensor target) where there is one of each, or
 //   (TorchTensors outputs, TorchTensors targets).
 // All lie on the stage's device. `weight` says how many targets of a micro-batch count, from
-// targets in host memory; null: as many as the first target has elements.
+// targets in host memory. It returns a number, and takes (torch::Tensor target) where there is one,
+// or (TorchTensors targets). Null: as many as the first target has elements.
 class TorchLoss {
  public:
   using Sum =
@@ -103,11 +104,15 @@ class TorchLoss {
   using Weight = std::function<double(const TorchTensors& targets)>;
 
   TorchLoss() = default;
-  template <typename Function>
-  requires std::invocable<Function&, torch::Tensor, torch::Tensor> ||
-      std::invocable<Function&, const TorchTensors&, const TorchTensors&>
-      TorchLoss(Function function, Weight weight_of = {})  // NOLINT: a function is one
-      : weight(std::move(weight_of)) {
+  template <typename Function, typename WeightFunction = Weight>
+  requires(!std::same_as<Function, TorchLoss>)
+      TorchLoss(Function function, WeightFunction weight_of = {})  // NOLINT: a function is one
+      : weight(weight_from(std::move(weight_of))) {
+    static_assert(
+        std::invocable<Function&, torch::Tensor, torch::Tensor> ||
+            std::invocable<Function&, const TorchTensors&, const TorchTensors&>,
+        "a TorchLoss takes (torch::Tensor output, torch::Tensor target) or (const "
+        "TorchTensors& outputs, const TorchTensors& targets), and returns a torch::Tensor");
     if constexpr (std::invocable<Function&, torch::Tensor, torch::Tensor>) {
       sum = [function = std::move(function)](const TorchTensors& outputs,
                                              const TorchTensors& targets) mutable {
@@ -120,13 +125,32 @@ class TorchLoss {
         }
         return torch::Tensor(function(outputs[0], targets[0]));
       };
-    } else {
+    } else if constexpr (std::invocable<Function&, const TorchTensors&, const TorchTensors&>) {
       sum = std::move(function);
     }
   }
 
   Sum sum = {};
   Weight weight = {};
+
+ private:
+  template <typename Function>
+  static Weight weight_from(Function function) {
+    constexpr bool takes_one = std::is_invocable_r_v<double, Function&, const torch::Tensor&>;
+    static_assert(takes_one || std::constructible_from<Weight, Function>,
+                  "the weight of a TorchLoss takes (const torch::Tensor& target) or (const "
+                  "TorchTensors& targets), and returns a double");
+    if constexpr (takes_one) {
+      return [function = std::move(function)](const TorchTensors& targets) mutable {
+        if (targets.size() == 1) return static_cast<double>(function(targets[0]));
+        throw Error(ErrorCode::kUsage,
+                    "the weight of its loss is a function of one target, but there are " +
+                        std::to_string(targets.size()) + "; take (const TorchTensors&)");
+      };
+    } else if constexpr (std::constructible_from<Weight, Function>) {
+      return Weight(std::move(function));
+    }
+  }
 };
 
 // --- what torch_stage() is made of ---

@@ -248,6 +248,39 @@ TEST(DataLoaderTest, WhatAnItemThrowsComesOutAtItsBatch) {
   }
 }
 
+// Leaves the target, or half of the input, unwritten.
+class Gaps : public Dataset {
+ public:
+  explicit Gaps(bool of_target) : of_target_(of_target) {}
+  [[nodiscard]] std::int64_t size() const override { return 4; }
+  [[nodiscard]] BatchSpec spec() const override {
+    return {.inputs = {{DType::kF32, {2}}}, .targets = {{DType::kF32, {}}}};
+  }
+  void get(const ItemRequest& /*item*/, std::span<const Tensor> inputs,
+           std::span<const Tensor> targets) const override {
+    inputs[0].at(0) = 1;
+    if (of_target_) inputs[0].at(1) = 1;
+    if (!of_target_) targets[0].at(0) = 1;
+  }
+
+ private:
+  bool of_target_;
+};
+
+TEST(DataLoaderTest, NumbersThatTheFirstItemLeavesUnwrittenAreNamed) {
+  for (const int workers : {0, 2}) {
+    for (const bool of_target : {false, true}) {
+      DataLoader loader(std::make_shared<Gaps>(of_target), {.batch_size = 2, .workers = workers});
+      const std::string text = of_target ? "leaves 1 of the 1 numbers of target 0"
+                                         : "leaves 1 of the 2 numbers of input 0, f32 [2]";
+      for (int attempt = 0; attempt < 2; ++attempt) {
+        expect_error(ErrorCode::kUsage, {"item 0 of the data set: " + text},
+                     [&] { (void)loader.next(); });
+      }
+    }
+  }
+}
+
 TEST(DataLoaderTest, EndsWithoutWaitingWhereverTheWorkersAre) {
   for (int turn = 0; turn < 200; ++turn) {
     const auto fail = [&](const ItemRequest& item) {

@@ -241,8 +241,10 @@ class TwoBucketStage : public Stage, public LossStage {
     if (ctx.final_gradients != nullptr) meanwhile_(ctx, second_->grad.floats());
     write(ctx, *first_);
   }
-  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
+  void loss(StageContext& ctx, std::span<const Tensor> y, std::span<const Tensor>,
+            double* sum) override {
     *sum = 1;
+    fill_zero_async(y[0].data, y[0].spec.bytes(), ctx.compute.stream());
   }
   double target_weight(std::span<const Tensor>) const override { return 1; }
 
@@ -340,8 +342,10 @@ class PassingStage : public Stage, public LossStage {
                 std::span<const Tensor> dx) override {
     if (!dx.empty()) copy_async(dx[0].data, dy[0].data, dy[0].spec.bytes(), ctx.compute.stream());
   }
-  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
+  void loss(StageContext& ctx, std::span<const Tensor> y, std::span<const Tensor>,
+            double* sum) override {
     *sum = 1;
+    fill_zero_async(y[0].data, y[0].spec.bytes(), ctx.compute.stream());
   }
   double target_weight(std::span<const Tensor>) const override { return 1; }
 

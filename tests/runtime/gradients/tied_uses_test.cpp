@@ -43,8 +43,10 @@ class TiedStage : public Stage, public LossStage {
     write(ctx, *all_, static_cast<float>(1 + index_));
     if (ends_ != nullptr) write(ctx, *ends_, static_cast<float>(10 * (1 + index_)));
   }
-  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
+  void loss(StageContext& ctx, std::span<const Tensor> y, std::span<const Tensor>,
+            double* sum) override {
     *sum = 1;
+    fill_zero_async(y[0].data, y[0].spec.bytes(), ctx.compute.stream());
   }
   double target_weight(std::span<const Tensor>) const override { return 1; }
 

@@ -103,6 +103,10 @@ TEST(SensibleOptionsTest, ANumberThatIsNoneOfAnEnumsIsRefused) {
     expect_error(ErrorCode::kUsage, {"is 9, which is none of its"},
                  [&] { require_sensible(options); });
   }
+  for (const int bad : {0, -1, 1025, std::numeric_limits<int>::max()}) {
+    expect_refused("options.devices.threads is " + std::to_string(bad) + "; legal are 1 to 1024",
+                   {[&](auto& o) { o.devices.threads = bad; }});
+  }
   expect_refused("shape.pipeline is -1", {[](auto& o) { o.shape.pipeline = -1; }});
 }
 

@@ -687,8 +687,12 @@ struct PassOn : Stage, LossStage, SplitBackward {
     backward(ctx, grad_out, grad_in);
   }
   void backward_weight(StageContext&, std::span<const Tensor>) override {}
-  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
+  void loss(StageContext&, std::span<const Tensor> outputs, std::span<const Tensor>,
+            double* sum) override {
     *sum = 1;
+    for (const Tensor& each : outputs) {
+      if (is_float(each.spec.dtype)) std::memset(each.data, 0, each.spec.bytes());
+    }
   }
   double target_weight(std::span<const Tensor>) const override { return 1; }
 };

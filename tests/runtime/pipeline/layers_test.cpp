@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <omp.h>
 
 #include <cmath>
 #include <cstdint>
@@ -161,6 +162,29 @@ TEST_P(LayersTest, AStageWithoutLayersPassesItsInputOn) {
   });
 }
 
+// OpenMP's team is the pipeline's while it computes, and the program's afterwards.
+TEST_P(LayersTest, APipelineLeavesTheProgramItsTeam) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const int had = omp_get_max_threads();
+    omp_set_num_threads(3);
+    PipelineOptions options = options_of(comm.size(), "1f1b", 1);
+    options.devices.threads = 2;
+    const Sequential model = Sequential(parts(), mse_loss()).with_input({DType::kF32, {kWidth}});
+    Pipeline pipeline(comm, options, model, spec());
+    EXPECT_EQ(omp_get_max_threads(), 3);
+    const Numbers data;
+    (void)pipeline.train_step(data.batch());
+    EXPECT_EQ(omp_get_max_threads(), 3);
+    int inside = 2;
+    (void)pipeline.infer(data.batch().inputs, {.on_outputs = [&](SampleRange, auto) {
+                           inside = omp_get_max_threads();
+                         }});
+    EXPECT_EQ(inside, 2);
+    EXPECT_EQ(omp_get_max_threads(), 3);
+    omp_set_num_threads(had);
+  });
+}
+
 // Classes in, classes out.
 TEST_P(LayersTest, ClassesTrainAndWrongOnesAreNamed) {
   with_ranks(GetParam(), [&](Communicator& comm) {
@@ -183,20 +207,109 @@ TEST_P(LayersTest, ClassesTrainAndWrongOnesAreNamed) {
     }
     EXPECT_LT(pipeline->evaluate(batch).loss, 0.5);
     const std::vector<std::int32_t> bad_y = {0, 1, 2, 1, 3}, bad_x = {0, 1, 2, 3, 4, 0, 1, 1, 3, 5};
-    expect_error(
-        ErrorCode::kData,
-        {"target_weight() of micro-batch 1: cross_entropy_loss: class 3 of sample 1 of the "
-         "micro-batch; legal: 0 to 2, or negative for none"},
-        [&] {
-          (void)pipeline->train_step({.inputs = batch.inputs, .targets = {view(bad_y, {5})}});
-        });
-    expect_error(
-        ErrorCode::kData,
-        {"stage 0, forward of micro-batch 1: layer 0 (embedding): class 5 of sample 1 of "
-         "the micro-batch; legal: 0 to 4"},
-        [&] {
-          (void)make(comm)->train_step({.inputs = {view(bad_x, {5, 2})}, .targets = batch.targets});
-        });
+    const Batch bad_targets{.inputs = batch.inputs, .targets = {view(bad_y, {5})}};
+    const Batch bad_inputs{.inputs = {view(bad_x, {5, 2})}, .targets = batch.targets};
+    const auto refused = [&](const Batch& bad, const std::string& text, bool infers) {
+      const auto each = [&](const auto& call) {
+        expect_error(ErrorCode::kData, {text}, [&] { (void)call(bad); });
+        EXPECT_TRUE(pipeline->usable());
+      };
+      each([&](const Batch& one) { return pipeline->train_step(one).loss; });
+      each([&](const Batch& one) { return pipeline->evaluate(one).loss; });
+      each([&](const Batch& one) { return pipeline->forward_backward(one).loss; });
+      if (infers) each([&](const Batch& one) { return pipeline->infer(one.inputs).size(); });
+      (void)pipeline->accumulate(batch);
+      each([&](const Batch& one) { return pipeline->accumulate(one).loss; });
+      pipeline->drop_gradients();
+    };
+    refused(bad_targets,
+            "stage " + std::to_string(comm.size() - 1) +
+                ", target_weight() of sample 4 of the batch: cross_entropy_loss: class 3; legal: 0 "
+                "to 2, or negative for none",
+            false);
+    refused(bad_inputs,
+            "stage 0, check_inputs() of sample 4 of the batch: layer 0 (embedding): class 5; "
+            "legal: 0 to 4",
+            true);
+    EXPECT_EQ(pipeline->train_step(batch).loss, alone->train_step(batch).loss);
+    EXPECT_EQ(digest_of(*pipeline), digest_of(*alone));
+  });
+}
+
+// A sample's number counts over all replicas, and the rank that passes it is the error's.
+TEST_P(LayersTest, AWrongClassOfOneReplicaIsRefusedOnAllRanks) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const BatchSpec classes{.inputs = {{DType::kI32, {2}}}, .targets = {{DType::kI32, {}}}};
+    const Sequential model({embedding(5, 4), flatten(), linear(8, 3)}, cross_entropy_loss());
+    PipelineOptions options = options_of(1, "1f1b", 1);
+    options.shape.replicas = comm.size();
+    Pipeline pipeline(comm, options, model, classes);
+    const std::vector<std::int32_t> x = {0, 1, 2, 3}, y = {0, 1}, bad_x = {0, 1, 2, -7};
+    const Batch right{.inputs = {view(x, {2, 2})}, .targets = {view(y, {2})}};
+    const Batch wrong{.inputs = {view(bad_x, {2, 2})}, .targets = right.targets};
+    const int last = comm.size() - 1;
+    const Batch& mine = comm.rank() == last ? wrong : right;
+    const std::string sample = "sample " + std::to_string(2 * last + 1) + " of the batch";
+    for (const bool trains : {true, false}) {
+      try {
+        trains ? (void)pipeline.train_step(mine) : (void)pipeline.infer(mine.inputs);
+        ADD_FAILURE() << "not refused";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kData);
+        EXPECT_EQ(error.rank(), last);
+        EXPECT_THAT(error.what(), ::testing::HasSubstr(sample));
+      }
+    }
+    EXPECT_EQ(pipeline.train_step(right).step, 1U);
+  });
+}
+
+// What a source loads is checked too: an evaluation of several rounds is refused in its second.
+class Classes final : public DataSource {
+ public:
+  explicit Classes(std::int64_t bad_sample) : bad_sample_(bad_sample) {}
+  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
+    return {{DType::kI32, {samples, 2}}};
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
+    return {{DType::kI32, {samples}}};
+  }
+  void inputs(Phase, std::uint64_t, SampleRange samples,
+              std::span<const Tensor> into) const override {
+    for (std::int64_t i = 0; i < samples.count; ++i) {
+      into[0].as<std::int32_t>()[2 * i] = samples.first + i == bad_sample_ ? 5 : 4;
+      into[0].as<std::int32_t>()[2 * i + 1] = 0;
+    }
+  }
+  void targets(Phase, std::uint64_t, SampleRange samples,
+               std::span<const Tensor> into) const override {
+    for (std::int64_t i = 0; i < samples.count; ++i) into[0].as<std::int32_t>()[i] = 1;
+  }
+
+ private:
+  std::int64_t bad_sample_;
+};
+
+TEST_P(LayersTest, AWrongClassOfASourceIsRefusedInTheRoundThatLoadsIt) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const Sequential model =
+        Sequential({embedding(5, 4), flatten(), linear(8, 3)}, cross_entropy_loss())
+            .with_input({DType::kI32, {2}});
+    const Classes right(-1);
+    PipelineOptions options = options_of(1, "1f1b", 1);
+    options.shape.replicas = comm.size();
+    Pipeline pipeline(comm, options, model, right);
+    // A round has 64 micro-batches of 3 samples; replicas have different numbers of rounds.
+    const std::int64_t samples = 192 * comm.size() + 1;
+    const double loss = pipeline.evaluate(right, samples).loss;
+    for (const std::int64_t bad : {std::int64_t{192}, samples - 1}) {
+      expect_error(
+          ErrorCode::kData,
+          {"sample " + std::to_string(bad) + " of the batch: layer 0 (embedding): class 5"},
+          [&] { (void)pipeline.evaluate(Classes(bad), samples); });
+    }
+    EXPECT_EQ(pipeline.evaluate(right, samples).loss, loss);
+    EXPECT_EQ(pipeline.train_step().step, 1U);
   });
 }
 
@@ -246,8 +359,7 @@ TEST_P(LayersTest, PixelsHaveClassesAndWrongOnesAreNamed) {
       std::vector<std::int64_t> wrong = y;
       wrong[30] = 3;
       expect_error(ErrorCode::kData,
-                   {"target_weight() of micro-batch 0", "cross_entropy_loss: class 3 of sample 1"},
-                   [&] {
+                   {"target_weight() of sample 1 of the batch: cross_entropy_loss: class 3;"}, [&] {
                      (void)pipeline.train_step(
                          {.inputs = batch.inputs, .targets = {view(wrong, {8, 4, 6})}});
                    });
@@ -353,12 +465,17 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
   refused({layer_norm(4, 0)}, "layer 0 (layer_norm): epsilon is 0");
   refused({embedding(0, 4)}, "layer 0 (embedding): classes is 0");
   refused({conv2d(0, 1, 3)}, "layer 0 (conv2d): in is 0");
-  refused({conv2d(4, 6, 3, {.groups = 3})}, "3 groups divide neither 4 channels into 6 alike");
+  refused({conv2d(4, 6, 3, {.groups = 3})},
+          "3 groups of 4 and 6 channels; legal: divisors of both numbers, at most 2");
   refused({conv2d(4, 6, {3, 0})}, "layer 0 (conv2d): the kernel is 0; legal: at least 1");
   refused({conv2d(4, 6, 3, {.stride = 0})}, "the stride is 0");
   refused({conv2d(4, 6, 3, {.padding = -1})}, "the padding is -1");
   refused({max_pool2d(2, {.padding = 2})}, "the padding is 2; legal with a kernel");
   refused({batch_norm2d(3, {.momentum = 2})}, "momentum is 2; legal: 0 to 1");
+  refused({batch_norm2d(3, {.statistics = static_cast<BatchStatistics>(9)})},
+          "statistics 9; legal: BatchStatistics::kMicroBatch and kReplicas");
+  refused({relu(), relu(), skip(-1, 1, static_cast<Join>(9))},
+          "skip(-1, 1): join 9; legal: Join::kAdd and Join::kConcatenate");
   refused({residual({})}, "layer 0 (residual): residual() needs at least one layer");
   refused({residual({relu(), cut(), relu()})}, "layer 0 (residual): cut() within another layer");
   refused({residual({relu(), linear(0, 1)})}, "layer 0 (residual): layer 1 (linear): in is 0");

@@ -257,6 +257,32 @@ TEST(PipelineTest, RefusesAParameterOwnedTwice) {
   }
 }
 
+TEST(PipelineTest, RefusesAParameterWhoseNameNoFileHolds) {
+  const auto source = counting_source(4);
+  for (const std::string name : {"w\n", "__metadata__"}) {
+    const StageFactory factory = [&](int stage, int) -> std::unique_ptr<Stage> {
+      return std::make_unique<ArithmeticStage>(stage, PlannedFailure{}, stage == 1 ? name : "");
+    };
+    for (const Error& error : errors_of(2, [&](Communicator& comm) {
+           Pipeline pipeline(comm, sgd_options(4), factory, *source);
+         })) {
+      EXPECT_EQ(error.code(), ErrorCode::kUsage);
+      EXPECT_THAT(error.what(), HasSubstr("stage 1 has a parameter named \""));
+      EXPECT_THAT(error.what(), HasSubstr("legal: at least one character"));
+    }
+  }
+}
+
+TEST(PipelineTest, RefusesAFactoryThatIsNull) {
+  const auto source = counting_source(4);
+  for (const Error& error : errors_of(2, [&](Communicator& comm) {
+         Pipeline pipeline(comm, sgd_options(4), StageFactory{}, *source);
+       })) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), HasSubstr("the StageFactory is null"));
+  }
+}
+
 TEST(PipelineTest, RefusesAParameterWhoseNameIsNotUtf8) {
   const auto source = counting_source(4);
   const StageFactory factory = [](int stage, int) -> std::unique_ptr<Stage> {
@@ -394,7 +420,7 @@ TEST(PipelineTest, WhatAStageThrowsInAnyCallNamesTheStageAndTheCall) {
            {Place::kFactory, "making stage 1: an odd width"},
            {Place::kDescribe, "stage 1, describe() of f32 ["},
            {Place::kPrepare, "stage 1, prepare(): an odd width"},
-           {Place::kCount, "stage 1, target_weight() of micro-batch 0: an odd width"}}) {
+           {Place::kCount, "stage 1, target_weight() of sample 0 of the batch: an odd width"}}) {
     const StageFactory factory = [place = place](int stage, int) -> std::unique_ptr<Stage> {
       if (stage != 1) return std::make_unique<ArithmeticStage>(stage, PlannedFailure{});
       if (place == Place::kFactory) throw std::invalid_argument("an odd width");

@@ -179,9 +179,10 @@ class Summing : public Stage, public LossStage {
     for (int i = 0; i < backward_; ++i) ctx.collective->sum({&one, 1});
     set_.find("weight")->grad.at(0) += grad_out[0].at(0);
   }
-  void loss(StageContext& /*ctx*/, std::span<const Tensor> outputs,
-            std::span<const Tensor> /*targets*/, double* sum) override {
+  void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> /*targets*/,
+            double* sum) override {
     *sum = static_cast<double>(outputs[0].at(0));
+    outputs[0].at(0) = static_cast<float>(ctx.loss_scale);
   }
   [[nodiscard]] double target_weight(std::span<const Tensor> /*targets*/) const override {
     return 1;
@@ -222,6 +223,88 @@ TEST_P(ReplicaStatisticsTest, SumsThatAStageDoesNotDescribeAreNamedOnAllRanks) {
                  [&] { (void)with(0, 1, 0); });
     expect_error(ErrorCode::kUsage, {"describes -1 and -1 sums over replicas"},
                  [&] { (void)with(0, 0, -1); });
+  });
+}
+
+// Steps of one batch normalisation, over replicas.
+class Steps {
+ public:
+  Steps(Communicator& comm, BatchStatistics statistics)
+      : replicas_(comm.size()), x_(numbers(kSamples * kPixels, 3)), y_(kSamples) {
+    for (std::size_t i = 0; i < x_.size(); ++i) x_[i] += static_cast<float>(i / kPixels);
+    PipelineOptions options;
+    options.shape = {.pipeline = 1,
+                     .replicas = comm.size(),
+                     .micro_batches = kSamples / comm.size() / 2,
+                     .micro_batch_size = 2};
+    const Sequential model(
+        {batch_norm2d(1, {.statistics = statistics}), flatten(), linear(kPixels, 1)}, mse_loss());
+    made_ = std::make_unique<Pipeline>(
+        comm, options, model,
+        BatchSpec{.inputs = {{DType::kF32, {1, kSide, kSide}}}, .targets = {{DType::kF32, {1}}}});
+  }
+  Pipeline& pipeline() { return *made_; }
+  // `count` samples over all replicas, of which each passes those of its own part of the data.
+  Batch batch(int first, int count, int rank) {
+    const int share = count / replicas_, at = (rank * kSamples + first) / replicas_;
+    return {{Tensor{x_.data() + at * kPixels, {DType::kF32, {share, 1, kSide, kSide}}}},
+            {Tensor{y_.data() + at, {DType::kF32, {share, 1}}}}};
+  }
+  std::vector<float> statistics() {
+    std::vector<float> all;
+    for (const Pipeline::Owned& each : made_->buffers()) all.push_back(each.parameter->value.at(0));
+    return all;
+  }
+
+ private:
+  int replicas_;
+  std::vector<float> x_, y_;
+  std::unique_ptr<Pipeline> made_;
+};
+
+TEST_P(ReplicaStatisticsTest, AStepOfSeveralBatchesMovesRunningStatisticsOnce) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const int half = kSamples / 2, rank = comm.rank();
+    for (const BatchStatistics statistics :
+         {BatchStatistics::kMicroBatch, BatchStatistics::kReplicas}) {
+      Steps whole(comm, statistics), parts(comm, statistics);
+      const std::vector<float> before = parts.statistics();
+      // Batches that are dropped leave nothing behind.
+      (void)parts.pipeline().accumulate(parts.batch(half, half, rank));
+      parts.pipeline().drop_gradients();
+      EXPECT_EQ(parts.statistics(), before);
+      (void)parts.pipeline().accumulate(parts.batch(0, half, rank));
+      EXPECT_EQ(parts.statistics(), before);
+      (void)parts.pipeline().forward_backward(parts.batch(half, half, rank));
+      (void)parts.pipeline().optimizer_step();
+      (void)whole.pipeline().train_step(whole.batch(0, kSamples, rank));
+      const std::vector<float> all = whole.statistics(), moved = parts.statistics();
+      ASSERT_NE(all, before);
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        EXPECT_NEAR(moved[i], all[i], 2e-5F * std::abs(all[i])) << i;
+      }
+    }
+  });
+}
+
+// Its running statistics are those of the steps that count.
+TEST_P(ReplicaStatisticsTest, AStepThatIsRefusedInItsLastBatchMovesNoRunningStatistics) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const int half = kSamples / 2, rank = comm.rank();
+    Steps steps(comm, BatchStatistics::kMicroBatch),
+        undisturbed(comm, BatchStatistics::kMicroBatch);
+    const std::vector<float> before = steps.statistics();
+    (void)steps.pipeline().accumulate(steps.batch(0, half, rank));
+    Batch bad = steps.batch(half, half, rank);
+    const float had = bad.targets[0].at(0);
+    bad.targets[0].at(0) = std::nanf("");
+    expect_error(ErrorCode::kNumeric, {"not finite"},
+                 [&] { (void)steps.pipeline().train_step(bad); });
+    EXPECT_EQ(steps.statistics(), before);
+    bad.targets[0].at(0) = had;
+    (void)steps.pipeline().train_step(steps.batch(0, half, rank));
+    (void)undisturbed.pipeline().train_step(undisturbed.batch(0, half, rank));
+    EXPECT_EQ(steps.statistics(), undisturbed.statistics());
   });
 }
 

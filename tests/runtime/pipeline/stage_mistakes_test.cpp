@@ -71,7 +71,7 @@ std::string last_stage(const Communicator& comm) {
 
 class StageMistakesTest : public ::testing::TestWithParam<int> {};
 
-TEST_P(StageMistakesTest, AWeightThatIsNoneEndsThePipelineOnAllRanks) {
+TEST_P(StageMistakesTest, AWeightThatIsNoneIsRefusedOnAllRanks) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto source = counting_source(4);
     for (const auto& [weight, text] : std::vector<std::pair<double, std::string>>{
@@ -81,9 +81,11 @@ TEST_P(StageMistakesTest, AWeightThatIsNoneEndsThePipelineOnAllRanks) {
         Pipeline pipeline(comm, options_of(comm.size()), make, *source);
         const std::string before = digest_of(pipeline);
         expect_error(ErrorCode::kUsage,
-                     {last_stage(comm), " of micro-batch 0", "weight of the targets is " + text},
+                     {last_stage(comm), ", target_weight() of samples 0 to 1 of the batch",
+                      "weight of the targets is " + text},
                      [&] { evaluates ? (void)pipeline.evaluate(4) : (void)pipeline.train_step(); });
-        EXPECT_FALSE(pipeline.usable());
+        EXPECT_TRUE(pipeline.usable());
+        EXPECT_EQ(digest_of(pipeline), before);
       }
     }
   });

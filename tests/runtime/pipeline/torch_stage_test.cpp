@@ -380,6 +380,30 @@ TEST(TorchStageTest, TorchScriptFileTrainsAsTheModuleThatItIs) {
   std::filesystem::remove(file);
 }
 
+// Half of the targets count, by a function of the one tensor or of all.
+TEST(TorchStageTest, AWeightTakesOneTensorOrAll) {
+  const auto comm = world().split(world().rank(), 0);
+  const auto source = Data().source();
+  const nn::Linear linear(kPixels, 3);
+  const auto count = [&](const TorchLoss& loss) {
+    Pipeline pipeline(
+        *comm, options_for(1, "1f1b"), [&](int, int) { return torch_stage("net", linear, loss); },
+        *source);
+    return pipeline.evaluate(*source, kBatch);
+  };
+  const EvaluationReport all = count(squared_error);
+  const auto half = [](const torch::Tensor& target) {
+    return static_cast<double>(target.numel()) / 2;
+  };
+  for (const TorchLoss& loss :
+       {TorchLoss(squared_error, half),
+        TorchLoss(squared_error, [&](const TorchTensors& targets) { return half(targets[0]); })}) {
+    const EvaluationReport some = count(loss);
+    EXPECT_EQ(some.targets, all.targets / 2);
+    EXPECT_EQ(some.loss, 2 * all.loss);
+  }
+}
+
 TEST(TorchStageTest, FrozenNormAndFrozenParametersStayAsTheyCame) {
   const auto comm = world().split(world().rank(), 0);
   const auto source = Data().source();

@@ -215,6 +215,94 @@ TEST_P(UnwrittenTest, AStagesGapNamesStageMicroBatchAndTensor) {
   });
 }
 
+// y = x, and changes its input in one of its calls.
+class Scribbler : public Layer {
+ public:
+  explicit Scribbler(bool forward) : forward_(forward) {}
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override { return input; }
+  void forward(LayerCall& call, const Tensor& y) override { copy(call.x, y, call.x, forward_); }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    copy(dy, dx, call.x, !forward_);
+  }
+
+ private:
+  static void copy(const Tensor& from, const Tensor& to, const Tensor& x, bool scribbles) {
+    std::copy_n(from.as<float>(), from.elements(), to.as<float>());
+    if (scribbles) x.at(1) += 1;
+  }
+
+  bool forward_;
+};
+
+TEST_P(UnwrittenTest, ALayerThatChangesItsInputIsNamed) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const bool forward : {true, false}) {
+      Pipeline pipeline(comm, options_of(comm.size(), "1f1b"),
+                        model_with({tanh(), layer<Scribbler>("scribbler", forward)}), rows());
+      const Rows data;
+      expect_error(
+          ErrorCode::kUsage,
+          {" of micro-batch 0: layer 2 (scribbler): changes input 0, f32 [2, 4]; legal: to "
+           "read it alone"},
+          [&] { (void)pipeline.train_step(data.batch()); });
+    }
+  });
+}
+
+// The sum of y, or that of y^2 / 2, whose gradient is y itself; without what it leaves out.
+class SumLoss : public Loss {
+ public:
+  struct Left {
+    bool sum = false, gradient = false, squares = false;
+  };
+  explicit SumLoss(const Left& left) : left_(left) {}
+  [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override { return outputs; }
+  [[nodiscard]] double weight(const TensorSpec& /*outputs*/,
+                              const Tensor& /*targets*/) const override {
+    return 1.0 / 3;  // for each of three micro-batches
+  }
+  void compute(StageContext& ctx, const Tensor& outputs, const Tensor& /*targets*/,
+               double* sum) override {
+    double total = 0;
+    for (float& y : outputs.floats()) {
+      total += static_cast<double>(left_.squares ? y * y / 2 : y);
+      if (ctx.phase != Phase::kTrain || left_.gradient) continue;
+      y = static_cast<float>(ctx.loss_scale) * (left_.squares ? y : 1);
+    }
+    if (!left_.sum) *sum = total;
+  }
+
+ private:
+  SumLoss::Left left_;
+};
+
+TEST_P(UnwrittenTest, ALossThatLeavesItsSumOrItsGradientUnwrittenIsNamed) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto step = [&](const SumLoss::Left& left, bool evaluates) {
+      const Sequential model =
+          Sequential({linear(4, 4), tanh(), linear(4, 4)}, loss<SumLoss>("own", left))
+              .with_input({DType::kF32, {4}});
+      Pipeline pipeline(comm, options_of(comm.size(), "1f1b"), model, rows());
+      const Rows data;
+      if (evaluates) return pipeline.evaluate(data.batch()).loss;
+      return pipeline.train_step(data.batch()).loss;
+    };
+    const std::string where =
+        "stage " + std::to_string(comm.size() - 1) + ", forward of micro-batch ";
+    for (const bool evaluates : {false, true}) {
+      expect_error(ErrorCode::kUsage, {where + "0: loss() leaves *sum unwritten"},
+                   [&] { (void)step({.sum = true, .gradient = true}, evaluates); });
+    }
+    expect_error(ErrorCode::kUsage,
+                 {where + "0: loss() leaves output 0, f32 [2, 4], as forward() wrote it; legal in "
+                          "training: its gradient times ctx.loss_scale"},
+                 [&] { (void)step({.gradient = true}, false); });
+    (void)step({.gradient = true}, true);
+    EXPECT_NE(step({}, false), 0);
+    EXPECT_NE(step({.squares = true}, false), 0);
+  });
+}
+
 // Passes on, and notes which calls found marks in what they are to write.
 class Witness : public Layer {
  public:

@@ -500,8 +500,12 @@ std::vector<OperatorForm> loss_forms() {
          softmax_cross_entropy(ctx, at[0], at[1], 1.0, true, &sum);
        },
        {{0, {kI32, {6, 4}}, "logits is i32 [6, 4]; legal with targets i32 [2, 3]: f32 or bf16"},
-        {1, {kI32, {5}}, "targets is i32 [5]; legal with logits bf16 [6, 4]: i32 [6]"},
-        {1, {kF32, {6}}, "targets is f32 [6]; legal with logits bf16 [6, 4]: i32 [6]"}}},
+        {1,
+         {kI32, {5}},
+         "targets is i32 [5]; legal with logits bf16 [6, 4]: i32 of any shape with 6 elements"},
+        {1,
+         {kF32, {6}},
+         "targets is f32 [6]; legal with logits bf16 [6, 4]: i32 of any shape with 6 elements"}}},
       {"row_cross_entropy",
        {{kBf16, {6, 4}}, {kI32, {2, 3}}},
        [](ComputeContext& ctx, const Tensors& at) {
@@ -509,7 +513,9 @@ std::vector<OperatorForm> loss_forms() {
          row_cross_entropy(ctx, at[0], at[1], 1.0, true, losses);
        },
        {{0, {kI32, {6, 4}}, "logits is i32 [6, 4]; legal with targets i32 [2, 3]: f32 or bf16"},
-        {1, {kI32, {5}}, "targets is i32 [5]; legal with logits bf16 [6, 4]: i32 [6]"}}},
+        {1,
+         {kI32, {5}},
+         "targets is i32 [5]; legal with logits bf16 [6, 4]: i32 of any shape with 6 elements"}}},
       {"mean_squared_error",
        {{kF32, {2, 4}}, {kF32, {2, 4}}},
        [](ComputeContext& ctx, const Tensors& at) {
@@ -517,7 +523,9 @@ std::vector<OperatorForm> loss_forms() {
          mean_squared_error(ctx, at[0], at[1], 1.0, true, &sum);
        },
        {{0, {kBf16, {2, 4}}, "outputs is bf16 [2, 4]; legal with targets f32 [2, 4]: f32 [any"},
-        {1, {kF32, {2, 1}}, "targets is f32 [2, 1]; legal with outputs f32 [2, 4]: f32 [8]"},
+        {1,
+         {kF32, {2, 1}},
+         "targets is f32 [2, 1]; legal with outputs f32 [2, 4]: f32 of any shape with 8 elements"},
         {1, {kI32, {2, 4}}, "targets is i32 [2, 4]; legal with outputs f32 [2, 4]: f32"}}},
   };
 }

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -131,6 +132,9 @@ TEST(PartitionTest, RefusesNamingTheTextAndWhatWouldBeLegal) {
   EXPECT_THAT(error_of("even", {}, 2), HasSubstr("a partition of 0 layers by their costs; legal"));
   EXPECT_THAT(error_of("auto", {1.0}, 2), HasSubstr("a partition of 1 layers by their costs"));
   EXPECT_THROW((void)partition_by_cost(std::vector<double>{1}, 2), Error);
+  EXPECT_THAT(error_of("auto", {1, -5, 1}, 2),
+              HasSubstr("layer 1 costs -5; legal are numbers from 0"));
+  EXPECT_THAT(error_of("auto", {1, 1, std::nan("")}, 2), HasSubstr("layer 2 costs nan"));
 }
 
 TEST(PartitionTest, PlansManyLayersQuickly) {

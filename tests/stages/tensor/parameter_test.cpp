@@ -42,6 +42,19 @@ TEST(ParameterSetTest, StartsEveryParameterAtTheAlignmentWithZeroPadding) {
   EXPECT_EQ(sum, 15 * 2 + 7 * 3 + 64 * 4);
 }
 
+TEST(ParameterSetTest, ValuesThatCannotBeDrawnAndASecondAllocationAreRefused) {
+  ParameterSet set;
+  for (const Init init : {Init::normal(std::nan("")), Init::normal(-1), Init::uniform(HUGE_VAL),
+                          Init::constant(std::nan("")), Init{static_cast<Init::Kind>(9), 1}}) {
+    EXPECT_THROW(set.add("w", {2}, init), Error);
+    EXPECT_THROW(set.add_buffer("b", {2}, init), Error);
+  }
+  set.add("w", {2}, Init::constant(-3));
+  set.allocate({}, 1);
+  EXPECT_THROW(set.allocate({}, 1), Error);
+  EXPECT_EQ(set.find("w")->value.at(1), -3);
+}
+
 // A stage that never trains: values and buffers, and nothing as large for gradients.
 TEST(ParameterSetTest, HasNoGradientsWhereNoneAreWanted) {
   ParameterSet with, without;

@@ -1,0 +1,79 @@
+#include "runtime/engine/loss_watch.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "comm/base/throw_error.hpp"
+#include "stages/tensor/unwritten.hpp"
+
+namespace sluice {
+namespace {
+
+// The outputs as forward() wrote them.
+class Outputs {
+ public:
+  explicit Outputs(std::span<const Tensor> outputs) : outputs_(outputs) {
+    for (const Tensor& output : outputs) {
+      const auto* const data = output.as<const std::byte>();
+      had_.emplace_back(data, data + output.spec.bytes());
+    }
+  }
+  void restore() const {
+    for (std::size_t i = 0; i < had_.size(); ++i) {
+      std::copy(had_[i].begin(), had_[i].end(), outputs_[i].as<std::byte>());
+    }
+  }
+  // The first output of f32 that is as it was, and shows it: half of it would be something else.
+  [[nodiscard]] std::optional<std::size_t> find_same() const {
+    for (std::size_t i = 0; i < had_.size(); ++i) {
+      if (outputs_[i].spec.dtype != DType::kF32 || had_[i].empty()) continue;
+      const std::span<const float> now = outputs_[i].floats();
+      const bool shows =
+          std::any_of(now.begin(), now.end(), [](float value) { return std::isnormal(value); });
+      if (shows && std::memcmp(now.data(), had_[i].data(), had_[i].size()) == 0) return i;
+    }
+    return std::nullopt;
+  }
+
+ private:
+  std::span<const Tensor> outputs_;
+  std::vector<std::vector<std::byte>> had_;  // [output]
+};
+
+}  // namespace
+
+void watch_loss(const StageBinding& last, StageContext& ctx, std::span<const Tensor> outputs,
+                std::span<const Tensor> targets, bool first, double* sum) {
+  const Tensor written{sum, {DType::kF64, {1}}};
+  const auto call = [&] {
+    mark_unwritten(written);
+    last.loss->loss(ctx, outputs, targets, sum);
+    if (find_unwritten(written).count > 0) throw_usage("loss() leaves *sum unwritten");
+  };
+  if (!first) return call();
+  const Outputs before(outputs);
+  call();
+  if (!before.find_same()) return;
+  // The gradient of y^2 / 2 is y. Half the scale halves it, where the loss has written it.
+  std::optional<GradientsAside> aside;
+  if (last.parameters != nullptr) aside.emplace(*last.parameters, ctx.compute.memory());
+  const StepValue<double> scale = ctx.loss_scale;
+  const auto call_again = [&](const StepValue<double>& with) {
+    before.restore();
+    ctx.loss_scale = with;
+    call();
+  };
+  call_again(static_cast<double>(scale) / 2);
+  const std::optional<std::size_t> same = before.find_same();
+  call_again(scale);
+  if (!same) return;
+  throw_usage(
+      "loss() leaves output {}, {}, as forward() wrote it; legal in training: its gradient times "
+      "ctx.loss_scale",
+      *same, to_string(outputs[*same].spec));
+}
+
+}  // namespace sluice
