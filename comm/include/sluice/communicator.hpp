@@ -5,7 +5,7 @@
 //
 // Threading: all calls of one communicator come from one thread. Messages between two ranks with
 // one tag arrive in the order sent; messages of different tags have no order. Ownership: memory
-// passed in stays the caller's and must outlive the request; that of cancelled sends goes to
+// passed in stays the caller's and must outlive the request; where that is cancelled, it goes to
 // keep(). Only split(), duplicate() and the destructor block. The destructor cancels open requests.
 #pragma once
 
