@@ -171,9 +171,9 @@ struct Pipeline::Impl {
   std::shared_ptr<SlotStore> slots = std::make_shared<SlotStore>();
   std::unique_ptr<DeviceBatch> device_batch;
   Batches batches;
-  Programs training{[this](int n) { return plan_smaller(n); },
+  Programs training{job.place.rank, [this](int n) { return plan_smaller(n); },
                     [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};
-  Programs forward{[this](int n) { return plan_forward(layout, n); },
+  Programs forward{job.place.rank, [this](int n) { return plan_forward(layout, n); },
                    [this](const Plan& plan) { return make_engine(plan, /*trains=*/false); }};
   Engine* engine = nullptr;  // of the last training step, at first of the largest
   std::unique_ptr<BatchLoader> loader;

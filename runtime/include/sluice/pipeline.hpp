@@ -106,9 +106,10 @@ class Pipeline {
   // --- one step in one call ---
   // Trains on `batch`, which has at least one sample for each replica. It has fewer samples than
   // the largest batch if the caller likes: the last micro-batch of a replica may be smaller, and
-  // there may be fewer micro-batches. A number of either that did not occur before is planned and
-  // verified first; after that a step allocates no memory. The loss is the mean over the counted
-  // targets of the whole batch, and of all batches since the last step that went to accumulate().
+  // there may be fewer micro-batches. A size of micro-batches that did not occur before, or a
+  // number of them that is neither the largest nor one of the last eight, is planned and verified
+  // first; after that a step allocates no memory. The loss is the mean over the counted targets of
+  // the whole batch, and of all batches since the last step that went to accumulate().
   //
   // Where the loss or a gradient is not finite, parameters and optimizer state stay as they are.
   // With options.training.skip_nonfinite the step counts as done, and the report says `skipped`.

@@ -13,6 +13,7 @@
 
 #include "comm/group/control.hpp"
 #include "runtime/job/guard.hpp"
+#include "runtime/pipeline/programs.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/loopback/loopback.hpp"
@@ -53,16 +54,19 @@ class Rig {
     const bool last = comm.rank() + 1 == comm.size();
     loader_ =
         std::make_unique<BatchLoader>(*source_, Phase::kTrain, ranges_, comm.rank() == 0, last);
-    EngineConfig config;
-    config.plan = &plan;
-    config.rank = comm.rank();
-    config.edges = &edges_;
-    config.stages = {{comm.rank(), &stage_, &stage_, last ? &stage_ : nullptr}};
-    config.compute = &compute_;
-    config.communicator = &comm;
-    config.interrupt = &interrupt;
-    config.routes = routes_;
-    engine_ = std::make_unique<Engine>(config);
+    config_.rank = comm.rank();
+    config_.edges = &edges_;
+    config_.stages = {{comm.rank(), &stage_, &stage_, last ? &stage_ : nullptr}};
+    config_.compute = &compute_;
+    config_.communicator = &comm;
+    config_.interrupt = &interrupt;
+    config_.routes = routes_;
+    engine_ = engine_of(plan);
+  }
+  // An engine that works with the same things.
+  std::unique_ptr<Engine> engine_of(const Plan& plan) {
+    config_.plan = &plan;
+    return std::make_unique<Engine>(config_);
   }
   const StepOutcome& run(std::uint64_t step, StepActions* actions = nullptr) {
     const BatchLoader::Batch& batch = loader_->load(step);
@@ -84,6 +88,7 @@ class Rig {
   std::unique_ptr<DataSource> source_;
   std::vector<SampleRange> ranges_;
   std::unique_ptr<BatchLoader> loader_;
+  EngineConfig config_;
   std::unique_ptr<Engine> engine_;
   StepRequest request_;
   std::size_t allocations_ = 0;
@@ -304,6 +309,45 @@ TEST(EngineTest, RefusesAnOpWhoseSlotOrMicroBatchIsNotThere) {
                    });
                  });
   }
+}
+
+TEST(ProgramsTest, KeepWhatWasUsedLast) {
+  run_loopback(2, [&](Communicator& comm) {
+    ControlChannel control(comm);
+    Plan largest = plan_of("1f1b", 2, 100);
+    Rig rig(largest, comm, control);
+    std::vector<int> planned;
+    Programs programs(
+        comm.rank(),
+        [&](int n) {
+          planned.push_back(n);
+          return plan_of("1f1b", 2, n);
+        },
+        [&](const Plan& plan) { return rig.engine_of(plan); });
+    programs.add(largest);
+    EXPECT_FALSE(largest.ranks[static_cast<std::size_t>(comm.rank())].ops.empty());
+    EXPECT_TRUE(largest.ranks[static_cast<std::size_t>(1 - comm.rank())].ops.empty());
+    const auto planned_for = [&](const std::vector<int>& numbers) {
+      planned.clear();
+      for (const int n : numbers) {
+        programs.plan(n);
+        (void)programs.engine(n);
+      }
+      return planned;
+    };
+    const std::vector<int> most = {1, 2, 3, 4, 5, 6, 7, 8};
+    ASSERT_EQ(most.size(), Programs::kMost);
+    EXPECT_EQ(planned_for(most), most);
+    const std::size_t before = allocations_of_this_thread();
+    for (int times = 0; times < 3; ++times) {
+      for (const int n : {100, 1, 3, 2, 4, 5, 6, 7, 8}) {
+        programs.plan(n);
+        (void)programs.engine(n);
+      }
+    }
+    EXPECT_EQ(allocations_of_this_thread(), before);
+    EXPECT_EQ(planned_for({9, 2, 1, 9, 100}), (std::vector<int>{9, 1}));
+  });
 }
 
 }  // namespace
