@@ -895,6 +895,10 @@ void Pipeline::close() { impl_->close(); }
 std::uint64_t Pipeline::step() const { return impl_->step; }
 void Pipeline::set_step(std::uint64_t step) {
   if (step > kMostSteps) throw_usage("set_step({}); legal are 0 to {}", step, kMostSteps);
+  if (impl_->step_open()) {
+    throw_usage(
+        "set_step() in the middle of a step: optimizer_step() or drop_gradients() comes before");
+  }
   impl_->step = step;
 }
 const JobLayout& PipelineAccess::layout(const Pipeline& pipeline) { return pipeline.impl_->layout; }

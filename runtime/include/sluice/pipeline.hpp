@@ -171,7 +171,7 @@ class Pipeline {
   [[nodiscard]] std::uint64_t step() const;
   // The next train_step() is number step + 1. Not collective; all ranks set the same number: a step
   // or a save before which they differ is Error(kMismatch) on all ranks and changes nothing. Throws
-  // Error(kUsage) above kMostSteps.
+  // Error(kUsage) above kMostSteps, and in the middle of a step.
   void set_step(std::uint64_t step);
   static constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 52;
 
