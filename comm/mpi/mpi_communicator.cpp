@@ -402,6 +402,13 @@ std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm) {
   if (comm == MPI_COMM_NULL) {
     throw Error(ErrorCode::kUsage, "the communicator is MPI_COMM_NULL");
   }
+  int is_inter = 0;
+  check_mpi(MPI_Comm_test_inter(comm, &is_inter), "MPI_Comm_test_inter");
+  if (is_inter != 0) {
+    throw Error(ErrorCode::kUsage,
+                "the communicator is an inter-communicator; legal is one whose ranks are one "
+                "group, as MPI_Intercomm_merge makes it of both");
+  }
   MPI_Comm copy = MPI_COMM_NULL;
   check_mpi(MPI_Comm_dup(comm, &copy), "MPI_Comm_dup");
   MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN);
