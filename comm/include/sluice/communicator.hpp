@@ -75,10 +75,12 @@ class Communicator {
   // the latest when one is made or destroyed after the sends are done.
   virtual void keep(Owner memory) = 0;
 
-  // Not collective. After an error: peers may still send what this rank will not receive. The
-  // destructor then leaves MPI's context reserved until MPI ends, because a message that arrives
-  // late must not meet another communicator with the same context.
-  virtual void leave_open() {}
+  // Not collective. After an error: peers may still send what this rank will not receive. MPI's
+  // context then stays reserved after the destructor, because a message that arrives late must not
+  // meet another communicator with the same context. `by_all`: every rank calls this. Then it is
+  // free once all have, and their messages are here; ranks see that when they make or destroy
+  // communicators of the same origin. Else it stays reserved until MPI ends.
+  virtual void leave_open(bool /*by_all*/) {}
 
   // Whether any thread may use this communicator while others use other ones: MPI grants
   // MPI_THREAD_MULTIPLE.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <sluice/error.hpp>
+#include <sluice/mpi.hpp>
 
 #include "comm/group/collectives.hpp"
 #include "tests/comm/group/both_transports.hpp"
@@ -107,6 +108,35 @@ TEST(GivenUpSendsTest, OfASumReadMemoryWhoseOwnerIsNamed) {
     EXPECT_FALSE(kept.expired());
   }
   others.barrier();  // no rank ever receives it
+}
+
+// The number of MPI's handle of a new communicator: the lowest that is free.
+int next_handle() {
+  MPI_Comm copy = MPI_COMM_NULL;
+  MPI_Comm_dup(MPI_COMM_WORLD, &copy);
+  const int handle = MPI_Comm_c2f(copy);
+  MPI_Comm_free(&copy);
+  return handle;
+}
+
+TEST(LeftOpenTest, ACommunicatorGoesOnceAllRanksHaveLeftIt) {
+  const auto origin = make_mpi_communicator(MPI_COMM_WORLD);
+  const int before = next_handle();
+  constexpr int kMany = 50;
+  for (int i = 0; i < kMany; ++i) {
+    const auto comm = origin->duplicate();
+    const auto sent = std::make_shared<Bytes>(i == 0 ? kLong : 100);
+    (void)comm->start_send(testing::next(*comm), 3, *sent);  // nobody receives it
+    comm->keep(sent);
+    comm->leave_open(/*by_all=*/true);
+  }
+  int more = kMany;
+  for (int i = 0; i < 1000 && more > kMany / 10; ++i) {  // messages move in calls alone
+    (void)origin->duplicate();
+    const int mine = next_handle() - before;
+    MPI_Allreduce(&mine, &more, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+  }
+  EXPECT_LE(more, kMany / 10);
 }
 
 // A word that all ranks of this host see without a call of MPI, which would move messages.
