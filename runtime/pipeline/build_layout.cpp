@@ -369,9 +369,9 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   JobLayout& layout = built.layout;
   StepPlans& plans = layout.plans;
   layout.place = job.place;
-  const Division division = divide_samples(options, layout.place, plans);
   plans.order = order_of(
       options, {layout.place.topology.pipeline, options.shape.micro_batches, options.order.chunks});
+  const Division division = divide_samples(options, layout.place, plans);
   const int stages = plans.order.placement.stages();
   StageReports reports =
       describe_stages(job, compute, plans.order.placement, source, division.sizes,
