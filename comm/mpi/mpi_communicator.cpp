@@ -103,8 +103,8 @@ void require_mpi_thread() {
   check_mpi(MPI_Is_thread_main(&is_main), "MPI_Is_thread_main");
   if (level == MPI_THREAD_FUNNELED && is_main == 0) {
     throw Error(ErrorCode::kUsage,
-                "MPI grants MPI_THREAD_FUNNELED: only the thread that initialised it may make a "
-                "communicator or a pipeline; do so on that thread, or initialise MPI with "
+                "MPI grants MPI_THREAD_FUNNELED: only the thread that initialised it may make or "
+                "call a communicator or a pipeline; do so on that thread, or initialise MPI with "
                 "MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE");
   }
 }
@@ -272,6 +272,8 @@ class MpiCommunicator final : public Communicator {
     check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
     return level == MPI_THREAD_MULTIPLE;
   }
+
+  void require_this_thread() const override { require_mpi_thread(); }
 
   [[noreturn]] void abort(int code) const override {
     std::fflush(nullptr);

@@ -705,6 +705,7 @@ void Pipeline::Impl::close() {
 
 // Not guarded: the answer is the same on all ranks, and some may still be closing.
 void Pipeline::Impl::require_open() const {
+  job.world.ranks->require_this_thread();
   if (closed) throw_usage("the pipeline is closed");
   if (!failed) return;
   throw Error(failed->code(),

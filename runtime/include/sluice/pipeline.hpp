@@ -5,8 +5,10 @@
 // pipelines may exist in one process.
 //
 // Threads: one thread per rank makes all calls of a pipeline. MPI_THREAD_FUNNELED suffices where
-// this thread initialised MPI; else Error(kUsage). With MPI_THREAD_MULTIPLE several threads may
-// have pipelines at the same time, each over a communicator of its own that was made before.
+// this thread initialised MPI. There a call of another thread that needs other ranks is
+// Error(kUsage), on this rank alone, before anything happens. With MPI_THREAD_MULTIPLE several
+// threads may have pipelines at the same time, each over a communicator of its own that was made
+// before.
 // Construction is collective over all ranks. So is every member function, except those that say
 // otherwise.
 //
