@@ -10,7 +10,6 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
-#include "comm/group/transport.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace sluice {
@@ -34,8 +33,7 @@ WaitSubject receives(int peer, int tag, std::size_t bytes) {
   return {WaitSubject::What::kCollectiveReceive, peer, tag, bytes};
 }
 
-constexpr std::size_t kFirstCopy = 4096;           // bytes
-constexpr std::size_t kLargestCopy = 1024 * 1024;  // that is used again
+constexpr std::size_t kFirstCopy = 4096;  // bytes
 
 // Elements of a shard per block: two blocks per peer fit a core's L2 cache.
 constexpr std::size_t kBlock = 32 * 1024;
@@ -71,11 +69,12 @@ void add(float* __restrict sum, const float* __restrict term, std::size_t count)
 
 }  // namespace
 
-// Cancels the requests of a call that ends by an exception; the communicator keeps what sends read.
+// Cancels the requests of a call that ends by an exception; the communicator keeps the memory of
+// both owners, either of which may be null.
 class Collectives::OpenRequests {
  public:
-  OpenRequests(Communicator& comm, std::span<Request> requests, Owner owner)
-      : comm_(comm), requests_(requests), owner_(std::move(owner)) {}
+  OpenRequests(Communicator& comm, std::span<Request> requests, Owner owner, Owner other = nullptr)
+      : comm_(comm), requests_(requests), owners_{std::move(owner), std::move(other)} {}
   ~OpenRequests() {
     bool any = false;
     for (Request& request : requests_) {
@@ -89,8 +88,8 @@ class Collectives::OpenRequests {
         request.index = Request::kNone;
       }
     }
-    if (any && owner_ != nullptr) {
-      comm_.keep(std::move(owner_));
+    for (Owner& owner : owners_) {
+      if (any && owner != nullptr) comm_.keep(std::move(owner));
     }
   }
   OpenRequests(const OpenRequests&) = delete;
@@ -99,7 +98,7 @@ class Collectives::OpenRequests {
  private:
   Communicator& comm_;
   std::span<Request> requests_;
-  Owner owner_;
+  std::array<Owner, 2> owners_;
 };
 
 Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
@@ -108,7 +107,8 @@ Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
       interrupt_(interrupt),
       waiter_(comm.local_size()),
       open_(4 * at(comm.size())),
-      copy_(std::make_shared<std::vector<std::byte>>(kFirstCopy)) {}
+      copy_(std::make_shared<std::vector<std::byte>>(kFirstCopy)),
+      blocks_(std::make_shared<std::vector<float>>()) {}
 
 // `expected_bytes`: of a receive; 0 for a send.
 void Collectives::wait(Request& request, std::size_t expected_bytes, const WaitSubject& subject) {
@@ -131,43 +131,42 @@ void Collectives::wait(Request& request, std::size_t expected_bytes, const WaitS
   }
 }
 
-std::span<const std::byte> Collectives::copy_of(std::span<const std::byte> bytes, Owner& owner) {
-  if (bytes.size() > kLargestCopy) {
-    const auto copy = std::make_shared<std::vector<std::byte>>(bytes.begin(), bytes.end());
-    owner = copy;
-    return *copy;
+void Collectives::renew_copy(std::size_t bytes) {
+  if (copy_.use_count() > 1 || copy_->size() < bytes) {
+    copy_ = std::make_shared<std::vector<std::byte>>(std::max(bytes, kFirstCopy));
   }
-  // The communicator may still keep the copy of an earlier call that threw.
-  if (copy_.use_count() > 1 || copy_->size() < bytes.size()) {
-    copy_ = std::make_shared<std::vector<std::byte>>(std::max(bytes.size(), kFirstCopy));
-  }
-  std::copy(bytes.begin(), bytes.end(), copy_->begin());
-  owner = copy_;
-  return std::span(*copy_).first(bytes.size());
 }
 
-void Collectives::send_tagged(int peer, int tag, std::span<const std::byte> bytes, Owner owner) {
-  if (owner == nullptr) {
-    bytes = copy_of(bytes, owner);
-  }
+void Collectives::send_tagged(int peer, int tag, std::span<const std::byte> bytes,
+                              const Owner& owner) {
+  if (owner == nullptr) renew_copy(std::min(bytes.size(), kPieceBytes));
   Request request;
-  const OpenRequests guard(comm_, {&request, 1}, owner);
+  const OpenRequests guard(comm_, {&request, 1}, owner == nullptr ? copy_ : owner);
   do {
-    const std::size_t piece = std::min(bytes.size(), kMaxPieceBytes);
-    request = comm_.start_send(peer, base_tag_ + tag, bytes.first(piece));
-    wait(request, 0, sends(peer, base_tag_ + tag, piece));
-    bytes = bytes.subspan(piece);
+    const std::size_t size = std::min(bytes.size(), kPieceBytes);
+    std::span<const std::byte> piece = bytes.first(size);
+    if (owner == nullptr) {
+      std::copy(piece.begin(), piece.end(), copy_->begin());
+      piece = std::span(*copy_).first(size);
+    }
+    request = comm_.start_send(peer, base_tag_ + tag, piece);
+    wait(request, 0, sends(peer, base_tag_ + tag, size));
+    bytes = bytes.subspan(size);
   } while (!bytes.empty());
 }
 
-void Collectives::recv_tagged(int peer, int tag, std::span<std::byte> bytes) {
+void Collectives::recv_tagged(int peer, int tag, std::span<std::byte> bytes, const Owner& owner) {
+  if (owner == nullptr) renew_copy(std::min(bytes.size(), kPieceBytes));
   Request request;
-  const OpenRequests guard(comm_, {&request, 1}, nullptr);
+  const OpenRequests guard(comm_, {&request, 1}, owner == nullptr ? copy_ : owner);
   do {
-    const std::size_t piece = std::min(bytes.size(), kMaxPieceBytes);
-    request = comm_.post_recv(peer, base_tag_ + tag, bytes.first(piece));
-    wait(request, piece, receives(peer, base_tag_ + tag, piece));
-    bytes = bytes.subspan(piece);
+    const std::size_t size = std::min(bytes.size(), kPieceBytes);
+    const std::span<std::byte> piece =
+        owner == nullptr ? std::span(*copy_).first(size) : bytes.first(size);
+    request = comm_.post_recv(peer, base_tag_ + tag, piece);
+    wait(request, size, receives(peer, base_tag_ + tag, size));
+    if (owner == nullptr) std::copy(piece.begin(), piece.end(), bytes.begin());
+    bytes = bytes.subspan(size);
   } while (!bytes.empty());
 }
 
@@ -175,24 +174,23 @@ void Collectives::send(int peer, std::span<const std::byte> bytes, const Owner& 
   send_tagged(peer, kPointTag, bytes, owner);
 }
 
-void Collectives::recv(int peer, std::span<std::byte> bytes) {
-  recv_tagged(peer, kPointTag, bytes);
+void Collectives::recv(int peer, std::span<std::byte> bytes, const Owner& owner) {
+  recv_tagged(peer, kPointTag, bytes, owner);
 }
 
 // Dissemination barrier: after round k every rank has heard from 2^(k+1) ranks.
 void Collectives::barrier() {
   const int size = comm_.size();
   for (int distance = 1; distance < size; distance *= 2) {
-    std::byte theirs{};
-    Owner owner;
-    const std::span<const std::byte> mine = copy_of(std::array<std::byte, 1>{}, owner);
+    renew_copy(2);
+    const std::span<std::byte> both = std::span(*copy_).first(2);
     Request requests[2];
-    const OpenRequests guard(comm_, requests, owner);
+    const OpenRequests guard(comm_, requests, copy_);
     const int tag = base_tag_ + kBarrierTag;
     const int from = (comm_.rank() - distance + size) % size;
     const int to = (comm_.rank() + distance) % size;
-    requests[0] = comm_.post_recv(from, tag, {&theirs, 1});
-    requests[1] = comm_.start_send(to, tag, mine);
+    requests[0] = comm_.post_recv(from, tag, both.first(1));
+    requests[1] = comm_.start_send(to, tag, both.last(1));
     wait(requests[0], 1, receives(from, tag, 1));
     wait(requests[1], 0, sends(to, tag, 1));
   }
@@ -260,24 +258,22 @@ std::vector<std::string> Collectives::all_gather_strings(const std::string& mine
   return all;
 }
 
-std::size_t Collectives::ordered_sum_workspace(std::size_t count) const {
-  const auto size = at(comm_.size());
-  return size == 1 ? 0 : 2 * size * std::min(kBlock, shard_size(count, comm_.size()));
+void Collectives::reserve_sum(std::size_t count) {
+  if (comm_.size() == 1) return;
+  const std::size_t needed =
+      2 * at(comm_.size()) * std::min(kBlock, shard_size(count, comm_.size()));
+  if (blocks_.use_count() > 1 || blocks_->size() < needed) {
+    blocks_ = std::make_shared<std::vector<float>>(needed);
+  }
 }
 
-void Collectives::ordered_sum(std::span<float> values, std::span<float> workspace,
-                              const Owner& owner) {
+void Collectives::ordered_sum(std::span<float> values, const Owner& owner) {
   if (comm_.size() == 1 || values.empty()) {
     return;
   }
-  if (workspace.size() < ordered_sum_workspace(values.size())) {
-    throw Error(ErrorCode::kInternal,
-                fmt::format("ordered_sum of {} values needs a workspace of {}, got {}",
-                            values.size(), ordered_sum_workspace(values.size()), workspace.size()),
-                comm_.rank());
-  }
-  const OpenRequests guard(comm_, open_, owner);
-  reduce_scatter(values, workspace);
+  reserve_sum(values.size());
+  const OpenRequests guard(comm_, open_, owner, blocks_);
+  reduce_scatter(values);
   gather_shards(values);
 }
 
@@ -290,15 +286,15 @@ Request& Collectives::block_send(int rank, std::size_t block) {
 }
 
 // Every rank sends its block of each shard to the shard's owner, one block ahead of the sum.
-// Workspace: [2 halves, rank, block].
-void Collectives::reduce_scatter(std::span<float> values, std::span<float> workspace) {
+// blocks_: [2 halves, rank, block].
+void Collectives::reduce_scatter(std::span<float> values) {
   const int size = comm_.size();
   const int me = comm_.rank();
   const std::size_t count = values.size();
   const std::size_t blocks = block_count(count, size);
   const std::size_t stride = std::min(kBlock, shard_size(count, size));
   const auto slot = [&](int rank, std::size_t block) {
-    return workspace.data() + (block % 2 * at(size) + at(rank)) * stride;
+    return blocks_->data() + (block % 2 * at(size) + at(rank)) * stride;
   };
   const auto start = [&](std::size_t block) {
     const Range mine = block_of(count, size, me, block);

@@ -2,11 +2,12 @@
 // start-up, step reports and replicas, never a pipeline's activations. All ranks of `comm` make the
 // same calls. `interrupt` may be null. A call that throws has cancelled its requests; the object
 // may be used again only if every rank threw. Sizes that differ between ranks are Error(kMismatch).
-// Sends that go on after a throw read the object's own copy, or memory whose owner the caller
-// names.
+// Messages that go on after a throw use the object's own memory, or memory whose owner the caller
+// names; the communicator keeps both.
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -33,33 +34,37 @@ class Collectives {
   [[nodiscard]] std::vector<std::string> all_gather_strings(const std::string& mine);
   [[nodiscard]] std::string broadcast_string(const std::string& text, int root);
 
-  // Blocking point to point. Without an `owner` of the bytes, send() sends a copy.
+  // Blocking point to point. Without an `owner` of the bytes, they pass through a copy of at most
+  // kPieceBytes.
   void send(int peer, std::span<const std::byte> bytes, const Owner& owner = nullptr);
-  void recv(int peer, std::span<std::byte> bytes);
+  void recv(int peer, std::span<std::byte> bytes, const Owner& owner = nullptr);
 
   // In place: values[i] = ((g0[i] + g1[i]) + g2[i]) + ... over ranks 0, 1, 2, ... in fp32: a
   // function of the number of ranks alone. Reduce-scatter by owner, then all-gather; elements are
-  // divided into size() contiguous shards, one per owner. `workspace` holds at least
-  // ordered_sum_workspace(values.size()) floats. Allocates nothing. Without an `owner` of
-  // the values, the caller passes their memory to communicator().keep() after a throw.
-  void ordered_sum(std::span<float> values, std::span<float> workspace,
-                   const Owner& owner = nullptr);
-  [[nodiscard]] std::size_t ordered_sum_workspace(std::size_t count) const;
+  // divided into size() contiguous shards, one per owner. Without an `owner` of the values, the
+  // caller passes their memory to communicator().keep() after a throw.
+  void ordered_sum(std::span<float> values, const Owner& owner = nullptr);
+  // Allocates what sums of up to `count` values need; without it, their first one does.
+  void reserve_sum(std::size_t count);
 
   [[nodiscard]] Communicator& communicator() { return comm_; }
+
+  // Longer messages travel in pieces.
+  static constexpr std::size_t kPieceBytes = std::size_t{4} << 20;
 
  private:
   class OpenRequests;
 
   void wait(Request& request, std::size_t expected_bytes, const WaitSubject& subject);
-  void send_tagged(int peer, int tag, std::span<const std::byte> bytes, Owner owner = nullptr);
-  // A copy of `bytes`, and in `owner` what owns it; valid until the next call.
-  std::span<const std::byte> copy_of(std::span<const std::byte> bytes, Owner& owner);
-  void recv_tagged(int peer, int tag, std::span<std::byte> bytes);
+  void send_tagged(int peer, int tag, std::span<const std::byte> bytes,
+                   const Owner& owner = nullptr);
+  void recv_tagged(int peer, int tag, std::span<std::byte> bytes, const Owner& owner = nullptr);
+  // Makes copy_ one of at least `bytes` that no message uses.
+  void renew_copy(std::size_t bytes);
   // Of open_: what block `block` of the running sum exchanges with `rank`; two blocks at a time.
   Request& block_receive(int rank, std::size_t block);
   Request& block_send(int rank, std::size_t block);
-  void reduce_scatter(std::span<float> values, std::span<float> workspace);
+  void reduce_scatter(std::span<float> values);
   void gather_shards(std::span<float> values);
 
   Communicator& comm_;
@@ -67,7 +72,10 @@ class Collectives {
   Interrupt* interrupt_;
   Waiter waiter_;
   std::vector<Request> open_;  // of the running call, for ordered_sum; sized once
-  std::shared_ptr<std::vector<std::byte>> copy_;  // of what is being sent
+  // Of the piece that is being sent or received, and the received blocks of a sum. The communicator
+  // shares them after a throw.
+  std::shared_ptr<std::vector<std::byte>> copy_;
+  std::shared_ptr<std::vector<float>> blocks_;
 };
 
 }  // namespace sluice

@@ -10,6 +10,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,14 +48,50 @@ constexpr auto kCancelTimeout = std::chrono::milliseconds(100);
 struct Unfinished {
   std::vector<MPI_Request> requests;
   std::vector<Owner> memory;
+  // A communicator that all its ranks leave open, until nothing can arrive on it any more.
+  MPI_Comm left = MPI_COMM_NULL;
+  int last_tag = 0;  // of the last message of a rank, which is empty
+  int unheard = 0;   // ranks whose last message has not come
+
+  // Takes over `comm`, on which this rank sends nothing any more.
+  void leave(MPI_Comm comm, int size, int tag) {
+    left = comm;
+    last_tag = tag;
+    unheard = size;
+    for (int peer = 0; peer < size; ++peer) {
+      MPI_Isend(nullptr, 0, MPI_BYTE, peer, tag, left, &requests.emplace_back(MPI_REQUEST_NULL));
+    }
+  }
 
   // Advances the messages; true if none is left.
   bool done() noexcept {
+    while (unheard > 0 && receive_one()) continue;
     std::erase_if(requests, [](MPI_Request& request) {
       int done = 0;
       return MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done != 0;
     });
-    return requests.empty();
+    if (!requests.empty() || unheard > 0) return false;
+    if (left != MPI_COMM_NULL) MPI_Comm_free(&left);
+    return true;
+  }
+
+ private:
+  // Receives what nobody waits for; false: nothing is there. Those of one rank come in its order.
+  bool receive_one() noexcept {
+    int there = 0, bytes = 0;
+    MPI_Status status;
+    if (MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, left, &there, &status) != MPI_SUCCESS) return false;
+    if (there == 0 || MPI_Get_count(&status, MPI_BYTE, &bytes) != MPI_SUCCESS) return false;
+    try {
+      const auto room = std::make_shared<std::vector<std::byte>>(at(bytes));
+      memory.push_back(room);
+      MPI_Irecv(room->data(), bytes, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, left,
+                &requests.emplace_back(MPI_REQUEST_NULL));
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+    if (status.MPI_TAG == last_tag) --unheard;
+    return true;
   }
 };
 
@@ -66,8 +103,8 @@ void require_mpi_thread() {
   check_mpi(MPI_Is_thread_main(&is_main), "MPI_Is_thread_main");
   if (level == MPI_THREAD_FUNNELED && is_main == 0) {
     throw Error(ErrorCode::kUsage,
-                "MPI grants MPI_THREAD_FUNNELED: only the thread that initialised it may make a "
-                "communicator or a pipeline; do so on that thread, or initialise MPI with "
+                "MPI grants MPI_THREAD_FUNNELED: only the thread that initialised it may make or "
+                "call a communicator or a pipeline; do so on that thread, or initialise MPI with "
                 "MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE");
   }
 }
@@ -120,7 +157,7 @@ class MpiCommunicator final : public Communicator {
     int* bound = nullptr;
     int found = 0;
     check_mpi(MPI_Comm_get_attr(comm_, MPI_TAG_UB, &bound, &found), "MPI_Comm_get_attr");
-    max_tag_ = found != 0 ? *bound : 32767;  // the least the standard allows
+    last_tag_ = found != 0 ? *bound : 32767;  // the least the standard allows
     grow();
   }
 
@@ -135,6 +172,7 @@ class MpiCommunicator final : public Communicator {
         withdraw(request);
       }
     }
+    if (all_leave_) unfinished_.leave(comm_, size_, last_tag_);
     if (!unfinished_.done()) {
       orphans_->add(std::move(unfinished_));
     }
@@ -145,10 +183,13 @@ class MpiCommunicator final : public Communicator {
   MpiCommunicator(const MpiCommunicator&) = delete;
   MpiCommunicator& operator=(const MpiCommunicator&) = delete;
 
-  void leave_open() override { left_open_ = true; }
+  void leave_open(bool by_all) override {
+    left_open_ = true;
+    all_leave_ = by_all;
+  }
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  int max_tag() const override { return max_tag_; }
+  int max_tag() const override { return last_tag_ - 1; }
   int local_size() const override { return local_size_; }
   const char* name() const override { return "mpi"; }
   std::string device_memory_unsupported_reason(Device device) const override {
@@ -231,6 +272,8 @@ class MpiCommunicator final : public Communicator {
     check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
     return level == MPI_THREAD_MULTIPLE;
   }
+
+  void require_this_thread() const override { require_mpi_thread(); }
 
   [[noreturn]] void abort(int code) const override {
     std::fflush(nullptr);
@@ -351,11 +394,11 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  bool left_open_ = false;
+  bool left_open_ = false, all_leave_ = false;
   MPI_Comm comm_;
   int rank_ = 0;
   int size_ = 1;
-  int max_tag_ = 0;
+  int last_tag_ = 0;  // Unfinished::last_tag
   int local_size_;
   bool send_stuck_ = false, receive_stuck_ = false;
   Unfinished unfinished_;
@@ -401,6 +444,13 @@ std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm) {
   require_mpi();
   if (comm == MPI_COMM_NULL) {
     throw Error(ErrorCode::kUsage, "the communicator is MPI_COMM_NULL");
+  }
+  int is_inter = 0;
+  check_mpi(MPI_Comm_test_inter(comm, &is_inter), "MPI_Comm_test_inter");
+  if (is_inter != 0) {
+    throw Error(ErrorCode::kUsage,
+                "the communicator is an inter-communicator; legal is one whose ranks are one "
+                "group, as MPI_Intercomm_merge makes it of both");
   }
   MPI_Comm copy = MPI_COMM_NULL;
   check_mpi(MPI_Comm_dup(comm, &copy), "MPI_Comm_dup");

@@ -310,13 +310,13 @@ void Engine::Impl::post_recv(const PlanOp& op) {
   Slot& slot = *slot_place;
   if (slot.state != SlotState::kFree) refuse(op, SlotState::kFree, slot.state);
   slot.pool->shape(slot, samples(op));
-  slot.tickets.clear();
   if (config.trace_events > 0) slot.started = steady_seconds();
   if (slot.route == RouteKind::kNccl) {
     issue_nccl(op, slot, peer);
     slot.state = SlotState::kPosted;
     return;
   }
+  slot.tickets.assign(slot.tensors.size(), kDoneTicket);
   for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
     if (slot.tensors[i].data == nullptr) continue;
     if (DeviceSide* side = slot.buffers[i].device) {
@@ -324,8 +324,8 @@ void Engine::Impl::post_recv(const PlanOp& op) {
       until(side->arrived);
       side->ready.record(stream());
     }
-    slot.tickets.push_back(transport->post_recv(
-        peer, tag, slot.buffers[i], header_of(op, slot, i, request.phase, request.step)));
+    slot.tickets[i] = transport->post_recv(peer, tag, slot.buffers[i],
+                                           header_of(op, slot, i, request.phase, request.step));
   }
   slot.state = SlotState::kPosted;
 }
@@ -355,20 +355,19 @@ void Engine::Impl::start_send(const PlanOp& op) {
   const auto& [slot_place, peer, tag] = message(op);
   Slot& slot = *slot_place;
   if (slot.state != SlotState::kFilled) refuse(op, SlotState::kFilled, slot.state);
-  slot.tickets.clear();
   if (config.trace_events > 0) slot.started = steady_seconds();
   if (slot.route == RouteKind::kNccl) {
     issue_nccl(op, slot, peer);
     slot.state = SlotState::kSending;
     return;
   }
+  slot.tickets.assign(slot.tensors.size(), kDoneTicket);
   for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
     if (slot.tensors[i].data == nullptr) continue;
     slot.buffers[i].header() = header_of(op, slot, i, request.phase, request.step);
     if (slot.headers[i].bytes > kShortMessage) computed_until = 0;
     if (slot.buffers[i].device != nullptr) slot.buffers[i].device->ready.record(stream());
-    const Ticket ticket = transport->start_send(peer, tag, slot.buffers[i]);
-    if (ticket != kDoneTicket) slot.tickets.push_back(ticket);
+    slot.tickets[i] = transport->start_send(peer, tag, slot.buffers[i]);
   }
   slot.state = SlotState::kSending;
 }

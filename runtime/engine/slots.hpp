@@ -36,7 +36,7 @@ struct Slot {
   std::vector<MessageBuffer> buffers;
   std::vector<MessageHeader> headers;  // each describes its tensor
   std::vector<DeviceSide> device;      // of buffers, for messages from or to a GPU
-  std::vector<Ticket> tickets;         // open operations, one per tensor
+  std::vector<Ticket> tickets;         // [tensor] of the last message; empty over NCCL
   std::vector<NcclTicket> nccl;        // the same over NCCL
   double started = 0;                  // when the open operation began, for traces
 };

@@ -72,15 +72,11 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   if (nccl != nullptr && nccl->sums()) {
     sums_.emplace(*nccl, compute, stages_, options.devices.bucket_bytes);
   }
-  std::size_t workspace = 0;
   std::vector<OwnedParameter> owners;
   for (const StageBinding& binding : stages_) {
     ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
-    if (!sums_) {
-      workspace = std::max(
-          workspace, job_.replicas.collectives->ordered_sum_workspace(set->flat_grads().size()));
-    }
+    if (!sums_) job_.replicas.collectives->reserve_sum(set->flat_grads().size());
     const std::vector<Parameter*> parameters = set->all();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!layout_.parameters.is_owner(binding.index, static_cast<int>(i))) continue;
@@ -88,8 +84,6 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
       owners.push_back({binding.index, parameters[i]});
     }
   }
-  workspace_ = HostBuffer(compute_.device(), workspace * sizeof(float));
-  floats_ = {reinterpret_cast<float*>(workspace_.data()), workspace};
   squares_ = HostBuffer(compute_.device(), owners.size() * sizeof(double));
   make_optimizers(owners);
 
@@ -194,7 +188,7 @@ void GradientSync::reduce_grad(int stage) {
     if (set == nullptr) continue;
     set->settle_grads(compute_.stream());
     const std::span<float> sum = mirror_.read_back(set->flat_grads());
-    job_.replicas.collectives->ordered_sum(sum, floats_, mirror_.owner(set->memory()));
+    job_.replicas.collectives->ordered_sum(sum, mirror_.owner(set->memory()));
     mirror_.write_back();
   }
 }

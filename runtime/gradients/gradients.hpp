@@ -129,9 +129,7 @@ class GradientSync : public StepActions {
   std::vector<bool> frozen_;                         // [owned parameter]
   std::vector<std::span<const float>> owned_grads_;  // of owned parameters, in global order
   HostMirror mirror_;                                // of gradients that MPI sums
-  HostBuffer workspace_;
-  std::span<float> floats_;  // of workspace_
-  HostBuffer squares_;       // [owned parameter], written by the device
+  HostBuffer squares_;                               // [owned parameter], written by the device
 
   // Per rank: window, busy, peak, flags, learning rate, then (sum, weight) per micro-batch, then
   // squares per owned parameter.

@@ -52,8 +52,7 @@ void StageBuffers::join() {
       if (buffer->across == Across::kFirst) {
         replicas.broadcast(std::as_writable_bytes(values), 0);
       } else {
-        workspace_.resize(replicas.ordered_sum_workspace(values.size()));
-        replicas.ordered_sum(values, workspace_, mirror_.owner(buffer->memory));
+        replicas.ordered_sum(values, mirror_.owner(buffer->memory));
         for (float& value : values) value /= static_cast<float>(count);
       }
       mirror_.write_back();

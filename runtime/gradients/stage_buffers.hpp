@@ -36,7 +36,6 @@ class StageBuffers {
   ComputeContext& compute_;
   HostMirror& mirror_;
   std::vector<Kept> kept_;  // of stages that have buffers
-  std::vector<float> workspace_;
 };
 
 }  // namespace sluice

@@ -53,7 +53,7 @@ void TiedUses::allocate_receive_buffer() {
       bytes = std::max(bytes, parameters_[group].front()->grad.spec.bytes());
     }
   }
-  received_ = compute_.memory().allocate(bytes);
+  received_ = std::make_shared<Buffer>(compute_.memory().allocate(bytes));
 }
 
 // An upper bound: this rank sends to every other use, or receives once.
@@ -72,8 +72,8 @@ void TiedUses::sum_gradients(int group_index) {
     Parameter* const mine = parameters_[group][use];
     if (Parameter* const owner = parameters_[group].front(); owner != nullptr) {
       Tensor addend = owner->grad;
-      addend.data = mine != nullptr ? mine->grad.data : received_.data();
-      if (mine == nullptr) receive(addend, group, use);
+      addend.data = mine != nullptr ? mine->grad.data : received_->data();
+      if (mine == nullptr) receive(addend, received_, group, use);
       add(compute_, addend, owner->grad);
     } else if (mine != nullptr) {
       send(mine->grad, mine->memory, group, use);
@@ -98,7 +98,7 @@ void TiedUses::broadcast_tied_values() {
         copy_async(mine->value.data, owner->value.data, mine->value.spec.bytes(),
                    compute_.stream());
       } else if (mine != nullptr) {
-        receive(mine->value, group, use);
+        receive(mine->value, mine->memory, group, use);
       } else if (owner != nullptr) {
         send(owner->value, owner->memory, group, use);
       }
@@ -113,10 +113,12 @@ void TiedUses::mark_values_changed() {
   }
 }
 
-void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use) {
+void TiedUses::receive(const Tensor& tensor, const Owner& memory, std::size_t group,
+                       std::size_t use) {
   const int peer = peer_of(group, use);
   if (ties_[group].routes[use].kind != RouteKind::kNccl) {
-    job_.pipeline.collectives->recv(peer, mirror_.writable_host_copy(tensor));
+    const std::span<std::byte> bytes = mirror_.writable_host_copy(tensor);
+    job_.pipeline.collectives->recv(peer, bytes, mirror_.owner(memory));
     mirror_.write_back();
     return;
   }

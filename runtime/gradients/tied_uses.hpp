@@ -10,6 +10,7 @@
 // order prevents deadlock, both with blocking sends and with NCCL's queues.
 #pragma once
 
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -60,8 +61,8 @@ class TiedUses {
   // Makes all later work of the compute stream run after all sends so far.
   void wait_all_on_stream();
   // Both run in the order of the compute stream. NCCL reads a sent tensor until its ticket is done.
-  void receive(const Tensor& tensor, std::size_t group, std::size_t use);
   // `memory` owns the tensor.
+  void receive(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use);
   void send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use);
 
   JobContext& job_;
@@ -72,9 +73,9 @@ class TiedUses {
   std::vector<StageBinding> stages_;
   std::vector<std::vector<Parameter*>> parameters_;  // [group][use]
   HostMirror& mirror_;
-  Buffer received_;               // another rank's gradient, on the device
-  std::vector<Event> ready_;      // of messages over NCCL, [open]
-  std::vector<NcclTicket> open_;  // sends over NCCL
+  std::shared_ptr<Buffer> received_;  // another rank's gradient, on the device
+  std::vector<Event> ready_;          // of messages over NCCL, [open]
+  std::vector<NcclTicket> open_;      // sends over NCCL
 };
 
 }  // namespace sluice

@@ -159,9 +159,12 @@ Activity ActivityBoard::read() const noexcept {
     std::atomic_thread_fence(std::memory_order_acquire);
   } while (sequence_.load(std::memory_order_relaxed) != begun);
   Activity activity;
-  activity.doing = static_cast<Doing>(words[0] >> 56);
-  activity.kind = static_cast<OpKind>(words[0] >> 52 & 0xf);
-  activity.action = static_cast<ActionKind>(words[0] >> 48 & 0xf);
+  const auto bits = [&](int from, int until) {
+    return words[0] >> from & ((std::uint64_t{1} << (until - from)) - 1);
+  };
+  activity.doing = static_cast<Doing>(bits(kDoingShift, 64));
+  activity.kind = static_cast<OpKind>(bits(kKindShift, kDoingShift));
+  activity.action = static_cast<ActionKind>(bits(kActionShift, kKindShift));
   activity.stage = static_cast<std::int32_t>(words[0] >> 32 & 0xffff);
   activity.micro_batch = static_cast<std::int32_t>(words[0]);
   activity.op = static_cast<std::int32_t>(words[1] >> 32);

@@ -125,14 +125,20 @@ class ActivityBoard {
 
  private:
   using Words = std::array<std::atomic<std::uint64_t>, 6>;
+  // Bits of the first word above those of stage and micro-batch.
+  static constexpr int kActionShift = 48, kKindShift = 54, kDoingShift = 59;
+  static_assert(static_cast<int>(ActionKind::kOptimizer) < 1 << (kKindShift - kActionShift));
+  static_assert(static_cast<int>(OpKind::kOptimizer) < 1 << (kDoingShift - kKindShift));
+  static_assert(static_cast<int>(Doing::kFailing) < 1 << (64 - kDoingShift));
 
   [[nodiscard]] static constexpr std::uint64_t pair(std::int32_t high, std::int32_t low) {
     return std::uint64_t{static_cast<std::uint32_t>(high)} << 32 | static_cast<std::uint32_t>(low);
   }
   [[nodiscard]] static constexpr std::uint64_t pack(Doing doing, OpKind kind, ActionKind action,
                                                     std::int32_t stage, std::int32_t micro_batch) {
-    return static_cast<std::uint64_t>(doing) << 56 | static_cast<std::uint64_t>(kind) << 52 |
-           static_cast<std::uint64_t>(action) << 48 |
+    return static_cast<std::uint64_t>(doing) << kDoingShift |
+           static_cast<std::uint64_t>(kind) << kKindShift |
+           static_cast<std::uint64_t>(action) << kActionShift |
            static_cast<std::uint64_t>(stage & 0xffff) << 32 |
            static_cast<std::uint32_t>(micro_batch);
   }

@@ -174,8 +174,8 @@ std::size_t JobContext::piece_bytes() const {
 }
 
 void JobContext::guarded(const std::function<void()>& body) {
+  std::exception_ptr gone;  // a rank: nothing is sent to ranks that may not answer
   try {
-    std::exception_ptr gone;  // a rank: nothing is reported to ranks that may not answer
     const auto watched = [&] {
       try {
         body();
@@ -195,7 +195,7 @@ void JobContext::guarded(const std::function<void()>& body) {
   } catch (...) {
     for (Communicator* each :
          {world.ranks.get(), pipeline.ranks.get(), messages.get(), replicas.ranks.get()}) {
-      if (each != nullptr) each->leave_open();
+      if (each != nullptr) each->leave_open(/*by_all=*/gone == nullptr);
     }
     throw;
   }

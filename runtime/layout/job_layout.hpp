@@ -92,7 +92,8 @@ struct RankPlace {
 };
 
 // What the largest training step, and the largest round of an evaluation, execute. Smaller ones are
-// planned when they first occur.
+// planned when they occur. Once a pipeline has their engines, plans have the list of its own rank
+// alone.
 struct StepPlans {
   // A longer evaluation runs in rounds.
   static constexpr std::size_t kRoundMicroBatches = 64;

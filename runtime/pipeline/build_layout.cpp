@@ -7,7 +7,9 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <span>
 #include <sstream>
+#include <string_view>
 #include <utility>
 
 #include <sluice/error.hpp>
@@ -17,6 +19,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
+#include "runtime/files/sha256.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/pipeline/memory_plan.hpp"
 #include "runtime/pipeline/stage_report.hpp"
@@ -153,9 +156,9 @@ Division divide_samples(const PipelineOptions& options, const RankPlace& place, 
   return division;
 }
 
-// All ranks whose stages say something of the whole model must say the same.
-void require_same_model(Collectives& world, const std::string& mine) {
-  const std::vector<std::string> all = world.all_gather_strings(mine);
+// All members of a group that say something of the model must say the same.
+void require_same_model(Collectives& group, const std::string& mine, std::string_view member) {
+  const std::vector<std::string> all = group.all_gather_strings(mine);
   const auto first =
       std::find_if(all.begin(), all.end(), [](const auto& text) { return !text.empty(); });
   for (auto other = first; other != all.end(); ++other) {
@@ -169,8 +172,34 @@ void require_same_model(Collectives& world, const std::string& mine) {
       std::getline(theirs, two);
     } while (one == two && ours && theirs);
     throw_error(ErrorCode::kMismatch,
-                "ranks disagree about the model: rank {} has '{}', rank {} has '{}'",
+                "{0}s disagree about the model: {0} {1} has '{2}', {0} {3} has '{4}'", member,
                 first - all.begin(), one, other - all.begin(), two);
+  }
+}
+
+// Replicas add their stages' gradients up by place, and wait for each other's sums.
+void require_same_replicas(Collectives& replicas, const std::vector<StageEntry>& stages) {
+  std::string mine;
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    const auto list = [&](const std::vector<ParameterEntry>& entries, std::string_view what) {
+      for (std::size_t i = 0; i < entries.size(); ++i) {
+        mine += fmt::format("{} {} of stage {}: {}, {} elements\n", what, i, s, entries[i].name,
+                            entries[i].elements);
+      }
+      mine += fmt::format("stage {} of {} {}s\n", s, entries.size(), what);
+    };
+    list(stages[s].parameters, "parameter");
+    list(stages[s].buffers, "buffer");
+    mine += fmt::format("stage {} of {} and {} sums over replicas in its actions\n", s,
+                        stages[s].forward_sums, stages[s].backward_sums);
+  }
+  const std::string digest = sha256_hex(std::as_bytes(std::span<const char>(mine)));
+  std::string all(digest.size() * at(replicas.communicator().size()), '\0');
+  replicas.all_gather(std::as_bytes(std::span<const char>(digest)),
+                      std::as_writable_bytes(std::span<char>(all)));
+  for (std::size_t i = 0; i < all.size(); i += digest.size()) {
+    if (all.compare(i, digest.size(), digest) == 0) continue;
+    require_same_model(replicas, mine, "replica");
   }
 }
 
@@ -341,9 +370,9 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   JobLayout& layout = built.layout;
   StepPlans& plans = layout.plans;
   layout.place = job.place;
-  const Division division = divide_samples(options, layout.place, plans);
   plans.order = order_of(
       options, {layout.place.topology.pipeline, options.shape.micro_batches, options.order.chunks});
+  const Division division = divide_samples(options, layout.place, plans);
   const int stages = plans.order.placement.stages();
   StageReports reports =
       describe_stages(job, compute, plans.order.placement, source, division.sizes,
@@ -356,7 +385,8 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
                         if (built.stages.back() != nullptr) return *built.stages.back();
                         throw_usage("the factory made nothing for stage {}", stage);
                       });
-  require_same_model(*job.world.collectives, reports.model);
+  require_same_model(*job.world.collectives, reports.model, "rank");
+  require_same_replicas(*job.replicas.collectives, reports.entries);
   layout.wires.edges = EdgeTable(division.sizes, std::move(reports.edges));
   layout.parameters.stages = std::move(reports.entries);
   require_countable(layout.parameters.stages);

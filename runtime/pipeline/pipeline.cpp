@@ -180,9 +180,9 @@ struct Pipeline::Impl {
   std::shared_ptr<SlotStore> slots = std::make_shared<SlotStore>();
   std::unique_ptr<DeviceBatch> device_batch;
   Batches batches;
-  Programs training{[this](int n) { return plan_smaller(n); },
+  Programs training{job.place.rank, [this](int n) { return plan_smaller(n); },
                     [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};
-  Programs forward{[this](int n) { return plan_forward(layout, n); },
+  Programs forward{job.place.rank, [this](int n) { return plan_forward(layout, n); },
                    [this](const Plan& plan) { return make_engine(plan, /*trains=*/false); }};
   Engine* engine = nullptr;  // of the last training step, at first of the largest
   std::unique_ptr<BatchLoader> loader;
@@ -745,6 +745,7 @@ void Pipeline::Impl::close() {
 
 // Not guarded: the answer is the same on all ranks, and some may still be closing.
 void Pipeline::Impl::require_open() const {
+  job.world.ranks->require_this_thread();
   if (closed) throw_usage("the pipeline is closed");
   if (!failed) return;
   throw Error(failed->code(),
@@ -949,6 +950,10 @@ void Pipeline::close() { impl_->close(); }
 std::uint64_t Pipeline::step() const { return impl_->step; }
 void Pipeline::set_step(std::uint64_t step) {
   if (step > kMostSteps) throw_usage("set_step({}); legal are 0 to {}", step, kMostSteps);
+  if (impl_->step_open()) {
+    throw_usage(
+        "set_step() in the middle of a step: optimizer_step() or drop_gradients() comes before");
+  }
   impl_->step = step;
 }
 const JobLayout& PipelineAccess::layout(const Pipeline& pipeline) { return pipeline.impl_->layout; }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <stdexcept>
 #include <string_view>
 #include <tuple>
@@ -47,25 +48,29 @@ std::vector<const FileTensor*> in_file_order(std::span<const FileTensor> tensors
 std::string header_text(const std::filesystem::path& path,
                         const std::vector<const FileTensor*>& order,
                         const std::map<std::string, std::string>& metadata) {
-  nlohmann::ordered_json header = nlohmann::ordered_json::object();
-  if (!metadata.empty()) header["__metadata__"] = metadata;
+  // An ordered object looks for a key from its first to its last.
+  nlohmann::ordered_json::object_t entries;
+  entries.reserve(order.size() + 1);
+  std::set<std::string_view> names = {"__metadata__"};
+  if (!metadata.empty()) entries.emplace_back("__metadata__", metadata);
   std::size_t at = 0;
   for (const FileTensor* named : order) {
     const TensorSpec& spec = named->spec;
-    if (header.contains(named->name) || named->name == "__metadata__") {
+    if (!names.insert(named->name).second) {
       refuse(ErrorCode::kIo, path,
              fmt::format("the name '{}' of a tensor is taken twice or reserved", named->name));
     }
     std::vector<std::int64_t> dims;
     for (int i = 0; i < spec.shape.rank(); ++i) dims.push_back(spec.shape[i]);
-    header[named->name] = {{"dtype", safetensors_name_of(spec.dtype)},
-                           {"shape", dims},
-                           {"data_offsets", {at, at + spec.bytes()}}};
+    entries.emplace_back(named->name,
+                         nlohmann::ordered_json{{"dtype", safetensors_name_of(spec.dtype)},
+                                                {"shape", dims},
+                                                {"data_offsets", {at, at + spec.bytes()}}});
     at += spec.bytes();
   }
   std::string text;
   try {
-    text = header.dump();
+    text = nlohmann::ordered_json(std::move(entries)).dump();
   } catch (const nlohmann::json::exception&) {
     refuse(ErrorCode::kIo, path, "a name or metadata value is not valid UTF-8");
   }

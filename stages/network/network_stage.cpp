@@ -48,6 +48,12 @@ void copy(StageContext& ctx, const Tensor& from, const Tensor& to) {
   copy_async(to.data, from.data, from.spec.bytes(), ctx.compute.stream());
 }
 
+// The sums of a replica that is alone.
+class OneReplica : public Collective {
+ public:
+  void sum(std::span<double> /*values*/) override {}
+};
+
 }  // namespace
 
 std::string NumberedLayer::name() const { return fmt::format("layer {} ({})", number, kind); }
@@ -269,7 +275,7 @@ void NetworkStage::prepare_size(ComputeContext& compute, std::span<const TensorS
 }
 
 // On a GPU: CUDA loads a kernel at its first launch. Gradients are overwritten, then added to.
-// Temporary operands stand for the messages.
+// Buffers stay as they are. Temporary operands stand for the messages.
 void NetworkStage::warm_up_size(ComputeContext& compute, const Size& size) {
   if (compute.device().kind == DeviceKind::kCpu || layers_.empty()) return;
   std::vector<Buffer> memory;
@@ -288,7 +294,14 @@ void NetworkStage::warm_up_size(ComputeContext& compute, const Size& size) {
   ctx.samples = size.specs.front().shape[0];
   ctx.loss_scale = 0.0;
   ctx.inputs = inputs;
+  OneReplica alone;
+  ctx.collective = &alone;
+  const std::span<float> buffers = parameters_.flat_buffers();
+  const Buffer kept =
+      compute.memory().allocate(buffers.size_bytes(), DeviceMemory::Use::kTemporary);
+  copy_async(kept.data(), buffers.data(), buffers.size_bytes(), compute.stream());
   warm_up(ctx, outputs);
+  copy_async(buffers.data(), kept.data(), buffers.size_bytes(), compute.stream());
   compute.wait();  // before the operands are freed
 }
 

@@ -66,7 +66,7 @@ class NetworkStage : public Stage, public SplitBackward {
   [[nodiscard]] ParameterSet* parameters() override;
 
  protected:
-  // Runs every primitive for one size, on zeros; changes only gradients.
+  // Runs every primitive for one size, on zeros; changes only gradients and buffers.
   virtual void warm_up(StageContext& ctx, std::span<const Tensor> outputs);
 
  private:

@@ -5,7 +5,7 @@
 //
 // Threading: all calls of one communicator come from one thread. Messages between two ranks with
 // one tag arrive in the order sent; messages of different tags have no order. Ownership: memory
-// passed in stays the caller's and must outlive the request; that of cancelled sends goes to
+// passed in stays the caller's and must outlive the request; where that is cancelled, it goes to
 // keep(). Only split(), duplicate() and the destructor block. The destructor cancels open requests.
 #pragma once
 
@@ -75,14 +75,18 @@ class Communicator {
   // the latest when one is made or destroyed after the sends are done.
   virtual void keep(Owner memory) = 0;
 
-  // Not collective. After an error: peers may still send what this rank will not receive. The
-  // destructor then leaves MPI's context reserved until MPI ends, because a message that arrives
-  // late must not meet another communicator with the same context.
-  virtual void leave_open() {}
+  // Not collective. After an error: peers may still send what this rank will not receive. MPI's
+  // context then stays reserved after the destructor, because a message that arrives late must not
+  // meet another communicator with the same context. `by_all`: every rank calls this. Then it is
+  // free once all have, and their messages are here; ranks see that when they make or destroy
+  // communicators of the same origin. Else it stays reserved until MPI ends.
+  virtual void leave_open(bool /*by_all*/) {}
 
   // Whether any thread may use this communicator while others use other ones: MPI grants
   // MPI_THREAD_MULTIPLE.
   [[nodiscard]] virtual bool any_thread() const { return false; }
+  // Throws Error(kUsage) where MPI does not allow calls of this thread.
+  virtual void require_this_thread() const {}
   // Ends all processes of the job with the exit code `code`, without cleaning up.
   [[noreturn]] virtual void abort(int code) const;
 

@@ -5,8 +5,10 @@
 // pipelines may exist in one process.
 //
 // Threads: one thread per rank makes all calls of a pipeline. MPI_THREAD_FUNNELED suffices where
-// this thread initialised MPI; else Error(kUsage). With MPI_THREAD_MULTIPLE several threads may
-// have pipelines at the same time, each over a communicator of its own that was made before.
+// this thread initialised MPI. There a call of another thread that needs other ranks is
+// Error(kUsage), on this rank alone, before anything happens. With MPI_THREAD_MULTIPLE several
+// threads may have pipelines at the same time, each over a communicator of its own that was made
+// before.
 // Construction is collective over all ranks. So is every member function, except those that say
 // otherwise.
 //
@@ -107,9 +109,10 @@ class Pipeline {
   // --- one step in one call ---
   // Trains on `batch`, which has at least one sample for each replica. It has fewer samples than
   // the largest batch if the caller likes: the last micro-batch of a replica may be smaller, and
-  // there may be fewer micro-batches. A number of either that did not occur before is planned and
-  // verified first; after that a step allocates no memory. The loss is the mean over the counted
-  // targets of the whole batch, and of all batches since the last step that went to accumulate().
+  // there may be fewer micro-batches. A size of micro-batches that did not occur before, or a
+  // number of them that is neither the largest nor one of the last eight, is planned and verified
+  // first; after that a step allocates no memory. The loss is the mean over the counted targets of
+  // the whole batch, and of all batches since the last step that went to accumulate().
   //
   // Where the loss or a gradient is not finite, parameters and optimizer state stay as they are.
   // With options.training.skip_nonfinite the step counts as done, and the report says `skipped`.
@@ -172,7 +175,7 @@ class Pipeline {
   [[nodiscard]] std::uint64_t step() const;
   // The next train_step() is number step + 1. Not collective; all ranks set the same number: a step
   // or a save before which they differ is Error(kMismatch) on all ranks and changes nothing. Throws
-  // Error(kUsage) above kMostSteps.
+  // Error(kUsage) above kMostSteps, and in the middle of a step.
   void set_step(std::uint64_t step);
   static constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 52;
 

@@ -41,12 +41,12 @@ SLUICE_COMM_TEST(SteadyStateTest, AllocatesNothing) {
     std::vector<std::byte> outgoing(kHeaderBytes + payload);
     std::vector<std::byte> incoming(kHeaderBytes + payload);
     std::vector<float> values(5001, 1.0F);
-    std::vector<float> workspace(collectives.ordered_sum_workspace(values.size()));
+    collectives.reserve_sum(values.size());
     std::vector<int> all(static_cast<std::size_t>(comm.size()));
     const std::size_t before = testing::allocations_of_this_thread();
     for (int step = 0; step < 50; ++step) {
       exchange(comm, *transport, control, outgoing, incoming, step);
-      collectives.ordered_sum(values, workspace);
+      collectives.ordered_sum(values);
       collectives.all_gather(std::as_bytes(std::span(&step, 1)),
                              std::as_writable_bytes(std::span(all)));
       collectives.barrier();

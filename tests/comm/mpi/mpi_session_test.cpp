@@ -67,6 +67,24 @@ TEST(MpiInteropTest, RefusesNoCommunicator) {
   EXPECT_THROW((void)make_mpi_communicator(MPI_COMM_NULL), Error);
 }
 
+TEST(MpiInteropTest, RefusesAnInterCommunicator) {
+  const Communicator& world = testing::world();
+  if (world.size() == 1) return;
+  const bool first = world.rank() == 0;
+  MPI_Comm part = MPI_COMM_NULL, both = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, first ? 0 : 1, 0, &part);
+  MPI_Intercomm_create(part, 0, MPI_COMM_WORLD, first ? 1 : 0, 0, &both);
+  try {
+    (void)make_mpi_communicator(both);
+    ADD_FAILURE() << "it was taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_NE(std::string(error.what()).find("inter-communicator"), std::string::npos);
+  }
+  MPI_Comm_free(&both);
+  MPI_Comm_free(&part);
+}
+
 TEST(MpiInteropTest, NamesTheCallThatFailed) {
   const auto comm = testing::world().duplicate();
   try {

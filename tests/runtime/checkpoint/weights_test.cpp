@@ -111,6 +111,17 @@ TEST(SafetensorsTest, ReadsAFileWithoutTensors) {
   EXPECT_TRUE(SafetensorsFile(path).entries().empty());
 }
 
+// As a model of experts has. A search for each among all before it would take seconds.
+TEST(SafetensorsTest, TakesTensorsByTheTensOfThousands) {
+  const TemporaryDirectory dir;
+  float value = 1;
+  std::vector<NamedTensor> tensors(20'000, {"", {&value, {DType::kF32, {1}}}});
+  for (std::size_t i = 0; i < tensors.size(); ++i) tensors[i].name = std::to_string(i);
+  const auto path = dir.path() / "a.safetensors";
+  write_safetensors(path, tensors, {});
+  EXPECT_EQ(SafetensorsFile(path).entries().size(), tensors.size());
+}
+
 TEST(SafetensorsTest, RefusesToWriteWhatNobodyCouldRead) {
   const TemporaryDirectory dir;
   Sample sample;

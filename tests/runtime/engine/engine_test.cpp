@@ -5,7 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include <sluice/error.hpp>
 #include <sluice/generate.hpp>
@@ -13,6 +18,7 @@
 
 #include "comm/group/control.hpp"
 #include "runtime/job/guard.hpp"
+#include "runtime/pipeline/programs.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/loopback/loopback.hpp"
@@ -42,27 +48,34 @@ class Rig {
  public:
   Rig(const Plan& plan, Communicator& comm, Interrupt& interrupt,
       RouteKind route = RouteKind::kHost)
-      : stage_(comm.rank()),
-        edges_(unit_edges(comm.size())),
+      : Rig(plan, comm, interrupt, route, std::make_unique<ArithmeticStage>(comm.rank()),
+            unit_edges(comm.size())) {}
+  Rig(const Plan& plan, Communicator& comm, Interrupt& interrupt, RouteKind route,
+      std::unique_ptr<ArithmeticStage> stage, EdgeTable edges)
+      : stage_(std::move(stage)),
+        edges_(std::move(edges)),
         compute_(Device{}, 1),
         routes_(static_cast<std::size_t>(comm.size()), EdgeRoute{route, ""}),
         source_(counting_source(plan.micro_batches)) {
     StageSetup setup{.compute = &compute_, .slots = plan.micro_batches};
-    stage_.prepare(setup);
+    stage_->prepare(setup);
     for (int m = 0; m < plan.micro_batches; ++m) ranges_.push_back({m, 1});
     const bool last = comm.rank() + 1 == comm.size();
     loader_ =
         std::make_unique<BatchLoader>(*source_, Phase::kTrain, ranges_, comm.rank() == 0, last);
-    EngineConfig config;
-    config.plan = &plan;
-    config.rank = comm.rank();
-    config.edges = &edges_;
-    config.stages = {{comm.rank(), &stage_, &stage_, last ? &stage_ : nullptr}};
-    config.compute = &compute_;
-    config.communicator = &comm;
-    config.interrupt = &interrupt;
-    config.routes = routes_;
-    engine_ = std::make_unique<Engine>(config);
+    config_.rank = comm.rank();
+    config_.edges = &edges_;
+    config_.stages = {{comm.rank(), stage_.get(), stage_.get(), last ? stage_.get() : nullptr}};
+    config_.compute = &compute_;
+    config_.communicator = &comm;
+    config_.interrupt = &interrupt;
+    config_.routes = routes_;
+    engine_ = engine_of(plan);
+  }
+  // An engine that works with the same things.
+  std::unique_ptr<Engine> engine_of(const Plan& plan) {
+    config_.plan = &plan;
+    return std::make_unique<Engine>(config_);
   }
   const StepOutcome& run(std::uint64_t step, StepActions* actions = nullptr) {
     const BatchLoader::Batch& batch = loader_->load(step);
@@ -74,16 +87,17 @@ class Rig {
   }
   // By the last run, on this rank's thread.
   std::size_t allocations() const { return allocations_; }
-  float gradient() { return stage_.parameters()->all()[0]->grad.at(0); }
+  float gradient() { return stage_->parameters()->all()[0]->grad.at(0); }
 
  private:
-  ArithmeticStage stage_;
+  std::unique_ptr<ArithmeticStage> stage_;
   EdgeTable edges_;
   ComputeContext compute_;
   std::vector<EdgeRoute> routes_;
   std::unique_ptr<DataSource> source_;
   std::vector<SampleRange> ranges_;
   std::unique_ptr<BatchLoader> loader_;
+  EngineConfig config_;
   std::unique_ptr<Engine> engine_;
   StepRequest request_;
   std::size_t allocations_ = 0;
@@ -304,6 +318,92 @@ TEST(EngineTest, RefusesAnOpWhoseSlotOrMicroBatchIsNotThere) {
                    });
                  });
   }
+}
+
+// Between the two stages a tensor without a gradient comes before that with one. The second stage's
+// backward starts once the first stage's rank waits.
+class IdsStage : public ArithmeticStage {
+ public:
+  IdsStage(int stage, std::atomic<bool>& waits)
+      : ArithmeticStage(stage), first_(stage == 0), waits_(waits) {}
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    if (!first_) return ArithmeticStage::forward(ctx, x.subspan(1), y);
+    for (std::int64_t i = 0; i < y[0].elements(); ++i) y[0].at(i) = 0;
+    ArithmeticStage::forward(ctx, x, y.subspan(1));
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> dy,
+                std::span<const Tensor> dx) override {
+    if (first_) return;
+    while (!waits_) std::this_thread::yield();
+    backward_input(ctx, dy, dx.subspan(1));
+  }
+
+ private:
+  bool first_;
+  std::atomic<bool>& waits_;
+};
+
+TEST(EngineTest, AWaitSaysTheBytesOfTheTensorItWaitsFor) {
+  const Plan plan = plan_of("1f1b", 2, 1);
+  const EdgeTensor number{{DType::kF32, Shape{1, 1}}, true};
+  const std::vector<std::vector<EdgeTensor>> edges = {
+      {number}, {{{DType::kF32, Shape{1, 3}}, false}, number}, {number}};
+  struct Waits : Interrupt {
+    void poll() override {}
+    void begin_wait(const WaitSubject& subject) noexcept override {
+      if (subject.what != WaitSubject::What::kReceive) return;
+      bytes = subject.bytes;
+      waits = true;
+    }
+    std::size_t bytes = 0;
+    std::atomic<bool> waits = false;
+  };
+  Waits waits, others;
+  run_loopback(2, [&](Communicator& comm) {
+    Rig rig(plan, comm, comm.rank() == 0 ? waits : others, RouteKind::kHost,
+            std::make_unique<IdsStage>(comm.rank(), waits.waits), EdgeTable({1}, {edges}));
+    rig.run(1);
+  });
+  EXPECT_EQ(waits.bytes, sizeof(float));
+}
+
+TEST(ProgramsTest, KeepWhatWasUsedLast) {
+  run_loopback(2, [&](Communicator& comm) {
+    ControlChannel control(comm);
+    Plan largest = plan_of("1f1b", 2, 100);
+    Rig rig(largest, comm, control);
+    std::vector<int> planned;
+    Programs programs(
+        comm.rank(),
+        [&](int n) {
+          planned.push_back(n);
+          return plan_of("1f1b", 2, n);
+        },
+        [&](const Plan& plan) { return rig.engine_of(plan); });
+    programs.add(largest);
+    EXPECT_FALSE(largest.ranks[static_cast<std::size_t>(comm.rank())].ops.empty());
+    EXPECT_TRUE(largest.ranks[static_cast<std::size_t>(1 - comm.rank())].ops.empty());
+    const auto planned_for = [&](const std::vector<int>& numbers) {
+      planned.clear();
+      for (const int n : numbers) {
+        programs.plan(n);
+        (void)programs.engine(n);
+      }
+      return planned;
+    };
+    const std::vector<int> most = {1, 2, 3, 4, 5, 6, 7, 8};
+    ASSERT_EQ(most.size(), Programs::kMost);
+    EXPECT_EQ(planned_for(most), most);
+    const std::size_t before = allocations_of_this_thread();
+    for (int times = 0; times < 3; ++times) {
+      for (const int n : {100, 1, 3, 2, 4, 5, 6, 7, 8}) {
+        programs.plan(n);
+        (void)programs.engine(n);
+      }
+    }
+    EXPECT_EQ(allocations_of_this_thread(), before);
+    EXPECT_EQ(planned_for({9, 2, 1, 9, 100}), (std::vector<int>{9, 1}));
+  });
 }
 
 }  // namespace

@@ -597,6 +597,7 @@ TEST_P(BatchTest, WhatComesBetweenTheBatchesOfAStepLeavesItAlone) {
                      [&] { pipeline.set_state(undisturbed.state()); });
       expect_refusal("other values in the middle of a step",
                      [&] { (void)load_checkpoint(pipeline, directory); });
+      expect_refusal("set_step() in the middle of a step", [&] { pipeline.set_step(7); });
     };
     for (int step = 0; step < 2; ++step) {
       for (Pipeline* each : {&undisturbed, &pipeline}) {

@@ -1,9 +1,11 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <array>
 #include <cmath>
+#include <fstream>
 #include <limits>
 #include <set>
 
@@ -245,6 +247,25 @@ TEST(PipelineTest, OptionsThatCannotWorkAreRefusedOnAllRanks) {
       EXPECT_THAT(error.what(), HasSubstr(text));
     }
   }
+}
+
+// Before memory for them is taken.
+TEST(PipelineTest, TooManyMicroBatchesAreRefused) {
+  std::size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  rlimit before{};
+  getrlimit(RLIMIT_AS, &before);
+  const rlimit now{pages * 4096 + (std::size_t{1} << 30), before.rlim_max};
+  setrlimit(RLIMIT_AS, &now);
+  PipelineOptions options = sgd_options(1);
+  options.shape.micro_batches = 500'000'000;
+  const auto source = counting_source(4);
+  const auto errors = errors_of(
+      1, [&](Communicator& comm) { Pipeline pipeline(comm, options, arithmetic(), *source); });
+  setrlimit(RLIMIT_AS, &before);
+  ASSERT_EQ(errors.size(), 1U);
+  EXPECT_EQ(errors[0].code(), ErrorCode::kUsage);
+  EXPECT_THAT(errors[0].what(), HasSubstr("nearest legal: --micro-batches 2000000"));
 }
 
 TEST(PipelineTest, RefusesAParameterOwnedTwice) {

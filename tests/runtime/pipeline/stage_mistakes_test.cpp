@@ -166,6 +166,44 @@ TEST_P(StageMistakesTest, ParametersAreAskedForTwiceAndWhatThatThrowsNamesTheSta
   });
 }
 
+TEST_P(StageMistakesTest, ReplicasWithOtherParametersAreTold) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    if (comm.size() == 1) return;
+    const auto source = counting_source(4);
+    PipelineOptions options = options_of(1);
+    options.shape.replicas = comm.size();
+    options.shape.micro_batch_size = 1;
+    const std::string last = std::to_string(comm.size() - 1);
+    expect_error(ErrorCode::kMismatch,
+                 {"replica 0 has 'parameter 0 of stage 0: w0, 1 elements', replica " + last +
+                  " has 'parameter 0 of stage 0: w1, 1 elements'"},
+                 [&] {
+                   const bool other = comm.rank() + 1 == comm.size();
+                   const Pipeline none(
+                       comm, options,
+                       [&](int, int) { return std::make_unique<ArithmeticStage>(other ? 1 : 0); },
+                       *source);
+                 });
+    const auto add_twice = [](ParameterSet& set, bool swapped) {
+      for (const char* name : {swapped ? "b" : "a", swapped ? "a" : "b"}) {
+        set.add_buffer(name, {1}, Init::constant(0));
+      }
+    };
+    expect_error(ErrorCode::kMismatch,
+                 {"'buffer 0 of stage 0: a, 1 elements', replica 1", "'buffer 0 of stage 0: b"},
+                 [&] {
+                   const Pipeline none(
+                       comm, options,
+                       [&](int, int) {
+                         auto stage = std::make_unique<ArithmeticStage>(0);
+                         add_twice(*stage->parameters(), comm.rank() == 1);
+                         return stage;
+                       },
+                       *source);
+                 });
+  });
+}
+
 class FailingOptimizer final : public Optimizer {
  public:
   explicit FailingOptimizer(bool fails) : fails_(fails) {}

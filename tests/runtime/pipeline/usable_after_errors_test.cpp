@@ -8,6 +8,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -339,6 +340,25 @@ TEST_P(UsableTest, WhatOneRankThrowsBeforeACallIsRefusedOnAll) {
       EXPECT_EQ(pipeline.evaluate(NoShapes(*source, false), 5).loss, pipeline.evaluate(5));
       (void)pipeline.train_step();
     }
+  });
+}
+
+// Ranks that are threads have no such rule.
+TEST_P(UsableTest, MpiOfOneThreadRefusesACallOfAnotherOnThatRankAlone) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    if (std::string(comm.name()) != "mpi" || comm.any_thread()) return;
+    const TransformerConfig model = small_model();
+    const auto source = synthetic_tokens(model);
+    Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), stages_of(model), *source);
+    if (comm.rank() + 1 == comm.size()) {
+      std::thread([&] {
+        const std::string why = "only the thread that initialised it may make or call";
+        expect_refusal(why, [&] { (void)pipeline.train_step(); });
+        expect_refusal(why, [&] { (void)pipeline.state(); });
+        expect_refusal(why, [&] { pipeline.close(); });
+      }).join();
+    }
+    EXPECT_EQ(pipeline.train_step().step, 1U);
   });
 }
 

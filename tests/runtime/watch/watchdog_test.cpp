@@ -64,6 +64,17 @@ TEST(ActivityBoardTest, ShowsWhatTheRankDoes) {
   EXPECT_GT(board.read().moves, moves);
 }
 
+TEST(ActivityBoardTest, HasRoomForMoreKinds) {
+  ActivityBoard board(0, "host");
+  const auto kind = static_cast<OpKind>(17);
+  const auto action = static_cast<ActionKind>(33);
+  board.at(op(kind, action, 3, 5), 0);
+  const Activity now = board.read();
+  EXPECT_EQ(now.doing, Doing::kOperation);
+  EXPECT_EQ(now.kind, kind);
+  EXPECT_EQ(now.action, action);
+}
+
 TEST(ActivityBoardTest, ShowsOneMomentToOtherThreads) {
   ActivityBoard board(0, "host");
   std::atomic<bool> over = false;
