@@ -620,6 +620,7 @@ void Checkpointer::add_state(std::string name, std::function<ProgramState()> tak
 
 void Checkpointer::after_step(const StepReport& report) {
   Impl& me = *impl_;
+  PipelineAccess::require_idle(me.pipeline);
   if (report.skipped) me.skipped.push_back(report.step);
   const std::uint32_t flags = PipelineAccess::step_flags(me.pipeline);
   if ((flags & kStop) != 0 && !me.stop) {

@@ -336,9 +336,9 @@ LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, O
     std::optional<SavedTensors> saved;
     loaded = find_checkpoint(pipeline, path, verify, state, all, tensors, saved);
     read_values(pipeline, *saved, tensors);
-    if (all) pipeline.set_step(loaded.step);
     PipelineAccess::world(pipeline).barrier();
   });
+  if (all) pipeline.set_step(loaded.step);
   pipeline.values_changed();
   return loaded;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <functional>
 #include <optional>
 #include <utility>
@@ -54,6 +55,18 @@ Doing doing_of(Call call) {
       return Doing::kCalling;
   }
 }
+
+// A call that runs functions of the caller's.
+class InCall {
+ public:
+  explicit InCall(std::atomic<bool>& busy) : busy_(busy) { busy_ = true; }
+  ~InCall() { busy_ = false; }
+  InCall(const InCall&) = delete;
+  InCall& operator=(const InCall&) = delete;
+
+ private:
+  std::atomic<bool>& busy_;
+};
 
 // Sums a stage's batch statistics over its replicas.
 class ReplicaSum : public Collective {
@@ -154,6 +167,7 @@ struct Pipeline::Impl {
   std::span<const Tensor> infer(const Batch& batch, const InferOptions& how);
   DataLoader make_loader(std::shared_ptr<const Dataset> data, LoaderOptions how);
   void close();
+  void require_idle() const;
   void require_open() const;
   StepReport report_of(double seconds) const;
 
@@ -187,6 +201,7 @@ struct Pipeline::Impl {
   std::uint64_t step = 0;
   bool closed = false;
   std::optional<Error> failed;
+  std::atomic<bool> busy = false;  // in a call; a source may ask from its own thread
   // Of the step whose batches come one by one.
   bool gradients_ready = false;          // forward_backward() was the last call
   std::int64_t earlier_samples = 0;      // of its earlier batches, over all replicas
@@ -443,6 +458,7 @@ template <typename Body>
 void Pipeline::Impl::guarded(const Body& body) {
   require_open();
   const ActivityScope calling(*job.activity, Doing::kCalling);
+  const InCall in_call(busy);
   try {
     job.guarded(std::cref(body));
   } catch (const Error& error) {
@@ -671,6 +687,7 @@ void Pipeline::Impl::require_rate() const {
 }
 
 void Pipeline::Impl::set_learning_rate(const LearningRate& rate) {
+  require_idle();
   require_sensible(rate, options.training.groups);
   options.training.learning_rate = rate;
 }
@@ -703,8 +720,17 @@ void Pipeline::Impl::close() {
   closed = true;
 }
 
+// Not guarded: the callback throws it on, and its caller is.
+void Pipeline::Impl::require_idle() const {
+  if (!busy) return;
+  throw_usage(
+      "a pipeline is called from a callback of its own, in the middle of another call; legal "
+      "there are functions that only read, such as step() and parameters()");
+}
+
 // Not guarded: the answer is the same on all ranks, and some may still be closing.
 void Pipeline::Impl::require_open() const {
+  require_idle();
   if (closed) throw_usage("the pipeline is closed");
   if (!failed) return;
   throw Error(failed->code(),
@@ -894,6 +920,7 @@ void Pipeline::set_learning_rate(const LearningRate& rate) { impl_->set_learning
 void Pipeline::close() { impl_->close(); }
 std::uint64_t Pipeline::step() const { return impl_->step; }
 void Pipeline::set_step(std::uint64_t step) {
+  impl_->require_idle();
   if (step > kMostSteps) throw_usage("set_step({}); legal are 0 to {}", step, kMostSteps);
   impl_->step = step;
 }
@@ -942,6 +969,7 @@ std::vector<OptimizerState> Pipeline::optimizer_state() {
   return impl_->gradients->optimizer_state();
 }
 
+void PipelineAccess::require_idle(const Pipeline& pipeline) { pipeline.impl_->require_idle(); }
 Collectives& PipelineAccess::world(Pipeline& pipeline) {
   return *pipeline.impl_->job.world.collectives;
 }

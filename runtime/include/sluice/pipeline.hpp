@@ -10,6 +10,12 @@
 // Construction is collective over all ranks. So is every member function, except those that say
 // otherwise.
 //
+// Callbacks: what a pipeline calls of the program's while it works, such as a stage, a loss, an
+// optimizer, a source, on_outputs, or ProgramState of a Checkpointer, may only read from it:
+// step(), usable(), failure(), share(), parameters(), buffers(), optimizer_state(), compute(). All
+// other calls of it are Error(kUsage) there, those of <sluice/checkpoint.hpp> too, and none may
+// destroy it.
+//
 // Errors: some calls are refused. All ranks throw the same Error before or after the work of the
 // call, and the pipeline is as it was before:
 //   Error(kUsage), Error(kMismatch): what ranks pass does not fit, or differs between them
@@ -76,8 +82,8 @@ struct InferOptions {
   int to = kWhereMade;
   // Gets the outputs of each micro-batch when they are there, in ascending order, on the rank of
   // its last stage, in the thread that called infer(). They are valid during the call. `samples`
-  // counts over all replicas. It may not call the pipeline. What it throws ends the pipeline like
-  // an exception of a stage. infer() then returns nothing.
+  // counts over all replicas. What it throws ends the pipeline like an exception of a stage.
+  // infer() then returns nothing.
   std::function<void(SampleRange samples, std::span<const Tensor> outputs)> on_outputs = {};
 };
 

@@ -11,9 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/checkpoint.hpp>
+#include <sluice/data.hpp>
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/stage.hpp>
+#include <sluice/step_timeline.hpp>
 
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/engine/wrapped_stage.hpp"
@@ -202,6 +205,133 @@ TEST_P(StageMistakesTest, AnOptimizerThatThrowsIsNamedOnAllRanksInTheNextCallAtT
     };
     expect_error(ErrorCode::kInternal, {"making " + name + ": no more scratch"},
                  [&] { const Pipeline none(comm, options, factory_of({}), *source); });
+  });
+}
+
+// Each call that a callback may not make.
+std::vector<std::function<void(Pipeline&)>> calls_of_callbacks() {
+  static const float number = 1;
+  const Batch batch{.inputs = {view(std::span(&number, 1), {1, 1})},
+                    .targets = {view(std::span(&number, 1), {1, 1})}};
+  const auto numbers =
+      make_array_dataset({host_copy(batch.inputs[0])}, {host_copy(batch.targets[0])});
+  const std::string directory = ::testing::TempDir() + "/called_back";
+  return {[](Pipeline& p) { (void)p.train_step(); },
+          [=](Pipeline& p) { (void)p.train_step(batch); },
+          [=](Pipeline& p) { (void)p.accumulate(batch); },
+          [=](Pipeline& p) { (void)p.forward_backward(batch); },
+          [](Pipeline& p) { (void)p.optimizer_step(); },
+          [](Pipeline& p) { p.drop_gradients(); },
+          [](Pipeline& p) { p.set_learning_rate(0.5); },
+          [=](Pipeline& p) { (void)p.evaluate(batch); },
+          [](Pipeline& p) { (void)p.evaluate(4); },
+          [](Pipeline& p) { (void)p.evaluate(*counting_source(4), 4); },
+          [=](Pipeline& p) { (void)p.infer(batch.inputs); },
+          [](Pipeline& p) { p.close(); },
+          [](Pipeline& p) { p.set_step(77); },
+          [](Pipeline& p) { p.values_changed(); },
+          [](Pipeline& p) { (void)p.state(); },
+          [](Pipeline& p) { p.set_state({}); },
+          [=](Pipeline& p) { (void)p.loader(numbers, {}); },
+          [](Pipeline& p) { (void)step_timeline(p); },
+          [=](Pipeline& p) { save_checkpoint(p, {.directory = directory}); },
+          [=](Pipeline& p) { (void)load_checkpoint(p, directory); },
+          [=](Pipeline& p) { load_weights(p, directory); }};
+}
+
+constexpr const char* kCalledBack = "called from a callback of its own";
+
+TEST_P(StageMistakesTest, NoCallbackMayCallItsPipeline) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = counting_source(4);
+    for (const auto& call : calls_of_callbacks()) {
+      Pipeline* called = nullptr;
+      const StageFactory make = factory_of({.weight = [&] {
+        if (called == nullptr) return 1.0;
+        EXPECT_TRUE(called->usable());
+        EXPECT_EQ(called->parameters().size() + called->step(), 2U);
+        call(*called);
+        return 1.0;
+      }});
+      Pipeline pipeline(comm, options_of(comm.size()), make, *source);
+      (void)pipeline.train_step();
+      called = &pipeline;
+      expect_error(ErrorCode::kUsage,
+                   {last_stage(comm) + ", target_weight() of micro-batch 0: ", kCalledBack},
+                   [&] { (void)pipeline.train_step(); });
+      EXPECT_FALSE(pipeline.usable());
+    }
+  });
+}
+
+// Asks the pipeline for something before it gives targets.
+class AskingSource final : public DataSource {
+ public:
+  explicit AskingSource(std::function<void()> ask) : ask_(std::move(ask)) {}
+  std::vector<TensorSpec> input_specs(std::int64_t n) const override {
+    return whole_->input_specs(n);
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t n) const override {
+    return whole_->target_specs(n);
+  }
+  void inputs(Phase phase, std::uint64_t step, SampleRange range,
+              std::span<const Tensor> into) const override {
+    whole_->inputs(phase, step, range, into);
+  }
+  void targets(Phase phase, std::uint64_t step, SampleRange range,
+               std::span<const Tensor> into) const override {
+    ask_();
+    whole_->targets(phase, step, range, into);
+  }
+
+ private:
+  std::function<void()> ask_;
+  std::unique_ptr<DataSource> whole_ = counting_source(4);
+};
+
+class AskingOptimizer final : public Optimizer {
+ public:
+  explicit AskingOptimizer(std::function<void()> ask) : ask_(std::move(ask)) {}
+  void update(ComputeContext&, std::uint64_t, float, float) override { ask_(); }
+  std::vector<OptimizerState> state() override { return {}; }
+
+ private:
+  std::function<void()> ask_;
+};
+
+TEST_P(StageMistakesTest, ACallFromAnyCallbackIsRefusedOnAllRanks) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    Pipeline* called = nullptr;
+    const auto ask = [&] {
+      if (called != nullptr) called->drop_gradients();
+    };
+    const AskingSource source(ask);
+    PipelineOptions options = options_of(comm.size());
+    options.training.make_optimizer = [&](std::span<Parameter* const>, const DeviceMemory&) {
+      return std::make_unique<AskingOptimizer>(ask);
+    };
+    const float number = 1;
+    const Tensor input = view(std::span(&number, 1), {1, 1});
+    const std::vector<std::function<void(Pipeline&)>> callers = {
+        [&](Pipeline& p) { (void)p.train_step(); },         // the source's own thread
+        [&](Pipeline& p) { (void)p.evaluate(source, 4); },  // the source
+        [&](Pipeline& p) { (void)p.optimizer_step(); },     // the optimizer
+        [&](Pipeline& p) {
+          (void)p.infer(std::span(&input, 1),
+                        {.on_outputs = [&](SampleRange, std::span<const Tensor>) { ask(); }});
+        }};
+    for (const auto& caller : callers) {
+      Pipeline pipeline(comm, options, factory_of({}), source);
+      const Batch batch{.inputs = {input}, .targets = {input}};
+      if (&caller == &callers[2]) (void)pipeline.forward_backward(batch);
+      called = &pipeline;
+      // An optimizer's error may come out in a later call of other ranks.
+      expect_error(ErrorCode::kUsage, {kCalledBack}, [&] {
+        caller(pipeline);
+        pipeline.close();
+      });
+      called = nullptr;
+    }
   });
 }
 
