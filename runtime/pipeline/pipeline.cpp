@@ -570,7 +570,7 @@ StepReport Pipeline::Impl::train_step() {
   const BatchLoader::Batch* batch = nullptr;
   guarded([&] {
     const ActivityScope loading(*job.activity, Doing::kLoading);
-    batch = &loader->load(step + 1);
+    batch = &loader->load(step + 1, job.watch.get());
   });
   step_ranges.assign(layout.plans.micro_batches.begin(), layout.plans.micro_batches.end());
   for (SampleRange& range : step_ranges) range.first += earlier_samples;

@@ -94,10 +94,13 @@ class Pipeline {
   Pipeline(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
            const BatchSpec& batches);
   // Makes this rank's stages and everything that they need. `world` and `source` must outlive the
-  // pipeline. Throws Error(kUsage) for options that cannot work, with the nearest legal values.
+  // pipeline. The source is asked for a batch ahead, also for the one after the last step. Throws
+  // Error(kUsage) for options that cannot work, with the nearest legal values.
   Pipeline(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
            const DataSource& source);
-  // Aborts NCCL's communicators unless close() was called. Waits for no other rank.
+  // Aborts NCCL's communicators unless close() was called. Waits for no other rank, and for at most
+  // 10 seconds for the call of the source that is under way. A source that returns later, if ever,
+  // must live until then.
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <functional>
+#include <latch>
 #include <limits>
 #include <memory>
 #include <stdexcept>
@@ -264,10 +265,12 @@ TEST_P(StageMistakesTest, NoCallbackMayCallItsPipeline) {
   });
 }
 
-// Asks the pipeline for something before it gives targets.
+// Asks the pipeline for something before it gives targets, or inputs.
 class AskingSource final : public DataSource {
  public:
-  explicit AskingSource(std::function<void()> ask) : ask_(std::move(ask)) {}
+  explicit AskingSource(
+      std::function<void()> ask, std::function<void()> ask_first = [] {})
+      : ask_(std::move(ask)), ask_first_(std::move(ask_first)) {}
   std::vector<TensorSpec> input_specs(std::int64_t n) const override {
     return whole_->input_specs(n);
   }
@@ -276,6 +279,7 @@ class AskingSource final : public DataSource {
   }
   void inputs(Phase phase, std::uint64_t step, SampleRange range,
               std::span<const Tensor> into) const override {
+    ask_first_();
     whole_->inputs(phase, step, range, into);
   }
   void targets(Phase phase, std::uint64_t step, SampleRange range,
@@ -285,7 +289,7 @@ class AskingSource final : public DataSource {
   }
 
  private:
-  std::function<void()> ask_;
+  std::function<void()> ask_, ask_first_;
   std::unique_ptr<DataSource> whole_ = counting_source(4);
 };
 
@@ -332,6 +336,17 @@ TEST_P(StageMistakesTest, ACallFromAnyCallbackIsRefusedOnAllRanks) {
       });
       called = nullptr;
     }
+  });
+}
+
+TEST_P(StageMistakesTest, AnErrorOfAnotherRankEndsTheWaitForASource) {
+  if (GetParam() == 1) return;
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    std::latch more(1);
+    const AskingSource source([] { throw Error(ErrorCode::kData, "boom"); }, [&] { more.wait(); });
+    Pipeline pipeline(comm, options_of(comm.size()), factory_of({}), source);
+    expect_error(ErrorCode::kData, {"boom"}, [&] { (void)pipeline.train_step(); });
+    more.count_down();
   });
 }
 
