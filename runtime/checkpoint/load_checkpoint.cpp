@@ -278,6 +278,11 @@ std::uint64_t require_one_step_of_0_1(const fs::path& directory) {
   return step;
 }
 
+// Collective. Rank 0's path would count on all ranks.
+void require_same_path(Pipeline& pipeline, const fs::path& path) {
+  require_same_or_refuse(PipelineAccess::world(pipeline), {{"path to load from", path.string()}});
+}
+
 // Which checks a load makes, and what it reads.
 enum class Extent { kWeights, kEverything };
 
@@ -332,6 +337,7 @@ LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, O
   const bool all = extent == Extent::kEverything;
   const char* const what = all ? "loading the checkpoint" : "loading the weights";
   PipelineAccess::run_call(pipeline, Call::kLoad, what, [&] {
+    require_same_path(pipeline, path);
     const std::vector<NamedTensor> tensors = wanted(pipeline, all);
     std::optional<SavedTensors> saved;
     loaded = find_checkpoint(pipeline, path, verify, state, all, tensors, saved);
@@ -388,6 +394,7 @@ void load_weights(Pipeline& pipeline, const fs::path& path, Verify verify) {
 
 void load_weights(Pipeline& pipeline, const fs::path& directory, const FileLayout& layout) {
   PipelineAccess::run_call(pipeline, Call::kLoad, "loading the weights", [&] {
+    require_same_path(pipeline, directory);
     const std::vector<NamedTensor> tensors = wanted(pipeline, /*optimizer=*/false);
     std::optional<SavedTensors> saved;
     on_all_ranks(PipelineAccess::world(pipeline), [&] {

@@ -433,6 +433,27 @@ TEST_F(CheckpointerTest, ASaveOfOneRankAloneIsRefusedOnAllRanks) {
   EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000002"));
 }
 
+TEST_F(CheckpointerTest, ALoadFromOtherPathsIsRefusedOnAllRanks) {
+  run(2, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    (void)pipeline.train_step();
+    const fs::path mine = directory_.path() / (comm.rank() == 0 ? "a" : "b");
+    for (const char* name : {"a", "b"}) {
+      save_checkpoint(pipeline, {.directory = directory_.path() / name});
+      (void)pipeline.train_step();
+    }
+    const std::string before = digest_of(pipeline);
+    const auto refused = [&](const auto& load) {
+      expect_error(ErrorCode::kMismatch, {"'path to load from': rank 0 has '", "/a', rank 1 has '"},
+                   load);
+    };
+    refused([&] { (void)load_checkpoint(pipeline, mine); });
+    refused([&] { load_weights(pipeline, mine); });
+    refused([&] { load_weights(pipeline, mine, FileLayout{}); });
+    EXPECT_EQ(digest_of(pipeline), before);
+    EXPECT_EQ(load_checkpoint(pipeline, directory_.path() / "b").step, 2U);
+  });
+}
+
 TEST_F(CheckpointerTest, StatesOfTheProgramComeBackOnEveryRank) {
   const std::array<std::int32_t, 3> numbers = {7, -1, 1 << 30};
   run(2, 1, [&](Pipeline& pipeline, Communicator&) {
