@@ -906,7 +906,7 @@ EvaluationReport Pipeline::evaluate(const Batch& batch) { return impl_->evaluate
 EvaluationReport Pipeline::evaluate(const DataSource& source, std::int64_t samples) {
   return impl_->evaluate(source, samples);
 }
-double Pipeline::evaluate(std::int64_t samples) {
+double Pipeline::evaluate_own(std::int64_t samples) {
   return impl_->evaluate(*impl_->batches.source, samples).loss;
 }
 std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs,

@@ -30,6 +30,7 @@
 // wait: `world` keeps the memory of messages that are still open.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -158,8 +159,11 @@ class Pipeline {
   // Loss of the first `samples` samples of `source`, whose tensors are like the pipeline's.
   [[nodiscard]] EvaluationReport evaluate(const DataSource& source, std::int64_t samples);
   // Mean loss of the first `samples` samples of the pipeline's own source. Error(kUsage) where it
-  // was made from a BatchSpec.
-  [[nodiscard]] double evaluate(std::int64_t samples);
+  // was made from a BatchSpec. evaluate({}) is no such call, but that of an empty Batch.
+  template <std::integral Count>
+  [[nodiscard]] double evaluate(Count samples) {
+    return evaluate_own(static_cast<std::int64_t>(samples));
+  }
   // Outputs of the last stage for any number of samples, without a loss. All micro-batches are in
   // flight one after the other. `inputs`: as Batch::inputs. Returns host memory, dimension 0 joined
   // over the micro-batches, where `options` says, else nothing; it is valid until the next call.
@@ -209,6 +213,7 @@ class Pipeline {
 
  private:
   friend class PipelineAccess;
+  [[nodiscard]] double evaluate_own(std::int64_t samples);
 
   struct Impl;
   std::unique_ptr<Impl> impl_;

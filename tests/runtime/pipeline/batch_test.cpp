@@ -340,6 +340,19 @@ TEST_P(BatchTest, OutputsOfReplicasGoWhereTheCallerWants) {
   });
 }
 
+// As in train_step({}): what a rank passes that has nothing of the batch.
+TEST_P(BatchTest, EmptyBracesAreABatchToEvaluate) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const Job job{.pipeline = comm.size(), .feed = Feed::kRank0};
+    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
+    const Samples samples(*synthetic_tokens(model_of()), 1, {0, 7});
+    const Batch batch = samples.batch();
+    const EvaluationReport report =
+        comm.rank() == 0 ? pipeline.evaluate(batch) : pipeline.evaluate({});
+    EXPECT_EQ(report.targets, 7 * kContext);
+  });
+}
+
 void expect_refusal(const std::string& text, const std::function<void()>& call) {
   try {
     call();
