@@ -127,7 +127,8 @@ struct LoadedBatch : Batch {
 //
 // One thread calls a loader. Memory for the batches is allocated by the constructor, and for the
 // order of a shuffled epoch (8 bytes an item) at its start. A rank that passes nothing of a batch
-// reads nothing. Movable.
+// reads nothing. Movable; calls of one that was moved from are Error(kUsage). So are next(), skip()
+// and set_state() within Dataset::get().
 class DataLoader {
  public:
   // Throws Error(kUsage) for options that cannot work, and for a share of several replicas that
@@ -157,6 +158,7 @@ class DataLoader {
 
  private:
   struct Impl;
+  [[nodiscard]] Impl& impl() const;
   std::unique_ptr<Impl> impl_;
 };
 

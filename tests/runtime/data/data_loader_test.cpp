@@ -248,6 +248,39 @@ TEST(DataLoaderTest, WhatAnItemThrowsComesOutAtItsBatch) {
   }
 }
 
+TEST(DataLoaderTest, OneThatWasMovedFromHasNothing) {
+  DataLoader loader(numbers(4), {.batch_size = 2});
+  const std::string state = loader.state();
+  DataLoader other = std::move(loader);
+  for (const auto& call : std::vector<std::function<void()>>{
+           [&] { (void)loader.next(); }, [&] { loader.skip(); }, [&] { (void)loader.epoch(); },
+           [&] { (void)loader.batches(); }, [&] { (void)loader.options(); },
+           [&] { (void)loader.state(); }, [&] { loader.set_state(state); }}) {
+    expect_error(ErrorCode::kUsage, {"was moved from"}, call);  // NOLINT: that is the test
+  }
+  EXPECT_THAT(checked(*other.next()), ElementsAre(0, 1));
+}
+
+TEST(DataLoaderTest, AnItemMayNotCallItsLoader) {
+  DataLoader* called = nullptr;
+  std::function<void()> call;
+  const auto ask = [&](const ItemRequest&) {
+    if (called != nullptr) call();
+  };
+  DataLoader loader(numbers(4, ask), {.batch_size = 2});
+  const std::string state = loader.state();
+  for (const auto& each :
+       std::vector<std::function<void()>>{[&] { (void)called->next(); }, [&] { called->skip(); },
+                                          [&] { called->set_state(state); }}) {
+    called = &loader;
+    call = each;
+    expect_error(ErrorCode::kUsage, {"item 0 of the data set", ": a loader is called by the item"},
+                 [&] { (void)loader.next(); });
+    called = nullptr;
+  }
+  EXPECT_THAT(checked(*loader.next()), ElementsAre(0, 1));
+}
+
 TEST(DataLoaderTest, EndsWithoutWaitingWhereverTheWorkersAre) {
   for (int turn = 0; turn < 200; ++turn) {
     const auto fail = [&](const ItemRequest& item) {
