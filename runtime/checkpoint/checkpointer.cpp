@@ -18,6 +18,7 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#include "comm/group/rethrow_from.hpp"
 #include "runtime/checkpoint/background.hpp"
 #include "runtime/checkpoint/program_state.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
@@ -70,7 +71,8 @@ struct Checkpointer::Impl {
   [[nodiscard]] bool first() const { return rank == 0; }
   // For a body that on_all_ranks() runs: what `note` throws is refused on all ranks.
   void say(const std::string& line) const {
-    if (first() && note) note(line);
+    if (!first() || !note) return;
+    calling("the note of a Checkpointer", [&] { note(line); });
   }
   // Collective: says rank 0's lines.
   void tell(const std::vector<std::string>& lines);
@@ -440,7 +442,9 @@ void Checkpointer::Impl::begin() {
     phase = Phase::kWriting;
     on_all_ranks_or_abandon([&] {
       if (first()) {
-        for (const auto& [each, take] : takers) states.add(each, take());
+        for (const auto& [each, take] : takers) {
+          states.add(each, calling("state '" + each + "'", take));
+        }
       }
       if (!leader) return;
       lock->require_held();

@@ -13,6 +13,7 @@
 #include <sluice/device.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "runtime/data/named_calls.hpp"
 
 namespace sluice {
 namespace {
@@ -95,10 +96,10 @@ struct BatchLoader::State {
     try {
       for (std::size_t i = 0; i < ranges.size(); ++i) {
         if (!slot.batch.inputs[i].empty()) {
-          source.inputs(phase, step, ranges[i], slot.batch.inputs[i]);
+          read_inputs(source, phase, step, ranges[i], slot.batch.inputs[i]);
         }
         if (!slot.batch.targets[i].empty()) {
-          source.targets(phase, step, ranges[i], slot.batch.targets[i]);
+          read_targets(source, phase, step, ranges[i], slot.batch.targets[i]);
         }
       }
     } catch (...) {

@@ -1,5 +1,7 @@
 // Batches in a ring of slots. Whoever works takes one item after the other, in the order of the
 // batches: the workers, or without workers the caller.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <cstddef>
@@ -21,6 +23,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/draw_below.hpp"
+#include "runtime/data/named_calls.hpp"
 #include "runtime/data/sample_specs.hpp"
 
 namespace sluice {
@@ -69,36 +72,28 @@ void require_sensible(const LoaderOptions& options) {
 
 std::shared_ptr<const Dataset> require_items(std::shared_ptr<const Dataset> data) {
   if (data == nullptr) throw_usage("a loader needs a data set, got none");
-  if (data->size() < 1) throw_usage("the data set has {} items; legal: at least 1", data->size());
+  const std::int64_t size = size_of(*data);
+  if (size < 1) throw_usage("the data set has {} items; legal: at least 1", size);
   return data;
 }
 
 [[noreturn]] void throw_for_item(const Slot& slot) {
   const LoadedBatch& batch = slot.batch;
   const auto item = static_cast<std::size_t>(slot.failed);
-  const auto fail = [&](ErrorCode code, const char* what) {
-    throw_error(code, "item {} of the data set: {} (batch from sample {} of epoch {}, worker {})",
-                batch.indices[item], what, batch.first, batch.epoch, batch.workers[item]);
-  };
   try {
     std::rethrow_exception(slot.error);
-  } catch (const Error& error) {
-    fail(error.code(), error.what());
-  } catch (const std::bad_alloc&) {
-    fail(ErrorCode::kDevice, "out of host memory");
-  } catch (const std::exception& error) {
-    fail(ErrorCode::kData, error.what());
   } catch (...) {
-    fail(ErrorCode::kData, "an exception that is not a std::exception");
+    rethrow_from(
+        fmt::format("item {} of the data set (batch from sample {} of epoch {}, worker {})",
+                    batch.indices[item], batch.first, batch.epoch, batch.workers[item]));
   }
-  std::terminate();  // not reached: fail() throws
 }
 
 }  // namespace
 
 struct DataLoader::Impl {
   Impl(std::shared_ptr<const Dataset> data_in, const LoaderOptions& options_in)
-      : data(require_items(std::move(data_in))), options(options_in), size(data->size()) {
+      : data(require_items(std::move(data_in))), options(options_in), size(size_of(*data)) {
     require_sensible(options);
     require_shares(0);
     if (options.drop_last && size < options.batch_size) {
@@ -142,7 +137,7 @@ struct DataLoader::Impl {
   }
 
   void allocate() {
-    const BatchSpec spec = data->spec();
+    const BatchSpec spec = spec_of(*data);
     const std::int64_t most =
         share_of(std::min(options.batch_size, size), options.share.replicas, 0).count;
     const auto add = [&](const std::vector<TensorSpec>& ones, bool wanted,
@@ -193,7 +188,7 @@ struct DataLoader::Impl {
   }
 
   [[nodiscard]] ItemViews make_views() const {
-    const BatchSpec spec = data->spec();
+    const BatchSpec spec = spec_of(*data);
     ItemViews made;
     if (options.share.inputs) {
       for (const TensorSpec& one : spec.inputs) made.inputs.push_back({nullptr, one});

@@ -13,6 +13,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
+#include "runtime/data/named_calls.hpp"
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/steady_seconds.hpp"
@@ -697,11 +698,11 @@ DataLoader Pipeline::Impl::make_loader(std::shared_ptr<const Dataset> data, Load
   run_call(Call::kLoader, "a loader", [&] {
     Collectives& world = *job.world.collectives;
     on_all_ranks(world, [&] {
-      if (data != nullptr) feed->require_items(data->spec());
+      if (data != nullptr) feed->require_items(spec_of(*data));
       how.share = feed->passed();
       made.emplace(data, how);
     });
-    require_same_or_refuse(world, {{"size of the data set", fmt::format("{}", data->size())},
+    require_same_or_refuse(world, {{"size of the data set", fmt::format("{}", size_of(*data))},
                                    {"LoaderOptions::batch_size", fmt::format("{}", how.batch_size)},
                                    {"LoaderOptions::shuffle", fmt::format("{}", how.shuffle)},
                                    {"LoaderOptions::seed", fmt::format("{}", how.seed)},
@@ -846,8 +847,8 @@ std::span<const Tensor> Pipeline::Impl::infer(const Batch& batch, const InferOpt
     outputs->begin();
     const SampleRange share = feed->share();
     ForwardRounds::OnOutputs take = [&](SampleRange samples, std::span<const Tensor> made) {
-      if (how.on_outputs) return how.on_outputs(samples, made);
-      outputs->add(made);
+      if (!how.on_outputs) return outputs->add(made);
+      calling("on_outputs", [&] { how.on_outputs(samples, made); });
     };
     (void)rounds->run(
         Phase::kGenerate, options.training.seed, share,

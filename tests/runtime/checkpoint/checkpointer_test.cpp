@@ -344,7 +344,8 @@ TEST_F(CheckpointerTest, ASaveThatCannotBeginLeavesThePipelineUsable) {
       return {};
     });
     train(pipeline, saver, 1);
-    expect_error(ErrorCode::kInternal, {"the loader is not ready"}, [&] { saver.save_now(); });
+    expect_error(ErrorCode::kUser, {"state 'loader': the loader is not ready"},
+                 [&] { saver.save_now(); });
     EXPECT_TRUE(pipeline.usable());
     ready = true;
     saver.save_now();
@@ -379,7 +380,7 @@ TEST_F(CheckpointerTest, ANoteThatThrowsIsRefusedOnAllRanks) {
         saver.after_step(report);
       } catch (const Error& error) {
         EXPECT_EQ(error.rank(), 0);
-        EXPECT_STREQ(error.what(), "the log is full");
+        EXPECT_STREQ(error.what(), "the note of a Checkpointer: the log is full");
         ++refused;
       }
     }

@@ -226,13 +226,13 @@ TEST(DataLoaderTest, WhatAnItemThrowsComesOutAtItsBatch) {
     DataLoader loader(numbers(14, fail), {.batch_size = 4, .workers = workers, .ahead = 3});
     EXPECT_THAT(checked(*loader.next()), ElementsAre(0, 1, 2, 3));
     for (int attempt = 0; attempt < 2; ++attempt) {
-      expect_error(ErrorCode::kData,
-                   {"item 7 of the data set: no picture in 'seven.png'",
-                    "batch from sample 4 of epoch 0, worker "},
+      expect_error(ErrorCode::kUser,
+                   {"item 7 of the data set (batch from sample 4 of epoch 0, worker ",
+                    "): no picture in 'seven.png'"},
                    [&] { (void)loader.next(); });
     }
     loader.skip();
-    expect_error(ErrorCode::kIo, {"item 9 of the data set: a disk that fails"},
+    expect_error(ErrorCode::kIo, {"item 9 of the data set", ": a disk that fails"},
                  [&] { (void)loader.next(); });
     broken = false;  // the same batch again
     EXPECT_THAT(checked(*loader.next()), ElementsAre(8, 9, 10, 11));

@@ -442,7 +442,7 @@ TEST_P(BatchTest, ACallbackThatThrowsEndsThePipelineOnAllRanks) {
     Pipeline pipeline(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
     const Samples samples(*source, 1, {0, 12});
     const auto fail = [](SampleRange, std::span<const Tensor>) { throw 42; };
-    expect_refusal("an exception that is not a std::exception",
+    expect_refusal("on_outputs: an exception that is not a std::exception",
                    [&] { (void)pipeline.infer(samples.batch().inputs, {.on_outputs = fail}); });
     EXPECT_FALSE(pipeline.usable());
     ASSERT_NE(pipeline.failure(), nullptr);

@@ -163,7 +163,7 @@ TEST_P(StageMistakesTest, ParametersAreAskedForTwiceAndWhatThatThrowsNamesTheSta
         EXPECT_EQ(calls, comm.rank() + 1 == comm.size() ? 2 : 0);
         continue;
       }
-      expect_error(ErrorCode::kInternal, {last_stage(comm) + ", parameters(): not yet"}, train);
+      expect_error(ErrorCode::kUser, {last_stage(comm) + ", parameters(): not yet"}, train);
     }
   });
 }
@@ -192,7 +192,7 @@ TEST_P(StageMistakesTest, AnOptimizerThatThrowsIsNamedOnAllRanksInTheNextCallAtT
     };
     Pipeline pipeline(comm, options, factory_of({}), *source);
     (void)pipeline.train_step();
-    expect_error(ErrorCode::kInternal, {name + ", update() of step 2: no more scratch"}, [&] {
+    expect_error(ErrorCode::kUser, {name + ", update() of step 2: no more scratch"}, [&] {
       (void)pipeline.train_step();
       EXPECT_FALSE(last);
       pipeline.close();
@@ -204,7 +204,7 @@ TEST_P(StageMistakesTest, AnOptimizerThatThrowsIsNamedOnAllRanksInTheNextCallAtT
       if (last) throw std::runtime_error("no more scratch");
       return std::make_unique<FailingOptimizer>(false);
     };
-    expect_error(ErrorCode::kInternal, {"making " + name + ": no more scratch"},
+    expect_error(ErrorCode::kUser, {"making " + name + ": no more scratch"},
                  [&] { const Pipeline none(comm, options, factory_of({}), *source); });
   });
 }
@@ -347,6 +347,56 @@ TEST_P(StageMistakesTest, AnErrorOfAnotherRankEndsTheWaitForASource) {
     Pipeline pipeline(comm, options_of(comm.size()), factory_of({}), source);
     expect_error(ErrorCode::kData, {"boom"}, [&] { (void)pipeline.train_step(); });
     more.count_down();
+  });
+}
+
+class AskingDataset final : public Dataset {
+ public:
+  AskingDataset(std::function<void()> size, std::function<void()> spec)
+      : ask_size_(std::move(size)), ask_spec_(std::move(spec)) {}
+  std::int64_t size() const override {
+    ask_size_();
+    return 4;
+  }
+  BatchSpec spec() const override {
+    ask_spec_();
+    return {.inputs = {{DType::kF32, {1}}}, .targets = {{DType::kF32, {1}}}};
+  }
+  void get(const ItemRequest&, std::span<const Tensor>, std::span<const Tensor>) const override {}
+
+ private:
+  std::function<void()> ask_size_, ask_spec_;
+};
+
+TEST_P(StageMistakesTest, WhatAnyCallbackThrowsIsTheProgramsOwnErrorAndNamesTheCallback) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    bool armed = false;
+    const auto fail = [&] {
+      if (armed && comm.rank() + 1 == comm.size()) throw std::runtime_error("boom");
+    };
+    const auto nothing = [] {};
+    const AskingSource source(fail);
+    const float number = 1;
+    const Tensor input = view(std::span(&number, 1), {1, 1});
+    const std::vector<std::pair<std::string, std::function<void(Pipeline&)>>> callers = {
+        {"the source, targets() of step 1: boom", [&](Pipeline& p) { (void)p.train_step(); }},
+        {"the source, targets() of an evaluation: boom",
+         [&](Pipeline& p) { (void)p.evaluate(source, 4); }},
+        {"on_outputs: boom",
+         [&](Pipeline& p) {
+           (void)p.infer(std::span(&input, 1),
+                         {.on_outputs = [&](SampleRange, std::span<const Tensor>) { fail(); }});
+         }},
+        {"the data set, size(): boom",
+         [&](Pipeline& p) { (void)p.loader(std::make_shared<AskingDataset>(fail, nothing), {}); }},
+        {"the data set, spec(): boom",
+         [&](Pipeline& p) { (void)p.loader(std::make_shared<AskingDataset>(nothing, fail), {}); }}};
+    for (const auto& [text, caller] : callers) {
+      Pipeline pipeline(comm, options_of(comm.size()), factory_of({}), source);
+      armed = true;
+      expect_error(ErrorCode::kUser, {text}, [&, &call = caller] { call(pipeline); });
+      armed = false;
+    }
   });
 }
 
