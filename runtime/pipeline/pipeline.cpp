@@ -914,6 +914,7 @@ std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs,
                                         const InferOptions& options) {
   return impl_->infer({.inputs = {inputs.begin(), inputs.end()}, .targets = {}}, options);
 }
+BatchShare Pipeline::share() const { return impl_->feed->passed(); }
 bool Pipeline::usable() const { return !impl_->closed && !impl_->failed; }
 const Error* Pipeline::failure() const { return impl_->failed ? &*impl_->failed : nullptr; }
 void Pipeline::set_learning_rate(double rate) { impl_->set_learning_rate({.peak = rate}); }

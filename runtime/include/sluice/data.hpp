@@ -93,7 +93,7 @@ class Dataset {
 [[nodiscard]] std::shared_ptr<Dataset> make_array_dataset(std::vector<HostTensor> inputs,
                                                           std::vector<HostTensor> targets);
 
-// Which part of each batch a rank passes to its pipeline; Pipeline::loader() knows.
+// Which part of each batch a rank passes to its pipeline: Pipeline::share().
 struct BatchShare {
   int replica = 0, replicas = 1;  // samples of this replica alone
   bool inputs = true, targets = true;
@@ -140,7 +140,8 @@ class DataLoader {
 
   // The next batch, valid until the next call, or null at the end of an epoch: the call after that
   // begins the next epoch. What Dataset::get() throws comes out here when it is this batch's turn:
-  // an Error that names the item. The next call tries the same batch again.
+  // an Error that names the item. The next call tries the same batch again. Other ranks do not know
+  // of it: their loaders go on, and their next call of the pipeline waits for this rank.
   [[nodiscard]] const LoadedBatch* next();
   // Leaves out the next batch, after an error for example. At the end of an epoch nothing.
   void skip();

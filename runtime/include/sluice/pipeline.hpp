@@ -113,12 +113,18 @@ class Pipeline {
   // ranks.
   [[nodiscard]] DataLoader loader(std::shared_ptr<const Dataset> data, LoaderOptions options);
 
+  // What this rank passes of each batch, and with Feed::kWhereUsed of which replica it is. Not
+  // collective.
+  [[nodiscard]] BatchShare share() const;
+
   // --- one step in one call ---
   // Trains on `batch`, which has at least one sample for each replica. It has fewer samples than
   // the largest batch if the caller likes: the last micro-batch of a replica may be smaller, and
   // there may be fewer micro-batches. A number of either that did not occur before is planned and
-  // verified first; after that a step allocates no memory. The loss is the mean over the counted
-  // targets of the whole batch, and of all batches since the last step that went to accumulate().
+  // verified first; after that a step allocates no memory. With options.order.given all steps have
+  // its number of micro-batches; a batch that makes fewer is Error(kUsage). The loss is the mean
+  // over the counted targets of the whole batch, and of all batches since the last step that went
+  // to accumulate().
   //
   // Where the loss or a gradient is not finite, parameters and optimizer state stay as they are.
   // With options.training.skip_nonfinite the step counts as done, and the report says `skipped`.
@@ -154,7 +160,7 @@ class Pipeline {
   void set_learning_rate(const LearningRate& rate);
   // --- without training, between any two steps ---
   // Loss of a batch of any number of samples, forward only. Error(kUsage) for a last stage without
-  // a loss, which is legal with options.training.inference.
+  // a loss, which is legal with options.training.inference. A loss that is not finite comes back.
   [[nodiscard]] EvaluationReport evaluate(const Batch& batch);
   // Loss of the first `samples` samples of `source`, whose tensors are like the pipeline's.
   [[nodiscard]] EvaluationReport evaluate(const DataSource& source, std::int64_t samples);

@@ -199,6 +199,10 @@ TEST_P(BatchTest, ABatchOfTheCallerTrainsLikeTheSources) {
         const Job job{.pipeline = comm.size() / replicas, .replicas = replicas, .feed = feed};
         Pipeline expected(comm, options_of(job), factory(), *source);
         Pipeline pipeline(comm, options_of(job), factory(), spec(feed));
+        const BatchShare share = pipeline.share();
+        EXPECT_EQ(share.replica, feed == Feed::kRank0 ? 0 : comm.rank() / job.pipeline);
+        EXPECT_EQ(share.targets,
+                  feed == Feed::kRank0 ? comm.rank() == 0 : (comm.rank() + 1) % job.pipeline == 0);
         for (std::uint64_t step = 1; step <= 3; ++step) {
           const Samples samples(*source, step, {0, 12}, /*all_count=*/false);
           EXPECT_EQ(pipeline.train_step(passed(samples, job, comm)).loss,
