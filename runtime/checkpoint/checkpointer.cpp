@@ -223,7 +223,7 @@ void Checkpointer::Impl::require_whole_stages() const {
       throw_usage(
           "a directory of its own for each host: ranks {} and {} hold the same stages on hosts "
           "'{}' and '{}', and each would save a part; use a directory that all hosts see, or an "
-          "order in which the replicas of a stage share a host (--rank-order replica-first)",
+          "order in which the replicas of a stage share a host (RankOrder::kReplicaFirst)",
           first, other, hosts[at(first)], hosts[at(other)]);
     }
   }
@@ -339,13 +339,14 @@ void Checkpointer::Impl::require_visible() {
   }
   std::erase(all, "");
   if (all.empty()) return;
-  throw Refused{
-      Error(ErrorCode::kIo,
-            fmt::format("directory '{}' of host '{}' is not seen on host{} '{}'; all hosts need "
-                        "it (a shared file system), or --save-local for one on each",
-                        options.directory.string(), hosts.front(), all.size() == 1 ? "" : "s",
-                        fmt::join(all, "', '")),
-            0)};
+  throw Refused{Error(
+      ErrorCode::kIo,
+      fmt::format(
+          "directory '{}' of host '{}' is not seen on host{} '{}'; all hosts need "
+          "it (a shared file system), or --save-local (CheckpointOptions::local) for one on each",
+          options.directory.string(), hosts.front(), all.size() == 1 ? "" : "s",
+          fmt::join(all, "', '")),
+      0)};
 }
 
 void Checkpointer::Impl::collect_share() {

@@ -53,8 +53,8 @@ void require_fitting(const SavedTensors& saved, const JobLayout& layout, const f
   for (const std::string& name : saved.parameters()) {
     if (known.contains(name)) continue;
     throw_error(ErrorCode::kWeights,
-                "weights in '{}' do not fit the model: it has no parameter '{}' (is it another "
-                "--model, --layers or --untie?)",
+                "weights in '{}' do not fit the model: it has no parameter '{}' (is it a save "
+                "of another model?)",
                 path.string(), name);
   }
 }
@@ -305,8 +305,7 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
     } else {
       loaded.directory = chosen.directory;
       if (all && chosen.state.weights_only) {
-        throw_error(ErrorCode::kWeights,
-                    "'{}' holds weights alone (--save-weights-only): it cannot be resumed",
+        throw_error(ErrorCode::kWeights, "'{}' holds weights alone: it cannot be resumed",
                     chosen.directory.string());
       }
       if (all && chosen.state.step > Pipeline::kMostSteps) {
@@ -361,8 +360,7 @@ std::uint64_t step_of_0_1(const fs::path& directory) {
   }
   const auto step = state.find("step");
   if (!state.is_object() || step == state.end() || !step->is_number_unsigned()) {
-    throw_error(ErrorCode::kWeights,
-                "'{}' is missing or damaged; --resume needs a directory that --save wrote",
+    throw_error(ErrorCode::kWeights, "'{}' is missing or damaged; a directory of saves is needed",
                 path.string());
   }
   return step->get<std::uint64_t>();

@@ -79,11 +79,11 @@ TEST(MicroBatchesTest, EveryShapeIsCutAsAskedOrRefusedWithAShapeThatWorks) {
             }
           } catch (const Error& error) {
             const std::string text = error.what();
-            const std::string lead = "nearest legal --batch-size is ";
+            const std::string lead = "nearest legal batch size is ";
             ASSERT_NE(text.find(lead), std::string::npos) << text;
             shape.batch_size = std::atoll(text.c_str() + text.find(lead) + lead.size());
             EXPECT_NO_THROW((void)micro_batches_of(shape, 0)) << text;
-            const std::string other = "or --micro-batches ";
+            const std::string other = ", or ";
             if (const auto at = text.find(other); at != std::string::npos) {
               shape.batch_size = batch;
               shape.micro_batches = std::atoi(text.c_str() + at + other.size());
@@ -96,12 +96,12 @@ TEST(MicroBatchesTest, EveryShapeIsCutAsAskedOrRefusedWithAShapeThatWorks) {
   }
 }
 
-TEST(MicroBatchesTest, RefusesZeroNegativeAndOverflowingSizesByOption) {
-  expect_error(ErrorCode::kUsage, {"--batch-size", "0"},
+TEST(MicroBatchesTest, RefusesZeroNegativeAndOverflowingSizesByName) {
+  expect_error(ErrorCode::kUsage, {"the batch size is 0"},
                [] { (void)micro_batches_of({.batch_size = 0}, 0); });
-  expect_error(ErrorCode::kUsage, {"--micro-batch-size", "-1"},
-               [] { (void)micro_batches_of({.micro_batch_size = -1}, 0); });
-  expect_error(ErrorCode::kUsage, {"--micro-batches", "0"},
+  expect_error(ErrorCode::kUsage, {"the micro-batch size is -1"},
+               [] { (void)micro_batches_of({.batch_size = -1, .micro_batch_size = -1}, 0); });
+  expect_error(ErrorCode::kUsage, {"the number of micro-batches is 0"},
                [] { (void)micro_batches_of({.micro_batches = 0}, 0); });
   expect_error(ErrorCode::kUsage, {"samples a step"}, [] {
     (void)micro_batches_of(
