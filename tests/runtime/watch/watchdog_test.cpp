@@ -193,7 +193,7 @@ TEST(WatchdogTest, RefusesLimitsThatCannotWork) {
               HasSubstr("the watchdog's timeout is 0.5 s; legal"));
   EXPECT_THAT(refused({.on = true, .timeout = -1}), HasSubstr("timeout is -1 s"));
   EXPECT_THAT(refused({.on = true, .action_timeout = 1e9}),
-              HasSubstr("timeout of an action is 1e+09 s"));
+              HasSubstr("timeout of an action is 1000000000 s"));
   EXPECT_THAT(refused({.on = true, .first_port = 9, .last_port = 8}), HasSubstr("ports are"));
   EXPECT_THAT(refused({.on = true, .first_port = 0, .last_port = 8}), HasSubstr("ports are"));
 }
