@@ -25,6 +25,7 @@ constexpr CodeFacts kFacts[] = {
     {ErrorCode::kMpi, "mpi", 9},
     {ErrorCode::kDevice, "device", 10},
     {ErrorCode::kPeer, "peer", 11},
+    {ErrorCode::kUser, "user", 13},
     {ErrorCode::kInternal, "internal", 70},
 };
 static_assert(std::size(kFacts) == static_cast<std::size_t>(ErrorCode::kInternal) + 1);
@@ -55,7 +56,7 @@ Error::Error(ErrorCode code, const std::string& message, int rank, std::source_l
 
 ErrorCode code_of_foreign(const std::exception& error) {
   const bool files = dynamic_cast<const std::filesystem::filesystem_error*>(&error) != nullptr;
-  return files ? ErrorCode::kIo : ErrorCode::kInternal;
+  return files ? ErrorCode::kIo : ErrorCode::kUser;
 }
 
 }  // namespace sluice

@@ -22,13 +22,13 @@ std::string legal_neighbours(int size, int pipeline, int replicas) {
   const auto wanted = static_cast<long long>(pipeline) * replicas;
   std::string text = "start " + std::to_string(wanted) + (wanted == 1 ? " rank" : " ranks");
   if (size % pipeline == 0) {
-    text += ", or use --replicas " + std::to_string(size / pipeline);
+    text += ", or use replicas " + std::to_string(size / pipeline);
   }
   if (size % replicas == 0) {
-    text += ", or use --pipeline " + std::to_string(size / replicas);
+    text += ", or use pipeline " + std::to_string(size / replicas);
   }
   if (size % pipeline != 0 && size % replicas != 0) {
-    text += ", or use --pipeline " + std::to_string(size) + " --replicas 1";
+    text += ", or use pipeline " + std::to_string(size) + " and replicas 1";
   }
   return text;
 }
@@ -47,8 +47,8 @@ Topology make_topology(int size, int pipeline, int replicas, RankOrder order) {
   if (pipeline < 1 || replicas < 1) {
     throw Error(ErrorCode::kUsage, "pipeline and replicas must be at least 1, got " +
                                        settings(size, pipeline, replicas) +
-                                       "; for these ranks --pipeline " + std::to_string(size) +
-                                       " --replicas 1 would do");
+                                       "; for these ranks pipeline " + std::to_string(size) +
+                                       " and replicas 1 would do");
   }
   if (static_cast<long long>(pipeline) * replicas != size) {
     throw Error(ErrorCode::kUsage, "ranks must equal pipeline x replicas, got " +

@@ -18,6 +18,7 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#include "comm/group/rethrow_from.hpp"
 #include "runtime/checkpoint/background.hpp"
 #include "runtime/checkpoint/program_state.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
@@ -70,7 +71,8 @@ struct Checkpointer::Impl {
   [[nodiscard]] bool first() const { return rank == 0; }
   // For a body that on_all_ranks() runs: what `note` throws is refused on all ranks.
   void say(const std::string& line) const {
-    if (first() && note) note(line);
+    if (!first() || !note) return;
+    calling("the note of a Checkpointer", [&] { note(line); });
   }
   // Collective: says rank 0's lines.
   void tell(const std::vector<std::string>& lines);
@@ -221,7 +223,7 @@ void Checkpointer::Impl::require_whole_stages() const {
       throw_usage(
           "a directory of its own for each host: ranks {} and {} hold the same stages on hosts "
           "'{}' and '{}', and each would save a part; use a directory that all hosts see, or an "
-          "order in which the replicas of a stage share a host (--rank-order replica-first)",
+          "order in which the replicas of a stage share a host (RankOrder::kReplicaFirst)",
           first, other, hosts[at(first)], hosts[at(other)]);
     }
   }
@@ -337,13 +339,14 @@ void Checkpointer::Impl::require_visible() {
   }
   std::erase(all, "");
   if (all.empty()) return;
-  throw Refused{
-      Error(ErrorCode::kIo,
-            fmt::format("directory '{}' of host '{}' is not seen on host{} '{}'; all hosts need "
-                        "it (a shared file system), or --save-local for one on each",
-                        options.directory.string(), hosts.front(), all.size() == 1 ? "" : "s",
-                        fmt::join(all, "', '")),
-            0)};
+  throw Refused{Error(
+      ErrorCode::kIo,
+      fmt::format(
+          "directory '{}' of host '{}' is not seen on host{} '{}'; all hosts need "
+          "it (a shared file system), or --save-local (CheckpointOptions::local) for one on each",
+          options.directory.string(), hosts.front(), all.size() == 1 ? "" : "s",
+          fmt::join(all, "', '")),
+      0)};
 }
 
 void Checkpointer::Impl::collect_share() {
@@ -440,7 +443,9 @@ void Checkpointer::Impl::begin() {
     phase = Phase::kWriting;
     on_all_ranks_or_abandon([&] {
       if (first()) {
-        for (const auto& [each, take] : takers) states.add(each, take());
+        for (const auto& [each, take] : takers) {
+          states.add(each, calling("state '" + each + "'", take));
+        }
       }
       if (!leader) return;
       lock->require_held();
@@ -620,6 +625,7 @@ void Checkpointer::add_state(std::string name, std::function<ProgramState()> tak
 
 void Checkpointer::after_step(const StepReport& report) {
   Impl& me = *impl_;
+  PipelineAccess::require_idle(me.pipeline);
   if (report.skipped) me.skipped.push_back(report.step);
   const std::uint32_t flags = PipelineAccess::step_flags(me.pipeline);
   if ((flags & kStop) != 0 && !me.stop) {

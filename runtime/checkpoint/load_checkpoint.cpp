@@ -53,8 +53,8 @@ void require_fitting(const SavedTensors& saved, const JobLayout& layout, const f
   for (const std::string& name : saved.parameters()) {
     if (known.contains(name)) continue;
     throw_error(ErrorCode::kWeights,
-                "weights in '{}' do not fit the model: it has no parameter '{}' (is it another "
-                "--model, --layers or --untie?)",
+                "weights in '{}' do not fit the model: it has no parameter '{}' (is it a save "
+                "of another model?)",
                 path.string(), name);
   }
 }
@@ -278,6 +278,11 @@ std::uint64_t require_one_step_of_0_1(const fs::path& directory) {
   return step;
 }
 
+// Collective. Rank 0's path would count on all ranks.
+void require_same_path(Pipeline& pipeline, const fs::path& path) {
+  require_same_or_refuse(PipelineAccess::world(pipeline), {{"path to load from", path.string()}});
+}
+
 // Which checks a load makes, and what it reads.
 enum class Extent { kWeights, kEverything };
 
@@ -300,8 +305,7 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
     } else {
       loaded.directory = chosen.directory;
       if (all && chosen.state.weights_only) {
-        throw_error(ErrorCode::kWeights,
-                    "'{}' holds weights alone (--save-weights-only): it cannot be resumed",
+        throw_error(ErrorCode::kWeights, "'{}' holds weights alone: it cannot be resumed",
                     chosen.directory.string());
       }
       if (all && chosen.state.step > Pipeline::kMostSteps) {
@@ -332,13 +336,14 @@ LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, O
   const bool all = extent == Extent::kEverything;
   const char* const what = all ? "loading the checkpoint" : "loading the weights";
   PipelineAccess::run_call(pipeline, Call::kLoad, what, [&] {
+    require_same_path(pipeline, path);
     const std::vector<NamedTensor> tensors = wanted(pipeline, all);
     std::optional<SavedTensors> saved;
     loaded = find_checkpoint(pipeline, path, verify, state, all, tensors, saved);
     read_values(pipeline, *saved, tensors);
-    if (all) pipeline.set_step(loaded.step);
     PipelineAccess::world(pipeline).barrier();
   });
+  if (all) pipeline.set_step(loaded.step);
   pipeline.values_changed();
   return loaded;
 }
@@ -355,8 +360,7 @@ std::uint64_t step_of_0_1(const fs::path& directory) {
   }
   const auto step = state.find("step");
   if (!state.is_object() || step == state.end() || !step->is_number_unsigned()) {
-    throw_error(ErrorCode::kWeights,
-                "'{}' is missing or damaged; --resume needs a directory that --save wrote",
+    throw_error(ErrorCode::kWeights, "'{}' is missing or damaged; a directory of saves is needed",
                 path.string());
   }
   return step->get<std::uint64_t>();
@@ -388,6 +392,7 @@ void load_weights(Pipeline& pipeline, const fs::path& path, Verify verify) {
 
 void load_weights(Pipeline& pipeline, const fs::path& directory, const FileLayout& layout) {
   PipelineAccess::run_call(pipeline, Call::kLoad, "loading the weights", [&] {
+    require_same_path(pipeline, directory);
     const std::vector<NamedTensor> tensors = wanted(pipeline, /*optimizer=*/false);
     std::optional<SavedTensors> saved;
     on_all_ranks(PipelineAccess::world(pipeline), [&] {

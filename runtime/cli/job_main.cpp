@@ -50,9 +50,9 @@ constexpr std::array kCommands = {
 };
 
 constexpr const char* kExitCodes =
-    "0 done, 2 usage, 3 data, 4 output, 5 weights, 6 ranks disagree, 7 loss not finite,\n8 "
-    "schedule, "
-    "9 MPI, 10 device, 11 a peer died, 12 stopped as asked, 70 internal error.";
+    "0 done, 2 usage, 3 data, 4 output, 5 weights, 6 ranks disagree, 7 loss not finite,\n"
+    "8 schedule, 9 MPI, 10 device, 11 a peer died, 12 stopped as asked,\n"
+    "13 an exception of other code, 70 internal error.";
 
 std::string overview() {
   std::string text = "Usage: sluice <command> [options]\n\nCommands:\n";

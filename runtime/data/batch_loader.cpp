@@ -1,7 +1,7 @@
 #include "runtime/data/batch_loader.hpp"
 
 // Two batches of host memory: the caller reads one, the worker fills the other. Only the slot index
-// is shared between them, under the mutex.
+// is shared between them, under the mutex. The state lives as long as either.
 #include <array>
 #include <condition_variable>
 #include <exception>
@@ -13,6 +13,7 @@
 #include <sluice/device.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "runtime/data/named_calls.hpp"
 
 namespace sluice {
 namespace {
@@ -42,21 +43,14 @@ std::vector<Tensor> place(const std::vector<TensorSpec>& specs, std::byte*& at) 
 
 }  // namespace
 
-struct BatchLoader::Impl {
-  Impl(const DataSource& data, Phase of_phase, std::vector<SampleRange> micro_batches,
-       bool wants_inputs, bool wants_targets, Device device)
-      : source(data), phase(of_phase), ranges(std::move(micro_batches)) {
+struct BatchLoader::State {
+  State(const DataSource& data, Phase of_phase, std::vector<SampleRange> micro_batches,
+        bool wants_inputs, bool wants_targets, Device device)
+      : source(data),
+        phase(of_phase),
+        ranges(std::move(micro_batches)),
+        reads(wants_inputs || wants_targets) {
     for (BatchSlot& slot : slots) allocate(slot, wants_inputs, wants_targets, device);
-    if (wants_inputs || wants_targets) worker = std::thread([this] { work(); });
-  }
-
-  ~Impl() {
-    {
-      const std::lock_guard lock(mutex);
-      stopping = true;
-    }
-    changed.notify_all();
-    if (worker.joinable()) worker.join();
   }
 
   void allocate(BatchSlot& slot, bool wants_inputs, bool wants_targets, Device device) {
@@ -83,7 +77,7 @@ struct BatchLoader::Impl {
     std::unique_lock lock(mutex);
     while (true) {
       changed.wait(lock, [this] { return stopping || wanted.has_value(); });
-      if (stopping) return;
+      if (stopping) break;
       const std::uint64_t step = *wanted;
       BatchSlot& slot = slots[1 - reading];
       lock.unlock();
@@ -94,16 +88,18 @@ struct BatchLoader::Impl {
       wanted.reset();
       changed.notify_all();
     }
+    ended = true;
+    changed.notify_all();
   }
 
   std::exception_ptr fill(const BatchSlot& slot, std::uint64_t step) const {
     try {
       for (std::size_t i = 0; i < ranges.size(); ++i) {
         if (!slot.batch.inputs[i].empty()) {
-          source.inputs(phase, step, ranges[i], slot.batch.inputs[i]);
+          read_inputs(source, phase, step, ranges[i], slot.batch.inputs[i]);
         }
         if (!slot.batch.targets[i].empty()) {
-          source.targets(phase, step, ranges[i], slot.batch.targets[i]);
+          read_targets(source, phase, step, ranges[i], slot.batch.targets[i]);
         }
       }
     } catch (...) {
@@ -112,17 +108,23 @@ struct BatchLoader::Impl {
     return nullptr;
   }
 
-  const Batch& load(std::uint64_t step) {
-    if (!worker.joinable()) return slots[0].batch;
+  void wait_for_worker(std::unique_lock<std::mutex>& lock, Interrupt* interrupt) {
+    constexpr auto kBetweenPolls = std::chrono::milliseconds(5);
+    while (!changed.wait_for(lock, kBetweenPolls, [this] { return !wanted.has_value(); })) {
+      if (interrupt != nullptr) interrupt->poll();
+    }
+  }
+
+  const Batch& load(std::uint64_t step, Interrupt* interrupt) {
+    if (!reads) return slots[0].batch;
     std::unique_lock lock(mutex);
     if (slots[reading].step == step) return slots[reading].batch;
-    const auto idle = [this] { return !wanted.has_value(); };
-    changed.wait(lock, idle);
+    wait_for_worker(lock, interrupt);
     BatchSlot* slot = &slots[1 - reading];
     if (slot->step != step) {
       wanted = step;
       changed.notify_all();
-      changed.wait(lock, idle);
+      wait_for_worker(lock, interrupt);
     }
     if (slot->error) {
       slot->step.reset();  // another load of this step tries again
@@ -137,24 +139,37 @@ struct BatchLoader::Impl {
   const DataSource& source;
   const Phase phase;
   const std::vector<SampleRange> ranges;
+  const bool reads;
   std::array<BatchSlot, 2> slots;
 
   std::mutex mutex;
   std::condition_variable changed;
-  std::size_t reading = 0;              // the slot the caller reads; the other is the worker's
-  std::optional<std::uint64_t> wanted;  // set: the worker is loading it
-  bool stopping = false;
-  std::thread worker;
+  std::size_t reading = 0;               // the slot the caller reads; the other is the worker's
+  std::optional<std::uint64_t> wanted;   // set: the worker is loading it
+  bool stopping = false, ended = false;  // the worker
 };
 
 BatchLoader::BatchLoader(const DataSource& source, Phase phase,
                          std::vector<SampleRange> micro_batches, bool wants_inputs,
-                         bool wants_targets, Device device)
-    : impl_(std::make_unique<Impl>(source, phase, std::move(micro_batches), wants_inputs,
-                                   wants_targets, device)) {}
+                         bool wants_targets, Device device, std::chrono::milliseconds patience)
+    : state_(std::make_shared<State>(source, phase, std::move(micro_batches), wants_inputs,
+                                     wants_targets, device)),
+      patience_(patience) {
+  if (state_->reads) worker_ = std::thread([state = state_] { state->work(); });
+}
 
-BatchLoader::~BatchLoader() = default;
+BatchLoader::~BatchLoader() {
+  if (!worker_.joinable()) return;
+  std::unique_lock lock(state_->mutex);
+  state_->stopping = true;
+  state_->changed.notify_all();
+  const bool ended = state_->changed.wait_for(lock, patience_, [this] { return state_->ended; });
+  lock.unlock();
+  ended ? worker_.join() : worker_.detach();
+}
 
-const BatchLoader::Batch& BatchLoader::load(std::uint64_t step) { return impl_->load(step); }
+const BatchLoader::Batch& BatchLoader::load(std::uint64_t step, Interrupt* interrupt) {
+  return state_->load(step, interrupt);
+}
 
 }  // namespace sluice

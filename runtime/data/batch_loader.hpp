@@ -2,11 +2,15 @@
 // which never calls MPI.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include <sluice/data.hpp>
+
+#include "comm/group/waiter.hpp"
 
 namespace sluice {
 
@@ -20,17 +24,23 @@ class BatchLoader {
   // `source` outlives the loader. All memory is allocated here, page-locked where batches go to a
   // GPU; load() allocates none.
   BatchLoader(const DataSource& source, Phase phase, std::vector<SampleRange> micro_batches,
-              bool wants_inputs, bool wants_targets, Device device = {});
+              bool wants_inputs, bool wants_targets, Device device = {},
+              std::chrono::milliseconds patience = std::chrono::seconds(10));
+  // Waits for the call of the source that is under way, for `patience`. A source that takes longer
+  // may never return, as a stream without more data: then its thread goes on without this.
   ~BatchLoader();
   BatchLoader(const BatchLoader&) = delete;
   BatchLoader& operator=(const BatchLoader&) = delete;
   // Blocks until `step` is loaded; the batch stays valid until the next call. Rethrows the
-  // source's exceptions. Any order of steps is right; ascending steps profit from the prefetch.
-  const Batch& load(std::uint64_t step);
+  // source's exceptions, and what `interrupt` throws, which may be null. Any order of steps is
+  // right; ascending steps profit from the prefetch.
+  const Batch& load(std::uint64_t step, Interrupt* interrupt = nullptr);
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  struct State;
+  std::shared_ptr<State> state_;  // the thread's too
+  std::chrono::milliseconds patience_;
+  std::thread worker_;
 };
 
 }  // namespace sluice

@@ -36,7 +36,7 @@ bool fits(const BatchShape& batch) {
 }
 
 std::string over_replicas(const BatchShape& batch) {
-  return batch.replicas == 1 ? "" : fmt::format(" over --replicas {}", batch.replicas);
+  return batch.replicas == 1 ? "" : fmt::format(" over {} replicas", batch.replicas);
 }
 
 // Within this bound no product of sizes overflows.
@@ -44,9 +44,7 @@ void require_small_enough(const BatchShape& batch) {
   const std::int64_t row = times(batch.micro_batches, batch.micro_batch_size);
   if (std::max(batch.batch_size, times(row, batch.replicas)) <= kMostSamples) return;
   throw_usage(
-      "--batch-size {}, or --micro-batches {} of --micro-batch-size {}{}, is more than {} samples "
-      "a "
-      "step, the most that is legal",
+      "batch size {}, or {} micro-batches of {} samples{}; at most {} samples a step are legal",
       batch.batch_size, batch.micro_batches, batch.micro_batch_size, over_replicas(batch),
       kMostSamples);
 }
@@ -59,11 +57,11 @@ void require_fit(const BatchShape& batch) {
   BatchShape other = batch;
   other.micro_batches = ceil_div(largest_share(batch), batch.micro_batch_size);
   throw_usage(
-      "--batch-size {} does not fit --micro-batches {} of --micro-batch-size {}{}: the last "
-      "micro-batch may be smaller, none may be empty; the nearest legal --batch-size is {}{}",
+      "batch size {} does not fit {} micro-batches of {} samples{}: the last micro-batch may be "
+      "smaller, none may be empty; the nearest legal batch size is {}{}",
       batch.batch_size, batch.micro_batches, batch.micro_batch_size, over_replicas(batch),
       std::clamp(batch.batch_size, lowest, batch.replicas * full),
-      fits(other) ? fmt::format(", or --micro-batches {} with this batch size", other.micro_batches)
+      fits(other) ? fmt::format(", or {} micro-batches with this batch size", other.micro_batches)
                   : "");
 }
 
@@ -89,8 +87,8 @@ void derive_size(BatchShape& batch) {
   std::int64_t above = batch.micro_batches + 1;
   while (above <= most && !has_size(above)) ++above;
   throw_usage(
-      "--micro-batches {} of equal size (the last may be smaller, not empty) do not divide "
-      "--batch-size {}{}; nearest legal: --micro-batches {}{}, or --batch-size {}",
+      "{} micro-batches of equal size (the last may be smaller, not empty) do not divide batch "
+      "size {}{}; nearest legal: {}{} micro-batches, or batch size {}",
       batch.micro_batches, batch.batch_size, over_replicas(batch), below,
       above <= most ? fmt::format(" or {}", above) : "",
       batch.replicas * batch.micro_batches * std::max<std::int64_t>(1, most / batch.micro_batches));
@@ -102,14 +100,14 @@ void derive_count(BatchShape& batch) {
   // The shares straddle a multiple of the size: the smaller one would leave a micro-batch empty.
   const std::int64_t whole = (batch.micro_batches - 1) * batch.micro_batch_size * batch.replicas;
   throw_usage(
-      "--batch-size {}{} in micro-batches of {} leaves some replicas {} micro-batches and others "
-      "{}; nearest legal: --batch-size {} or {}",
+      "batch size {}{} in micro-batches of {} leaves some replicas {} micro-batches and others {}; "
+      "nearest legal: batch size {} or {}",
       batch.batch_size, over_replicas(batch), batch.micro_batch_size, batch.micro_batches,
       batch.micro_batches - 1, whole, whole + batch.replicas);
 }
 
-void require_positive(const char* option, std::int64_t value) {
-  if (value < 1) throw_usage("{} is {}; it must be at least 1", option, value);
+void require_positive(const char* number, std::int64_t value) {
+  if (value < 1) throw_usage("the {} is {}; it must be at least 1", number, value);
 }
 
 }  // namespace
@@ -130,8 +128,7 @@ void cut_samples(SampleRange samples, std::int64_t size, std::int64_t pieces,
 BatchShape complete_batch_shape(BatchShape batch, std::int64_t max_micro_batches) {
   if (batch.batch_size > 0 && batch.batch_size < batch.replicas) {
     throw_usage(
-        "--batch-size {} cannot serve --replicas {}; nearest legal: --batch-size {} or --replicas "
-        "{}",
+        "batch size {} cannot serve {} replicas; nearest legal: batch size {} or {} replicas",
         batch.batch_size, batch.replicas, batch.replicas, batch.batch_size);
   }
   if (batch.batch_size > 0 && batch.micro_batches > 0) {
@@ -149,8 +146,8 @@ BatchShape complete_batch_shape(BatchShape batch, std::int64_t max_micro_batches
   require_fit(batch);
   if (batch.micro_batches > max_micro_batches) {
     throw_usage(
-        "--micro-batch-size {} cuts --batch-size {}{} into {} micro-batches, at most {} are legal; "
-        "nearest legal: --micro-batch-size {}",
+        "micro-batch size {} cuts batch size {}{} into {} micro-batches, at most {} are legal; "
+        "nearest legal: micro-batch size {}",
         batch.micro_batch_size, batch.batch_size, over_replicas(batch), batch.micro_batches,
         max_micro_batches, ceil_div(largest_share(batch), max_micro_batches));
   }
@@ -158,10 +155,11 @@ BatchShape complete_batch_shape(BatchShape batch, std::int64_t max_micro_batches
 }
 
 std::vector<SampleRange> micro_batches_of(const BatchShape& shape, int replica) {
-  require_positive("--batch-size", shape.batch_size);
-  require_positive("--micro-batch-size", shape.micro_batch_size);
-  require_positive("--micro-batches", shape.micro_batches);
-  require_positive("--replicas", shape.replicas);
+  // The batch size may be the product of the others.
+  require_positive("micro-batch size", shape.micro_batch_size);
+  require_positive("number of micro-batches", shape.micro_batches);
+  require_positive("number of replicas", shape.replicas);
+  require_positive("batch size", shape.batch_size);
   if (replica < 0 || replica >= shape.replicas) {
     throw_usage("replica {} does not exist; there are {}, from 0", replica, shape.replicas);
   }

@@ -24,6 +24,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/draw_below.hpp"
+#include "runtime/data/named_calls.hpp"
 #include "runtime/data/sample_specs.hpp"
 #include "stages/tensor/unwritten.hpp"
 
@@ -73,36 +74,28 @@ void require_sensible(const LoaderOptions& options) {
 
 std::shared_ptr<const Dataset> require_items(std::shared_ptr<const Dataset> data) {
   if (data == nullptr) throw_usage("a loader needs a data set, got none");
-  if (data->size() < 1) throw_usage("the data set has {} items; legal: at least 1", data->size());
+  const std::int64_t size = size_of(*data);
+  if (size < 1) throw_usage("the data set has {} items; legal: at least 1", size);
   return data;
 }
 
 [[noreturn]] void throw_for_item(const Slot& slot) {
   const LoadedBatch& batch = slot.batch;
   const auto item = static_cast<std::size_t>(slot.failed);
-  const auto fail = [&](ErrorCode code, const char* what) {
-    throw_error(code, "item {} of the data set: {} (batch from sample {} of epoch {}, worker {})",
-                batch.indices[item], what, batch.first, batch.epoch, batch.workers[item]);
-  };
   try {
     std::rethrow_exception(slot.error);
-  } catch (const Error& error) {
-    fail(error.code(), error.what());
-  } catch (const std::bad_alloc&) {
-    fail(ErrorCode::kDevice, "out of host memory");
-  } catch (const std::exception& error) {
-    fail(ErrorCode::kData, error.what());
   } catch (...) {
-    fail(ErrorCode::kData, "an exception that is not a std::exception");
+    rethrow_from(
+        fmt::format("item {} of the data set (batch from sample {} of epoch {}, worker {})",
+                    batch.indices[item], batch.first, batch.epoch, batch.workers[item]));
   }
-  std::terminate();  // not reached: fail() throws
 }
 
 }  // namespace
 
 struct DataLoader::Impl {
   Impl(std::shared_ptr<const Dataset> data_in, const LoaderOptions& options_in)
-      : data(require_items(std::move(data_in))), options(options_in), size(data->size()) {
+      : data(require_items(std::move(data_in))), options(options_in), size(size_of(*data)) {
     require_sensible(options);
     require_shares(0);
     if (options.drop_last && size < options.batch_size) {
@@ -146,7 +139,7 @@ struct DataLoader::Impl {
   }
 
   void allocate() {
-    const BatchSpec spec = data->spec();
+    const BatchSpec spec = spec_of(*data);
     const std::int64_t most =
         share_of(std::min(options.batch_size, size), options.share.replicas, 0).count;
     const auto add = [&](const std::vector<TensorSpec>& ones, bool wanted,
@@ -197,7 +190,7 @@ struct DataLoader::Impl {
   }
 
   [[nodiscard]] ItemViews make_views() const {
-    const BatchSpec spec = data->spec();
+    const BatchSpec spec = spec_of(*data);
     ItemViews made;
     if (options.share.inputs) {
       for (const TensorSpec& one : spec.inputs) made.inputs.push_back({nullptr, one});
@@ -331,6 +324,11 @@ struct DataLoader::Impl {
   }
 
   // --- the caller's side ---
+  std::unique_lock<std::mutex> begin_call() {
+    if (threads.empty() && active > 0) throw_usage("a loader is called by the item that it reads");
+    return std::unique_lock(mutex);
+  }
+
   void give_back() {
     if (!held) return;
     held = false;
@@ -348,7 +346,7 @@ struct DataLoader::Impl {
   }
 
   const LoadedBatch* next() {
-    std::unique_lock lock(mutex);
+    std::unique_lock lock = begin_call();
     give_back();
     if (std::exchange(paused, false)) space.notify_all();
     if (ends(coming)) {
@@ -395,32 +393,38 @@ DataLoader::~DataLoader() = default;
 DataLoader::DataLoader(DataLoader&&) noexcept = default;
 DataLoader& DataLoader::operator=(DataLoader&&) noexcept = default;
 
-const LoadedBatch* DataLoader::next() { return impl_->next(); }
-
-void DataLoader::skip() {
-  std::unique_lock lock(impl_->mutex);
-  impl_->give_back();
-  Place after = impl_->coming;
-  if (impl_->ends(after)) return;
-  after.first += impl_->samples_at(after);
-  impl_->go_to(lock, after);
+DataLoader::Impl& DataLoader::impl() const {
+  if (impl_ == nullptr) throw_usage("a DataLoader that was moved from has no batches");
+  return *impl_;
 }
 
-std::uint64_t DataLoader::epoch() const { return impl_->coming.epoch; }
-const LoaderOptions& DataLoader::options() const { return impl_->options; }
+const LoadedBatch* DataLoader::next() { return impl().next(); }
+
+void DataLoader::skip() {
+  Impl& me = impl();
+  std::unique_lock lock = me.begin_call();
+  me.give_back();
+  Place after = me.coming;
+  if (me.ends(after)) return;
+  after.first += me.samples_at(after);
+  me.go_to(lock, after);
+}
+
+std::uint64_t DataLoader::epoch() const { return impl().coming.epoch; }
+const LoaderOptions& DataLoader::options() const { return impl().options; }
 
 std::int64_t DataLoader::batches() const {
-  const std::int64_t whole = impl_->size / impl_->options.batch_size;
-  const bool rest = impl_->size % impl_->options.batch_size != 0 && !impl_->options.drop_last;
+  const std::int64_t whole = impl().size / impl().options.batch_size;
+  const bool rest = impl().size % impl().options.batch_size != 0 && !impl().options.drop_last;
   return whole + (rest ? 1 : 0);
 }
 
 std::string DataLoader::state() const {
-  return nlohmann::json{{"epoch", impl_->coming.epoch},
-                        {"first", impl_->coming.first},
-                        {"items", impl_->size},
-                        {"shuffle", impl_->options.shuffle},
-                        {"seed", impl_->options.seed}}
+  return nlohmann::json{{"epoch", impl().coming.epoch},
+                        {"first", impl().coming.first},
+                        {"items", impl().size},
+                        {"shuffle", impl().options.shuffle},
+                        {"seed", impl().options.seed}}
       .dump();
 }
 
@@ -438,19 +442,19 @@ void DataLoader::set_state(const std::string& state) {
     if (saved == mine) return;
     throw_usage("the state is of a loader with {} {}; this one has {}", what, saved, mine);
   };
-  compare("items", json["items"].get<std::uint64_t>(), static_cast<std::uint64_t>(impl_->size));
-  compare("shuffle", json["shuffle"].get<bool>(), impl_->options.shuffle);
-  if (impl_->options.shuffle) {
-    compare("seed", json["seed"].get<std::uint64_t>(), impl_->options.seed);
+  compare("items", json["items"].get<std::uint64_t>(), static_cast<std::uint64_t>(impl().size));
+  compare("shuffle", json["shuffle"].get<bool>(), impl().options.shuffle);
+  if (impl().options.shuffle) {
+    compare("seed", json["seed"].get<std::uint64_t>(), impl().options.seed);
   }
   const auto first = json["first"].get<std::uint64_t>();
-  if (first > static_cast<std::uint64_t>(impl_->size)) {
-    throw_usage("the state begins at item {} of {}", first, impl_->size);
+  if (first > static_cast<std::uint64_t>(impl().size)) {
+    throw_usage("the state begins at item {} of {}", first, impl().size);
   }
   const Place place{json["epoch"].get<std::uint64_t>(), static_cast<std::int64_t>(first)};
-  impl_->require_shares(place.first);
-  std::unique_lock lock(impl_->mutex);
-  impl_->go_to(lock, place);
+  impl().require_shares(place.first);
+  std::unique_lock lock = impl().begin_call();
+  impl().go_to(lock, place);
 }
 
 }  // namespace sluice

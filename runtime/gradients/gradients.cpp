@@ -113,6 +113,10 @@ std::string GradientSync::Updated::name() const {
                      parameters.front()->name);
 }
 
+std::vector<OptimizerState> GradientSync::Updated::state() const {
+  return calling([&] { return name() + ", state()"; }, [&] { return optimizer->state(); });
+}
+
 void GradientSync::make_optimizers(std::span<const OwnedParameter> owners) {
   const PipelineOptions::Training& training = options_.training;
   for (const auto& [stage, parameter] : owners) {
@@ -138,7 +142,7 @@ void GradientSync::make_optimizers(std::span<const OwnedParameter> owners) {
         rethrow_from("making " + each.name());
       }
       if (each.optimizer == nullptr) throw_usage("the factory made no optimizer");
-      require_savable(each.optimizer->state(), each.parameters, layout_.parameters);
+      require_savable(each.state(), each.parameters, layout_.parameters);
       continue;
     }
     OptimizerConfig config = training.optimizer;
@@ -154,7 +158,7 @@ void GradientSync::make_optimizers(std::span<const OwnedParameter> owners) {
 std::vector<OptimizerState> GradientSync::optimizer_state() {
   std::vector<OptimizerState> all;
   for (const Updated& each : updated_) {
-    std::vector<OptimizerState> states = each.optimizer->state();
+    std::vector<OptimizerState> states = each.state();
     std::move(states.begin(), states.end(), std::back_inserter(all));
   }
   return all;

@@ -124,6 +124,7 @@ class GradientSync : public StepActions {
     std::unique_ptr<Optimizer> optimizer;
     // "the optimizer of stage 1 (2 parameters, the first 'w1')".
     [[nodiscard]] std::string name() const;
+    [[nodiscard]] std::vector<OptimizerState> state() const;
   };
   std::vector<Updated> updated_;
   std::vector<bool> frozen_;                         // [owned parameter]

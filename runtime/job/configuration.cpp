@@ -99,7 +99,7 @@ NamedValues agreed_values(const PipelineOptions& options) {
   add("cuda-graphs", options.devices.cuda_graphs);
   add("bucket-bytes", options.devices.bucket_bytes);
   add_training(options.training, values);
-  add("check-replicas", options.checks.replicas_every);
+  add("comparison of replicas every", options.checks.replicas_every);
   add("trace", options.checks.trace);
   const PipelineOptions::Watch& watch = options.watch;
   add("watchdog", watch.on);

@@ -43,7 +43,7 @@ Error current_error() {
   } catch (const std::exception& error) {
     return {code_of_foreign(error), error.what()};
   } catch (...) {
-    return {ErrorCode::kInternal, "an exception of unknown type"};
+    return {ErrorCode::kUser, "an exception of unknown type"};
   }
 }
 

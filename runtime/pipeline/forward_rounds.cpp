@@ -4,6 +4,7 @@
 
 #include "comm/base/index.hpp"
 #include "runtime/data/batch_shape.hpp"
+#include "runtime/data/named_calls.hpp"
 
 namespace sluice {
 
@@ -79,11 +80,11 @@ const BatchLoader::Batch& SourceRounds::load(const DataSource& source,
   for (std::size_t m = 0; m < ranges.size(); ++m) {
     if (first_) {
       place(source.input_specs(ranges[m].count), memory_[m].inputs, batch_.inputs[m]);
-      source.inputs(Phase::kEvaluate, 0, ranges[m], batch_.inputs[m]);
+      read_inputs(source, Phase::kEvaluate, 0, ranges[m], batch_.inputs[m]);
     }
     if (last_) {
       place(source.target_specs(ranges[m].count), memory_[m].targets, batch_.targets[m]);
-      source.targets(Phase::kEvaluate, 0, ranges[m], batch_.targets[m]);
+      read_targets(source, Phase::kEvaluate, 0, ranges[m], batch_.targets[m]);
     }
   }
   return batch_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <functional>
 #include <optional>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
+#include "runtime/data/named_calls.hpp"
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/steady_seconds.hpp"
@@ -55,6 +57,18 @@ Doing doing_of(Call call) {
       return Doing::kCalling;
   }
 }
+
+// A call that runs functions of the caller's.
+class InCall {
+ public:
+  explicit InCall(std::atomic<bool>& busy) : busy_(busy) { busy_ = true; }
+  ~InCall() { busy_ = false; }
+  InCall(const InCall&) = delete;
+  InCall& operator=(const InCall&) = delete;
+
+ private:
+  std::atomic<bool>& busy_;
+};
 
 // Sums a stage's batch statistics over its replicas.
 class ReplicaSum : public Collective {
@@ -163,6 +177,7 @@ struct Pipeline::Impl {
   std::span<const Tensor> infer(const Batch& batch, const InferOptions& how);
   DataLoader make_loader(std::shared_ptr<const Dataset> data, LoaderOptions how);
   void close();
+  void require_idle() const;
   void require_open() const;
   StepReport report_of(double seconds) const;
 
@@ -196,6 +211,7 @@ struct Pipeline::Impl {
   std::uint64_t step = 0;
   bool closed = false;
   std::optional<Error> failed;
+  std::atomic<bool> busy = false;  // in a call; a source may ask from its own thread
   // Of the step whose batches come one by one.
   bool gradients_ready = false;          // forward_backward() was the last call
   std::int64_t earlier_samples = 0;      // of its earlier batches, over all replicas
@@ -455,6 +471,7 @@ void Pipeline::Impl::guarded(const Body& body) {
   require_open();
   const ThreadTeam team(*compute);
   const ActivityScope calling(*job.activity, Doing::kCalling);
+  const InCall in_call(busy);
   try {
     job.guarded(std::cref(body));
   } catch (const Error& error) {
@@ -586,7 +603,7 @@ StepReport Pipeline::Impl::train_step() {
   const BatchLoader::Batch* batch = nullptr;
   guarded([&] {
     const ActivityScope loading(*job.activity, Doing::kLoading);
-    batch = &loader->load(step + 1);
+    batch = &loader->load(step + 1, job.watch.get());
   });
   step_ranges.assign(layout.plans.micro_batches.begin(), layout.plans.micro_batches.end());
   for (SampleRange& range : step_ranges) range.first += earlier_samples;
@@ -711,6 +728,7 @@ void Pipeline::Impl::require_rate() const {
 }
 
 void Pipeline::Impl::set_learning_rate(const LearningRate& rate) {
+  require_idle();
   require_sensible(rate, options.training.groups);
   options.training.learning_rate = rate;
 }
@@ -720,11 +738,11 @@ DataLoader Pipeline::Impl::make_loader(std::shared_ptr<const Dataset> data, Load
   run_call(Call::kLoader, "a loader", [&] {
     Collectives& world = *job.world.collectives;
     on_all_ranks(world, [&] {
-      if (data != nullptr) feed->require_items(data->spec());
+      if (data != nullptr) feed->require_items(spec_of(*data));
       how.share = feed->passed();
       made.emplace(data, how);
     });
-    require_same_or_refuse(world, {{"size of the data set", fmt::format("{}", data->size())},
+    require_same_or_refuse(world, {{"size of the data set", fmt::format("{}", size_of(*data))},
                                    {"LoaderOptions::batch_size", fmt::format("{}", how.batch_size)},
                                    {"LoaderOptions::shuffle", fmt::format("{}", how.shuffle)},
                                    {"LoaderOptions::seed", fmt::format("{}", how.seed)},
@@ -743,9 +761,18 @@ void Pipeline::Impl::close() {
   closed = true;
 }
 
+// Not guarded: the callback throws it on, and its caller is.
+void Pipeline::Impl::require_idle() const {
+  if (!busy) return;
+  throw_usage(
+      "a pipeline is called from a callback of its own, in the middle of another call; legal "
+      "there are functions that only read, such as step() and parameters()");
+}
+
 // Not guarded: the answer is the same on all ranks, and some may still be closing.
 void Pipeline::Impl::require_open() const {
   job.world.ranks->require_this_thread();
+  require_idle();
   if (closed) throw_usage("the pipeline is closed");
   if (!failed) return;
   throw Error(failed->code(),
@@ -874,8 +901,8 @@ std::span<const Tensor> Pipeline::Impl::infer(const Batch& batch, const InferOpt
     outputs->begin();
     const SampleRange share = feed->share();
     ForwardRounds::OnOutputs take = [&](SampleRange samples, std::span<const Tensor> made) {
-      if (how.on_outputs) return how.on_outputs(samples, made);
-      outputs->add(made);
+      if (!how.on_outputs) return outputs->add(made);
+      calling("on_outputs", [&] { how.on_outputs(samples, made); });
     };
     (void)rounds->run(
         Phase::kGenerate, options.training.seed, share,
@@ -935,13 +962,14 @@ EvaluationReport Pipeline::evaluate(const Batch& batch) { return impl_->evaluate
 EvaluationReport Pipeline::evaluate(const DataSource& source, std::int64_t samples) {
   return impl_->evaluate(source, samples);
 }
-double Pipeline::evaluate(std::int64_t samples) {
+double Pipeline::evaluate_own(std::int64_t samples) {
   return impl_->evaluate(*impl_->batches.source, samples).loss;
 }
 std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs,
                                         const InferOptions& options) {
   return impl_->infer({.inputs = {inputs.begin(), inputs.end()}, .targets = {}}, options);
 }
+BatchShare Pipeline::share() const { return impl_->feed->passed(); }
 bool Pipeline::usable() const { return !impl_->closed && !impl_->failed; }
 const Error* Pipeline::failure() const { return impl_->failed ? &*impl_->failed : nullptr; }
 void Pipeline::set_learning_rate(double rate) { impl_->set_learning_rate({.peak = rate}); }
@@ -949,6 +977,7 @@ void Pipeline::set_learning_rate(const LearningRate& rate) { impl_->set_learning
 void Pipeline::close() { impl_->close(); }
 std::uint64_t Pipeline::step() const { return impl_->step; }
 void Pipeline::set_step(std::uint64_t step) {
+  impl_->require_idle();
   if (step > kMostSteps) throw_usage("set_step({}); legal are 0 to {}", step, kMostSteps);
   if (impl_->step_open()) {
     throw_usage(
@@ -1001,6 +1030,7 @@ std::vector<OptimizerState> Pipeline::optimizer_state() {
   return impl_->gradients->optimizer_state();
 }
 
+void PipelineAccess::require_idle(const Pipeline& pipeline) { pipeline.impl_->require_idle(); }
 Collectives& PipelineAccess::world(Pipeline& pipeline) {
   return *pipeline.impl_->job.world.collectives;
 }

@@ -33,6 +33,8 @@ class PipelineAccess {
                                              const DataSource& source);
   // Valid as long as `pipeline`.
   [[nodiscard]] static const JobLayout& layout(const Pipeline& pipeline);
+  // Throws Error(kUsage) in a callback of `pipeline`. Not collective.
+  static void require_idle(const Pipeline& pipeline);
   // Collectives over the job. They end with an Error when any rank fails.
   [[nodiscard]] static Collectives& world(Pipeline& pipeline);
   // Collective. Runs `body`; an exception in it on any rank becomes the same Error on all ranks.

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/group/rethrow_from.hpp"
+
 namespace sluice {
 namespace {
 
@@ -30,7 +32,7 @@ std::optional<Error> error_of(const std::function<void()>& body) {
   } catch (const std::exception& error) {
     return Error(code_of_foreign(error), error.what());
   } catch (...) {
-    return Error(ErrorCode::kInternal, "an exception that is not a std::exception");
+    return Error(ErrorCode::kUser, kNoStdException);
   }
   return std::nullopt;
 }

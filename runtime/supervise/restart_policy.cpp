@@ -36,6 +36,7 @@ constexpr std::array kKnownCodes = {
     KnownCode{10, "a device"},
     KnownCode{11, "a rank died or stopped answering"},
     KnownCode{kStoppedCode, "stopped as asked, saved"},
+    KnownCode{13, "an exception of the program's own code"},
     KnownCode{70, "an internal error of Sluice"},
 };
 

@@ -88,7 +88,7 @@ struct TcpLink::Impl final : TcpSession::Owner, std::enable_shared_from_this<Tcp
       acceptors.push_back(std::move(acceptor));
       return;
     }
-    throw_usage("option --watchdog-ports: cannot listen on {} at {}: {}", address,
+    throw_usage("the watchdog cannot listen on {} at {}: {}", address,
                 first == last ? fmt::format("port {}", first)
                               : fmt::format("any of the ports {} to {}", first, last),
                 error.message());

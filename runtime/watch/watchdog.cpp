@@ -55,14 +55,14 @@ std::vector<std::string> my_addresses(const std::vector<WatchedRank>& ranks) {
 
 void require_sensible(const PipelineOptions::Watch& options) {
   for (const auto& [name, value] : {std::pair("timeout", options.timeout),
-                                    std::pair("action-timeout", options.action_timeout)}) {
+                                    std::pair("timeout of an action", options.action_timeout)}) {
     if (value == 0 || (value >= 1 && value <= kMostSeconds)) continue;
-    throw_usage("option --{}: {} s; legal are 1 to {:.0f}, and 0 for the default", name, value,
-                kMostSeconds);
+    throw_usage("the watchdog's {} is {} s; legal are 1 to {:.0f}, and 0 for the default", name,
+                value, kMostSeconds);
   }
   const int first = options.first_port, last = options.last_port;
   if ((first == 0 && last == 0) || (first >= 1 && first <= last && last <= kMostPort)) return;
-  throw_usage("option --watchdog-ports: {}-{}; legal are ports from 1 to {}, the lower one first",
+  throw_usage("the watchdog's ports are {}-{}; legal are ports from 1 to {}, the lower one first",
               first, last, kMostPort);
 }
 

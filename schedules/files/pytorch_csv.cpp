@@ -304,7 +304,8 @@ class CsvReader {
       if (!computes) fail_at({rank + 1, 1}, "the row computes nothing; every rank needs a stage");
     }
     if (computes_ == 0)
-      throw std::invalid_argument(std::string(kCsvReader) + ": the file is empty");
+      throw std::invalid_argument(std::string(kCsvReader) +
+                                  ": the text is empty: there is no such file, or nothing in it");
     require_enough_actions(kCsvReader, static_cast<std::int64_t>(stage_to_rank_.size()),
                            schedule.micro_batches, computes_);
     schedule.placement =

@@ -20,6 +20,7 @@ enum class ErrorCode : int {
   kMpi,       // a failed MPI call
   kDevice,    // a failed device call
   kPeer,      // a peer died or stopped answering
+  kUser,      // an exception that is no Error, of the program's own code: a stage, data, a callback
   kInternal,  // a defect in Sluice
 };
 
@@ -27,7 +28,7 @@ enum class ErrorCode : int {
 [[nodiscard]] const char* name_of(ErrorCode code);
 
 // Documented exit codes of the program: kUsage 2, kData 3, kIo 4, kWeights 5, kMismatch 6,
-// kNumeric 7, kPlan 8, kMpi 9, kDevice 10, kPeer 11, kInternal 70.
+// kNumeric 7, kPlan 8, kMpi 9, kDevice 10, kPeer 11, kUser 13, kInternal 70.
 [[nodiscard]] int exit_code(ErrorCode code);
 
 // what() is one line: what was wrong, where, and what would be right. Control characters of the
@@ -49,7 +50,7 @@ class Error : public std::runtime_error {
 };
 
 // The code of an exception that is not an Error: kIo for std::filesystem::filesystem_error, whose
-// what() names paths and cause, else kInternal.
+// what() names paths and cause, else kUser.
 [[nodiscard]] ErrorCode code_of_foreign(const std::exception& error);
 
 }  // namespace sluice

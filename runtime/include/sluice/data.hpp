@@ -94,7 +94,7 @@ class Dataset {
 [[nodiscard]] std::shared_ptr<Dataset> make_array_dataset(std::vector<HostTensor> inputs,
                                                           std::vector<HostTensor> targets);
 
-// Which part of each batch a rank passes to its pipeline; Pipeline::loader() knows.
+// Which part of each batch a rank passes to its pipeline: Pipeline::share().
 struct BatchShare {
   int replica = 0, replicas = 1;  // samples of this replica alone
   bool inputs = true, targets = true;
@@ -128,7 +128,8 @@ struct LoadedBatch : Batch {
 //
 // One thread calls a loader. Memory for the batches is allocated by the constructor, and for the
 // order of a shuffled epoch (8 bytes an item) at its start. A rank that passes nothing of a batch
-// reads nothing. Movable.
+// reads nothing. Movable; calls of one that was moved from are Error(kUsage). So are next(), skip()
+// and set_state() within Dataset::get().
 class DataLoader {
  public:
   // Throws Error(kUsage) for options that cannot work, and for a share of several replicas that
@@ -140,7 +141,8 @@ class DataLoader {
 
   // The next batch, valid until the next call, or null at the end of an epoch: the call after that
   // begins the next epoch. What Dataset::get() throws comes out here when it is this batch's turn:
-  // an Error that names the item. The next call tries the same batch again.
+  // an Error that names the item. The next call tries the same batch again. Other ranks do not know
+  // of it: their loaders go on, and their next call of the pipeline waits for this rank.
   [[nodiscard]] const LoadedBatch* next();
   // Leaves out the next batch, after an error for example. At the end of an epoch nothing.
   void skip();
@@ -158,6 +160,7 @@ class DataLoader {
 
  private:
   struct Impl;
+  [[nodiscard]] Impl& impl() const;
   std::unique_ptr<Impl> impl_;
 };
 

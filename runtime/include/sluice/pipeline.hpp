@@ -12,6 +12,12 @@
 // Construction is collective over all ranks. So is every member function, except those that say
 // otherwise.
 //
+// Callbacks: what a pipeline calls of the program's while it works, such as a stage, a loss, an
+// optimizer, a source, on_outputs, or ProgramState of a Checkpointer, may only read from it:
+// step(), usable(), failure(), share(), parameters(), buffers(), optimizer_state(), compute(). All
+// other calls of it are Error(kUsage) there, those of <sluice/checkpoint.hpp> too, and none may
+// destroy it.
+//
 // Errors: some calls are refused. All ranks throw the same Error before or after the work of the
 // call, and the pipeline is as it was before:
 //   Error(kUsage), Error(kMismatch): what ranks pass does not fit, or differs between them
@@ -27,6 +33,7 @@
 // wait: `world` keeps the memory of messages that are still open.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -79,8 +86,8 @@ struct InferOptions {
   int to = kWhereMade;
   // Gets the outputs of each micro-batch when they are there, in ascending order, on the rank of
   // its last stage, in the thread that called infer(). They are valid during the call. `samples`
-  // counts over all replicas. It may not call the pipeline. What it throws ends the pipeline like
-  // an exception of a stage. infer() then returns nothing.
+  // counts over all replicas. What it throws ends the pipeline like an exception of a stage.
+  // infer() then returns nothing.
   std::function<void(SampleRange samples, std::span<const Tensor> outputs)> on_outputs = {};
 };
 
@@ -91,10 +98,13 @@ class Pipeline {
   Pipeline(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
            const BatchSpec& batches);
   // Makes this rank's stages and everything that they need. `world` and `source` must outlive the
-  // pipeline. Throws Error(kUsage) for options that cannot work, with the nearest legal values.
+  // pipeline. The source is asked for a batch ahead, also for the one after the last step. Throws
+  // Error(kUsage) for options that cannot work, with the nearest legal values.
   Pipeline(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
            const DataSource& source);
-  // Aborts NCCL's communicators unless close() was called. Waits for no other rank.
+  // Aborts NCCL's communicators unless close() was called. Waits for no other rank, and for at most
+  // 10 seconds for the call of the source that is under way. A source that returns later, if ever,
+  // must live until then.
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
@@ -106,13 +116,19 @@ class Pipeline {
   // ranks.
   [[nodiscard]] DataLoader loader(std::shared_ptr<const Dataset> data, LoaderOptions options);
 
+  // What this rank passes of each batch, and with Feed::kWhereUsed of which replica it is. Not
+  // collective.
+  [[nodiscard]] BatchShare share() const;
+
   // --- one step in one call ---
   // Trains on `batch`, which has at least one sample for each replica. It has fewer samples than
   // the largest batch if the caller likes: the last micro-batch of a replica may be smaller, and
   // there may be fewer micro-batches. A size of micro-batches that did not occur before, or a
   // number of them that is neither the largest nor one of the last eight, is planned and verified
-  // first; after that a step allocates no memory. The loss is the mean over the counted targets of
-  // the whole batch, and of all batches since the last step that went to accumulate().
+  // first; after that a step allocates no memory. With options.order.given all steps have its
+  // number of micro-batches; a batch that makes fewer is Error(kUsage). The loss is the mean over
+  // the counted targets of the whole batch, and of all batches since the last step that went to
+  // accumulate().
   //
   // Where the loss or a gradient is not finite, parameters and optimizer state stay as they are.
   // With options.training.skip_nonfinite the step counts as done, and the report says `skipped`.
@@ -149,13 +165,16 @@ class Pipeline {
   void set_learning_rate(const LearningRate& rate);
   // --- without training, between any two steps ---
   // Loss of a batch of any number of samples, forward only. Error(kUsage) for a last stage without
-  // a loss, which is legal with options.training.inference.
+  // a loss, which is legal with options.training.inference. A loss that is not finite comes back.
   [[nodiscard]] EvaluationReport evaluate(const Batch& batch);
   // Loss of the first `samples` samples of `source`, whose tensors are like the pipeline's.
   [[nodiscard]] EvaluationReport evaluate(const DataSource& source, std::int64_t samples);
   // Mean loss of the first `samples` samples of the pipeline's own source. Error(kUsage) where it
-  // was made from a BatchSpec.
-  [[nodiscard]] double evaluate(std::int64_t samples);
+  // was made from a BatchSpec. evaluate({}) is no such call, but that of an empty Batch.
+  template <std::integral Count>
+  [[nodiscard]] double evaluate(Count samples) {
+    return evaluate_own(static_cast<std::int64_t>(samples));
+  }
   // Outputs of the last stage for any number of samples, without a loss. All micro-batches are in
   // flight one after the other. `inputs`: as Batch::inputs. Returns host memory, dimension 0 joined
   // over the micro-batches, where `options` says, else nothing; it is valid until the next call.
@@ -205,6 +224,7 @@ class Pipeline {
 
  private:
   friend class PipelineAccess;
+  [[nodiscard]] double evaluate_own(std::int64_t samples);
 
   struct Impl;
   std::unique_ptr<Impl> impl_;

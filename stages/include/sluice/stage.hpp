@@ -164,8 +164,8 @@ class Stage {
   virtual void forward(StageContext& ctx, std::span<const Tensor> inputs,
                        std::span<const Tensor> outputs) = 0;
   // Adds to parameter gradients (see overwrites_gradients()) and overwrites grad_inputs. An entry
-  // whose input needs no gradient has null data; stage 0 gets no entries. Equals backward_input
-  // then backward_weight.
+  // of either list whose tensor needs no gradient, such as one of integers, has null data; stage 0
+  // gets no grad_inputs. Equals backward_input then backward_weight.
   virtual void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                         std::span<const Tensor> grad_inputs) = 0;
   // Null for a stage without parameters. The same set at all times; the pipeline keeps the address.

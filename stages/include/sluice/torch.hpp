@@ -51,7 +51,7 @@
 //
 // Errors name the prefix. Error(kUsage): shapes or types that do not fit, inputs changed in place.
 // Error(kData): an index out of range, such as a token beyond an embedding. OutOfMemory. Every
-// other c10::Error is Error(kInternal) with LibTorch's text.
+// other c10::Error is Error(kUser) with LibTorch's text.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -477,7 +477,7 @@ auto in_torch(const std::string& prefix, const char* where, const Body& body) {
   } catch (const c10::OutOfMemoryError& error) {
     throw OutOfMemory(message(": ").append(line_of(error)));
   } catch (const c10::Error& error) {
-    throw Error(ErrorCode::kInternal, message(": ").append(line_of(error)));
+    throw Error(ErrorCode::kUser, message(": ").append(line_of(error)));
   }
 }
 

@@ -44,13 +44,13 @@ TEST(TopologyTest, KeepsAPipelineTogetherByDefault) {
 TEST(TopologyTest, NamesTheNearestLayoutsThatFit) {
   EXPECT_EQ(refusal(8, 2, 2),
             "ranks must equal pipeline x replicas, got 8 ranks, pipeline 2, replicas 2; start 4 "
-            "ranks, or use --replicas 4, or use --pipeline 4");
+            "ranks, or use replicas 4, or use pipeline 4");
   EXPECT_EQ(refusal(3, 2, 2),
             "ranks must equal pipeline x replicas, got 3 ranks, pipeline 2, replicas 2; start 4 "
-            "ranks, or use --pipeline 3 --replicas 1");
+            "ranks, or use pipeline 3 and replicas 1");
   EXPECT_EQ(refusal(1, 2, 1),
             "ranks must equal pipeline x replicas, got 1 rank, pipeline 2, replicas 1; start 2 "
-            "ranks, or use --pipeline 1");
+            "ranks, or use pipeline 1");
 }
 
 TEST(TopologyTest, RefusesSizesBelowOneAndProductsThatOverflow) {

@@ -344,7 +344,8 @@ TEST_F(CheckpointerTest, ASaveThatCannotBeginLeavesThePipelineUsable) {
       return {};
     });
     train(pipeline, saver, 1);
-    expect_error(ErrorCode::kInternal, {"the loader is not ready"}, [&] { saver.save_now(); });
+    expect_error(ErrorCode::kUser, {"state 'loader': the loader is not ready"},
+                 [&] { saver.save_now(); });
     EXPECT_TRUE(pipeline.usable());
     ready = true;
     saver.save_now();
@@ -379,7 +380,7 @@ TEST_F(CheckpointerTest, ANoteThatThrowsIsRefusedOnAllRanks) {
         saver.after_step(report);
       } catch (const Error& error) {
         EXPECT_EQ(error.rank(), 0);
-        EXPECT_STREQ(error.what(), "the log is full");
+        EXPECT_STREQ(error.what(), "the note of a Checkpointer: the log is full");
         ++refused;
       }
     }
@@ -431,6 +432,27 @@ TEST_F(CheckpointerTest, ASaveOfOneRankAloneIsRefusedOnAllRanks) {
     pipeline.close();
   });
   EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000002"));
+}
+
+TEST_F(CheckpointerTest, ALoadFromOtherPathsIsRefusedOnAllRanks) {
+  run(2, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    (void)pipeline.train_step();
+    const fs::path mine = directory_.path() / (comm.rank() == 0 ? "a" : "b");
+    for (const char* name : {"a", "b"}) {
+      save_checkpoint(pipeline, {.directory = directory_.path() / name});
+      (void)pipeline.train_step();
+    }
+    const std::string before = digest_of(pipeline);
+    const auto refused = [&](const auto& load) {
+      expect_error(ErrorCode::kMismatch, {"'path to load from': rank 0 has '", "/a', rank 1 has '"},
+                   load);
+    };
+    refused([&] { (void)load_checkpoint(pipeline, mine); });
+    refused([&] { load_weights(pipeline, mine); });
+    refused([&] { load_weights(pipeline, mine, FileLayout{}); });
+    EXPECT_EQ(digest_of(pipeline), before);
+    EXPECT_EQ(load_checkpoint(pipeline, directory_.path() / "b").step, 2U);
+  });
 }
 
 TEST_F(CheckpointerTest, StatesOfTheProgramComeBackOnEveryRank) {

@@ -707,9 +707,9 @@ TEST_F(CliTest, ARankThatThrowsEndsTheJobWithItsMessageFirstAndOnce) {
   EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
 }
 
-TEST_F(CliTest, AForeignExceptionIsAnInternalError) {
+TEST_F(CliTest, AForeignExceptionIsTheProgramsOwn) {
   const Outcome outcome = mpirun(2, SLUICE_FAILING_RANK, "foreign");
-  EXPECT_EQ(outcome.code, 70);
+  EXPECT_EQ(outcome.code, 13);
   EXPECT_EQ(error_line(outcome.err), "sluice: error: not one of ours [rank 1]");
 }
 
@@ -770,7 +770,7 @@ TEST_F(CliTest, AProgramGoesOnAfterAPipelineWithAMessageUnderWayHasFailed) {
 
 TEST_F(CliTest, AnErrorIsPrintedWhereAMessageIsUnderWay) {
   const Outcome outcome = mpirun(2, SLUICE_EMBEDDING_PROGRAM, "main dropped");
-  EXPECT_EQ(outcome.code, 70);
+  EXPECT_EQ(outcome.code, 13);
   EXPECT_THAT(
       outcome.err,
       StartsWith(

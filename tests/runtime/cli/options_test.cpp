@@ -387,20 +387,19 @@ TEST(BatchOptionsTest, EveryAcceptedShapeLeavesNoMicroBatchEmpty) {
 TEST(BatchOptionsTest, RefusalsGiveTheNearestLegalValues) {
   // Pieces of 2, 2, 1 and none.
   EXPECT_THAT(batch_refusal(5, 0, 4),
-              AllOf(HasSubstr("--micro-batches 3 or 5"), HasSubstr("--batch-size 4")));
-  EXPECT_THAT(batch_refusal(5, 0, 9), HasSubstr("--micro-batches 5"));
+              HasSubstr("nearest legal: 3 or 5 micro-batches, or batch size 4"));
+  EXPECT_THAT(batch_refusal(5, 0, 9), HasSubstr("nearest legal: 5 micro-batches"));
   // One replica gets 4 samples, the other 5.
-  EXPECT_THAT(batch_refusal(9, 4, 0, 2), HasSubstr("--batch-size 8 or 10"));
-  EXPECT_THAT(batch_refusal(3, 0, 0, 4),
-              AllOf(HasSubstr("--batch-size 4"), HasSubstr("--replicas 3")));
-  EXPECT_THAT(batch_refusal(20, 4, 4), HasSubstr("nearest legal --batch-size is 16"));
-  EXPECT_THAT(batch_refusal(5000, 1, 0), HasSubstr("--micro-batch-size 5"));
+  EXPECT_THAT(batch_refusal(9, 4, 0, 2), HasSubstr("batch size 8 or 10"));
+  EXPECT_THAT(batch_refusal(3, 0, 0, 4), HasSubstr("nearest legal: batch size 4 or 3 replicas"));
+  EXPECT_THAT(batch_refusal(20, 4, 4), HasSubstr("nearest legal batch size is 16"));
+  EXPECT_THAT(batch_refusal(5000, 1, 0), HasSubstr("micro-batch size 5"));
 }
 
 TEST(BatchOptionsTest, RefusesProductsBeyondAnyNumber) {
   const std::int64_t huge = std::int64_t{1} << 40;
-  EXPECT_THAT(batch_refusal(0, huge, 1000, huge), HasSubstr("--micro-batches"));
-  EXPECT_THAT(batch_refusal(huge, huge, 1000, 2147483647), HasSubstr("--batch-size"));
+  EXPECT_THAT(batch_refusal(0, huge, 1000, huge), HasSubstr("1000 micro-batches"));
+  EXPECT_THAT(batch_refusal(huge, huge, 1000, 2147483647), HasSubstr("batch size"));
   EXPECT_THAT(batch_refusal(0, huge, 0, huge), HasSubstr("batch"));
 }
 

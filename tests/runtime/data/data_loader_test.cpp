@@ -226,13 +226,13 @@ TEST(DataLoaderTest, WhatAnItemThrowsComesOutAtItsBatch) {
     DataLoader loader(numbers(14, fail), {.batch_size = 4, .workers = workers, .ahead = 3});
     EXPECT_THAT(checked(*loader.next()), ElementsAre(0, 1, 2, 3));
     for (int attempt = 0; attempt < 2; ++attempt) {
-      expect_error(ErrorCode::kData,
-                   {"item 7 of the data set: no picture in 'seven.png'",
-                    "batch from sample 4 of epoch 0, worker "},
+      expect_error(ErrorCode::kUser,
+                   {"item 7 of the data set (batch from sample 4 of epoch 0, worker ",
+                    "): no picture in 'seven.png'"},
                    [&] { (void)loader.next(); });
     }
     loader.skip();
-    expect_error(ErrorCode::kIo, {"item 9 of the data set: a disk that fails"},
+    expect_error(ErrorCode::kIo, {"item 9 of the data set", ": a disk that fails"},
                  [&] { (void)loader.next(); });
     broken = false;  // the same batch again
     EXPECT_THAT(checked(*loader.next()), ElementsAre(8, 9, 10, 11));
@@ -279,6 +279,39 @@ TEST(DataLoaderTest, NumbersThatTheFirstItemLeavesUnwrittenAreNamed) {
       }
     }
   }
+}
+
+TEST(DataLoaderTest, OneThatWasMovedFromHasNothing) {
+  DataLoader loader(numbers(4), {.batch_size = 2});
+  const std::string state = loader.state();
+  DataLoader other = std::move(loader);
+  for (const auto& call : std::vector<std::function<void()>>{
+           [&] { (void)loader.next(); }, [&] { loader.skip(); }, [&] { (void)loader.epoch(); },
+           [&] { (void)loader.batches(); }, [&] { (void)loader.options(); },
+           [&] { (void)loader.state(); }, [&] { loader.set_state(state); }}) {
+    expect_error(ErrorCode::kUsage, {"was moved from"}, call);  // NOLINT: that is the test
+  }
+  EXPECT_THAT(checked(*other.next()), ElementsAre(0, 1));
+}
+
+TEST(DataLoaderTest, AnItemMayNotCallItsLoader) {
+  DataLoader* called = nullptr;
+  std::function<void()> call;
+  const auto ask = [&](const ItemRequest&) {
+    if (called != nullptr) call();
+  };
+  DataLoader loader(numbers(4, ask), {.batch_size = 2});
+  const std::string state = loader.state();
+  for (const auto& each :
+       std::vector<std::function<void()>>{[&] { (void)called->next(); }, [&] { called->skip(); },
+                                          [&] { called->set_state(state); }}) {
+    called = &loader;
+    call = each;
+    expect_error(ErrorCode::kUsage, {"item 0 of the data set", ": a loader is called by the item"},
+                 [&] { (void)loader.next(); });
+    called = nullptr;
+  }
+  EXPECT_THAT(checked(*loader.next()), ElementsAre(0, 1));
 }
 
 TEST(DataLoaderTest, EndsWithoutWaitingWhereverTheWorkersAre) {

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <latch>
 #include <limits>
 #include <set>
 #include <stdexcept>
@@ -77,11 +79,11 @@ TEST(MicroBatchesTest, EveryShapeIsCutAsAskedOrRefusedWithAShapeThatWorks) {
             }
           } catch (const Error& error) {
             const std::string text = error.what();
-            const std::string lead = "nearest legal --batch-size is ";
+            const std::string lead = "nearest legal batch size is ";
             ASSERT_NE(text.find(lead), std::string::npos) << text;
             shape.batch_size = std::atoll(text.c_str() + text.find(lead) + lead.size());
             EXPECT_NO_THROW((void)micro_batches_of(shape, 0)) << text;
-            const std::string other = "or --micro-batches ";
+            const std::string other = ", or ";
             if (const auto at = text.find(other); at != std::string::npos) {
               shape.batch_size = batch;
               shape.micro_batches = std::atoi(text.c_str() + at + other.size());
@@ -94,12 +96,12 @@ TEST(MicroBatchesTest, EveryShapeIsCutAsAskedOrRefusedWithAShapeThatWorks) {
   }
 }
 
-TEST(MicroBatchesTest, RefusesZeroNegativeAndOverflowingSizesByOption) {
-  expect_error(ErrorCode::kUsage, {"--batch-size", "0"},
+TEST(MicroBatchesTest, RefusesZeroNegativeAndOverflowingSizesByName) {
+  expect_error(ErrorCode::kUsage, {"the batch size is 0"},
                [] { (void)micro_batches_of({.batch_size = 0}, 0); });
-  expect_error(ErrorCode::kUsage, {"--micro-batch-size", "-1"},
-               [] { (void)micro_batches_of({.micro_batch_size = -1}, 0); });
-  expect_error(ErrorCode::kUsage, {"--micro-batches", "0"},
+  expect_error(ErrorCode::kUsage, {"the micro-batch size is -1"},
+               [] { (void)micro_batches_of({.batch_size = -1, .micro_batch_size = -1}, 0); });
+  expect_error(ErrorCode::kUsage, {"the number of micro-batches is 0"},
                [] { (void)micro_batches_of({.micro_batches = 0}, 0); });
   expect_error(ErrorCode::kUsage, {"samples a step"}, [] {
     (void)micro_batches_of(
@@ -611,6 +613,59 @@ TEST(BatchLoaderTest, APrefetchThatFailsIsSilentUntilAskedFor) {
   BatchLoader loader(source, Phase::kTrain, kRanges, true, true);
   expect_step(loader.load(0), 0);
   expect_step(loader.load(5), 5);
+}
+
+// A stream whose third step comes when the test lets it.
+class Stream final : public DataSource {
+ public:
+  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
+    return {{DType::kF32, {samples}}};
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t) const override { return {}; }
+  void inputs(Phase, std::uint64_t step, SampleRange, std::span<const Tensor> into) const override {
+    into[0].at(0) = static_cast<float>(step);
+    if (step < 3) return;
+    asked.count_down();
+    more_.wait();
+    left_.count_down();
+  }
+  void targets(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {}
+  void go_on() const {
+    more_.count_down();
+    left_.wait();
+  }
+
+  mutable std::latch asked{1};  // for step 3
+
+ private:
+  mutable std::latch more_{1}, left_{1};
+};
+
+TEST(BatchLoaderTest, DoesNotWaitForASourceThatDoesNotReturn) {
+  const Stream source;
+  {
+    BatchLoader loader(source, Phase::kTrain, {{0, 1}}, true, false, {}, std::chrono::seconds(0));
+    EXPECT_EQ(loader.load(2).inputs[0][0].at(0), 2);
+    source.asked.wait();
+  }
+  source.go_on();
+}
+
+TEST(BatchLoaderTest, AnInterruptEndsTheWaitForASource) {
+  const Stream source;
+  struct Ending final : Interrupt {
+    explicit Ending(const Stream& waited_for) : stream(waited_for) {}
+    void poll() override {
+      stream.asked.wait();
+      throw std::runtime_error("a rank is gone");
+    }
+    const Stream& stream;
+  } ending(source);
+  {
+    BatchLoader loader(source, Phase::kTrain, {{0, 1}}, true, false, {}, std::chrono::seconds(0));
+    EXPECT_THROW((void)loader.load(3, &ending), std::runtime_error);
+  }
+  source.go_on();
 }
 
 TEST(BatchLoaderTest, TokensComeThroughAsFromTheSource) {

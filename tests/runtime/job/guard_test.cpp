@@ -21,7 +21,7 @@ TEST(GuardTest, ToldOfAnExceptionOfAnyTypeEveryRankThrowsAnError) {
       });
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kInternal);
+      EXPECT_EQ(error.code(), ErrorCode::kUser);
       EXPECT_EQ(error.rank(), 1);
       EXPECT_STREQ(error.what(), "an exception that is not a std::exception");
     }
@@ -36,7 +36,7 @@ TEST(GuardTest, SaysWhereAnExceptionOfAnyTypeCameFrom) {
       rethrow_from("stage 1, 0F0");
     }
   } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kInternal);
+    EXPECT_EQ(error.code(), ErrorCode::kUser);
     EXPECT_STREQ(error.what(), "stage 1, 0F0: an exception that is not a std::exception");
   }
 }

@@ -199,6 +199,10 @@ TEST_P(BatchTest, ABatchOfTheCallerTrainsLikeTheSources) {
         const Job job{.pipeline = comm.size() / replicas, .replicas = replicas, .feed = feed};
         Pipeline expected(comm, options_of(job), factory(), *source);
         Pipeline pipeline(comm, options_of(job), factory(), spec(feed));
+        const BatchShare share = pipeline.share();
+        EXPECT_EQ(share.replica, feed == Feed::kRank0 ? 0 : comm.rank() / job.pipeline);
+        EXPECT_EQ(share.targets,
+                  feed == Feed::kRank0 ? comm.rank() == 0 : (comm.rank() + 1) % job.pipeline == 0);
         for (std::uint64_t step = 1; step <= 3; ++step) {
           const Samples samples(*source, step, {0, 12}, /*all_count=*/false);
           EXPECT_EQ(pipeline.train_step(passed(samples, job, comm)).loss,
@@ -340,6 +344,19 @@ TEST_P(BatchTest, OutputsOfReplicasGoWhereTheCallerWants) {
   });
 }
 
+// As in train_step({}): what a rank passes that has nothing of the batch.
+TEST_P(BatchTest, EmptyBracesAreABatchToEvaluate) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const Job job{.pipeline = comm.size(), .feed = Feed::kRank0};
+    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
+    const Samples samples(*synthetic_tokens(model_of()), 1, {0, 7});
+    const Batch batch = samples.batch();
+    const EvaluationReport report =
+        comm.rank() == 0 ? pipeline.evaluate(batch) : pipeline.evaluate({});
+    EXPECT_EQ(report.targets, 7 * kContext);
+  });
+}
+
 void expect_refusal(const std::string& text, const std::function<void()>& call) {
   try {
     call();
@@ -429,7 +446,7 @@ TEST_P(BatchTest, ACallbackThatThrowsEndsThePipelineOnAllRanks) {
     Pipeline pipeline(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
     const Samples samples(*source, 1, {0, 12});
     const auto fail = [](SampleRange, std::span<const Tensor>) { throw 42; };
-    expect_refusal("an exception that is not a std::exception",
+    expect_refusal("on_outputs: an exception that is not a std::exception",
                    [&] { (void)pipeline.infer(samples.batch().inputs, {.on_outputs = fail}); });
     EXPECT_FALSE(pipeline.usable());
     ASSERT_NE(pipeline.failure(), nullptr);

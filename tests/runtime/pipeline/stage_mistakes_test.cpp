@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <functional>
+#include <latch>
 #include <limits>
 #include <memory>
 #include <stdexcept>
@@ -11,9 +12,12 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/checkpoint.hpp>
+#include <sluice/data.hpp>
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/stage.hpp>
+#include <sluice/step_timeline.hpp>
 
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/engine/wrapped_stage.hpp"
@@ -161,7 +165,7 @@ TEST_P(StageMistakesTest, ParametersAreAskedForTwiceAndWhatThatThrowsNamesTheSta
         EXPECT_EQ(calls, comm.rank() + 1 == comm.size() ? 2 : 0);
         continue;
       }
-      expect_error(ErrorCode::kInternal, {last_stage(comm) + ", parameters(): not yet"}, train);
+      expect_error(ErrorCode::kUser, {last_stage(comm) + ", parameters(): not yet"}, train);
     }
   });
 }
@@ -228,7 +232,7 @@ TEST_P(StageMistakesTest, AnOptimizerThatThrowsIsNamedOnAllRanksInTheNextCallAtT
     };
     Pipeline pipeline(comm, options, factory_of({}), *source);
     (void)pipeline.train_step();
-    expect_error(ErrorCode::kInternal, {name + ", update() of step 2: no more scratch"}, [&] {
+    expect_error(ErrorCode::kUser, {name + ", update() of step 2: no more scratch"}, [&] {
       (void)pipeline.train_step();
       EXPECT_FALSE(last);
       pipeline.close();
@@ -240,8 +244,199 @@ TEST_P(StageMistakesTest, AnOptimizerThatThrowsIsNamedOnAllRanksInTheNextCallAtT
       if (last) throw std::runtime_error("no more scratch");
       return std::make_unique<FailingOptimizer>(false);
     };
-    expect_error(ErrorCode::kInternal, {"making " + name + ": no more scratch"},
+    expect_error(ErrorCode::kUser, {"making " + name + ": no more scratch"},
                  [&] { const Pipeline none(comm, options, factory_of({}), *source); });
+  });
+}
+
+// Each call that a callback may not make.
+std::vector<std::function<void(Pipeline&)>> calls_of_callbacks() {
+  static const float number = 1;
+  const Batch batch{.inputs = {view(std::span(&number, 1), {1, 1})},
+                    .targets = {view(std::span(&number, 1), {1, 1})}};
+  const auto numbers =
+      make_array_dataset({host_copy(batch.inputs[0])}, {host_copy(batch.targets[0])});
+  const std::string directory = ::testing::TempDir() + "/called_back";
+  return {[](Pipeline& p) { (void)p.train_step(); },
+          [=](Pipeline& p) { (void)p.train_step(batch); },
+          [=](Pipeline& p) { (void)p.accumulate(batch); },
+          [=](Pipeline& p) { (void)p.forward_backward(batch); },
+          [](Pipeline& p) { (void)p.optimizer_step(); },
+          [](Pipeline& p) { p.drop_gradients(); },
+          [](Pipeline& p) { p.set_learning_rate(0.5); },
+          [=](Pipeline& p) { (void)p.evaluate(batch); },
+          [](Pipeline& p) { (void)p.evaluate(4); },
+          [](Pipeline& p) { (void)p.evaluate(*counting_source(4), 4); },
+          [=](Pipeline& p) { (void)p.infer(batch.inputs); },
+          [](Pipeline& p) { p.close(); },
+          [](Pipeline& p) { p.set_step(77); },
+          [](Pipeline& p) { p.values_changed(); },
+          [](Pipeline& p) { (void)p.state(); },
+          [](Pipeline& p) { p.set_state({}); },
+          [=](Pipeline& p) { (void)p.loader(numbers, {}); },
+          [](Pipeline& p) { (void)step_timeline(p); },
+          [=](Pipeline& p) { save_checkpoint(p, {.directory = directory}); },
+          [=](Pipeline& p) { (void)load_checkpoint(p, directory); },
+          [=](Pipeline& p) { load_weights(p, directory); }};
+}
+
+constexpr const char* kCalledBack = "called from a callback of its own";
+
+TEST_P(StageMistakesTest, NoCallbackMayCallItsPipeline) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = counting_source(4);
+    for (const auto& call : calls_of_callbacks()) {
+      Pipeline* called = nullptr;
+      const StageFactory make = factory_of({.weight = [&] {
+        if (called == nullptr) return 1.0;
+        EXPECT_TRUE(called->usable());
+        EXPECT_EQ(called->parameters().size() + called->step(), 2U);
+        call(*called);
+        return 1.0;
+      }});
+      Pipeline pipeline(comm, options_of(comm.size()), make, *source);
+      (void)pipeline.train_step();
+      called = &pipeline;
+      expect_error(ErrorCode::kUsage,
+                   {last_stage(comm) + ", target_weight() of micro-batch 0: ", kCalledBack},
+                   [&] { (void)pipeline.train_step(); });
+      EXPECT_FALSE(pipeline.usable());
+    }
+  });
+}
+
+// Asks the pipeline for something before it gives targets, or inputs.
+class AskingSource final : public DataSource {
+ public:
+  explicit AskingSource(
+      std::function<void()> ask, std::function<void()> ask_first = [] {})
+      : ask_(std::move(ask)), ask_first_(std::move(ask_first)) {}
+  std::vector<TensorSpec> input_specs(std::int64_t n) const override {
+    return whole_->input_specs(n);
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t n) const override {
+    return whole_->target_specs(n);
+  }
+  void inputs(Phase phase, std::uint64_t step, SampleRange range,
+              std::span<const Tensor> into) const override {
+    ask_first_();
+    whole_->inputs(phase, step, range, into);
+  }
+  void targets(Phase phase, std::uint64_t step, SampleRange range,
+               std::span<const Tensor> into) const override {
+    ask_();
+    whole_->targets(phase, step, range, into);
+  }
+
+ private:
+  std::function<void()> ask_, ask_first_;
+  std::unique_ptr<DataSource> whole_ = counting_source(4);
+};
+
+class AskingOptimizer final : public Optimizer {
+ public:
+  explicit AskingOptimizer(std::function<void()> ask) : ask_(std::move(ask)) {}
+  void update(ComputeContext&, std::uint64_t, float, float) override { ask_(); }
+  std::vector<OptimizerState> state() override { return {}; }
+
+ private:
+  std::function<void()> ask_;
+};
+
+TEST_P(StageMistakesTest, ACallFromAnyCallbackIsRefusedOnAllRanks) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    Pipeline* called = nullptr;
+    const auto ask = [&] {
+      if (called != nullptr) called->drop_gradients();
+    };
+    const AskingSource source(ask);
+    PipelineOptions options = options_of(comm.size());
+    options.training.make_optimizer = [&](std::span<Parameter* const>, const DeviceMemory&) {
+      return std::make_unique<AskingOptimizer>(ask);
+    };
+    const float number = 1;
+    const Tensor input = view(std::span(&number, 1), {1, 1});
+    const std::vector<std::function<void(Pipeline&)>> callers = {
+        [&](Pipeline& p) { (void)p.train_step(); },         // the source's own thread
+        [&](Pipeline& p) { (void)p.evaluate(source, 4); },  // the source
+        [&](Pipeline& p) { (void)p.optimizer_step(); },     // the optimizer
+        [&](Pipeline& p) {
+          (void)p.infer(std::span(&input, 1),
+                        {.on_outputs = [&](SampleRange, std::span<const Tensor>) { ask(); }});
+        }};
+    for (const auto& caller : callers) {
+      Pipeline pipeline(comm, options, factory_of({}), source);
+      const Batch batch{.inputs = {input}, .targets = {input}};
+      if (&caller == &callers[2]) (void)pipeline.forward_backward(batch);
+      called = &pipeline;
+      // An optimizer's error may come out in a later call of other ranks.
+      expect_error(ErrorCode::kUsage, {kCalledBack}, [&] {
+        caller(pipeline);
+        pipeline.close();
+      });
+      called = nullptr;
+    }
+  });
+}
+
+TEST_P(StageMistakesTest, AnErrorOfAnotherRankEndsTheWaitForASource) {
+  if (GetParam() == 1) return;
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    std::latch more(1);
+    const AskingSource source([] { throw Error(ErrorCode::kData, "boom"); }, [&] { more.wait(); });
+    Pipeline pipeline(comm, options_of(comm.size()), factory_of({}), source);
+    expect_error(ErrorCode::kData, {"boom"}, [&] { (void)pipeline.train_step(); });
+    more.count_down();
+  });
+}
+
+class AskingDataset final : public Dataset {
+ public:
+  AskingDataset(std::function<void()> size, std::function<void()> spec)
+      : ask_size_(std::move(size)), ask_spec_(std::move(spec)) {}
+  std::int64_t size() const override {
+    ask_size_();
+    return 4;
+  }
+  BatchSpec spec() const override {
+    ask_spec_();
+    return {.inputs = {{DType::kF32, {1}}}, .targets = {{DType::kF32, {1}}}};
+  }
+  void get(const ItemRequest&, std::span<const Tensor>, std::span<const Tensor>) const override {}
+
+ private:
+  std::function<void()> ask_size_, ask_spec_;
+};
+
+TEST_P(StageMistakesTest, WhatAnyCallbackThrowsIsTheProgramsOwnErrorAndNamesTheCallback) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    bool armed = false;
+    const auto fail = [&] {
+      if (armed && comm.rank() + 1 == comm.size()) throw std::runtime_error("boom");
+    };
+    const auto nothing = [] {};
+    const AskingSource source(fail);
+    const float number = 1;
+    const Tensor input = view(std::span(&number, 1), {1, 1});
+    const std::vector<std::pair<std::string, std::function<void(Pipeline&)>>> callers = {
+        {"the source, targets() of step 1: boom", [&](Pipeline& p) { (void)p.train_step(); }},
+        {"the source, targets() of an evaluation: boom",
+         [&](Pipeline& p) { (void)p.evaluate(source, 4); }},
+        {"on_outputs: boom",
+         [&](Pipeline& p) {
+           (void)p.infer(std::span(&input, 1),
+                         {.on_outputs = [&](SampleRange, std::span<const Tensor>) { fail(); }});
+         }},
+        {"the data set, size(): boom",
+         [&](Pipeline& p) { (void)p.loader(std::make_shared<AskingDataset>(fail, nothing), {}); }},
+        {"the data set, spec(): boom",
+         [&](Pipeline& p) { (void)p.loader(std::make_shared<AskingDataset>(nothing, fail), {}); }}};
+    for (const auto& [text, caller] : callers) {
+      Pipeline pipeline(comm, options_of(comm.size()), factory_of({}), source);
+      armed = true;
+      expect_error(ErrorCode::kUser, {text}, [&, &call = caller] { call(pipeline); });
+      armed = false;
+    }
   });
 }
 

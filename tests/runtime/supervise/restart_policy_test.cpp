@@ -46,7 +46,7 @@ TEST(ExitKindTest, IsThatOfTheTable) {
   EXPECT_THAT(retried, ElementsAre(1, 9, 10, 11, 134, 135, 136, 137, 138, 139));
   EXPECT_EQ(kind_of_exit(0), ExitKind::kDone);
   EXPECT_EQ(kind_of_exit(12), ExitKind::kStopped);
-  for (const int code : {2, 3, 4, 5, 6, 7, 8, 70, 127, 143, 255}) {
+  for (const int code : {2, 3, 4, 5, 6, 7, 8, 13, 70, 127, 143, 255}) {
     EXPECT_EQ(kind_of_exit(code), ExitKind::kHopeless) << code;
   }
 }

@@ -200,13 +200,13 @@ TEST(WatchdogTest, RefusesLimitsThatCannotWork) {
   };
   EXPECT_EQ(refused({.on = true}), "");
   EXPECT_EQ(refused({.on = true, .timeout = 1, .action_timeout = 5}), "");
-  EXPECT_THAT(refused({.on = true, .timeout = 0.5}), HasSubstr("option --timeout: 0.5 s; legal"));
-  EXPECT_THAT(refused({.on = true, .timeout = -1}), HasSubstr("--timeout"));
-  EXPECT_THAT(refused({.on = true, .action_timeout = 1e9}), HasSubstr("--action-timeout"));
-  EXPECT_THAT(refused({.on = true, .first_port = 9, .last_port = 8}),
-              HasSubstr("--watchdog-ports"));
-  EXPECT_THAT(refused({.on = true, .first_port = 0, .last_port = 8}),
-              HasSubstr("--watchdog-ports"));
+  EXPECT_THAT(refused({.on = true, .timeout = 0.5}),
+              HasSubstr("the watchdog's timeout is 0.5 s; legal"));
+  EXPECT_THAT(refused({.on = true, .timeout = -1}), HasSubstr("timeout is -1 s"));
+  EXPECT_THAT(refused({.on = true, .action_timeout = 1e9}),
+              HasSubstr("timeout of an action is 1000000000 s"));
+  EXPECT_THAT(refused({.on = true, .first_port = 9, .last_port = 8}), HasSubstr("ports are"));
+  EXPECT_THAT(refused({.on = true, .first_port = 0, .last_port = 8}), HasSubstr("ports are"));
 }
 
 TEST(LiveStatusTest, NamesADirectoryWithoutAJobAndAFileOfAnotherForm) {

@@ -102,7 +102,7 @@ TEST(PytorchCsvTest, LineEndsMayBeMissingLineFeedOrBoth) {
 }
 
 TEST(PytorchCsvTest, EveryRankComputesAndEveryStageHasOneRank) {
-  EXPECT_THAT(csv_refusal(""), HasSubstr("the file is empty"));
+  EXPECT_THAT(csv_refusal(""), HasSubstr("the text is empty"));
   EXPECT_THAT(csv_refusal("0F0,0B0\n\n"), HasSubstr("row 2, column 1: the row computes nothing"));
   EXPECT_THAT(csv_refusal("0F0,0B0\n0F1,0B1"),
               AllOf(HasSubstr("row 2, column 1"), HasSubstr("row 1 computes stage 0")));
