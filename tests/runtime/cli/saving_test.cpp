@@ -342,6 +342,32 @@ TEST_F(SavingTest, TheLastValidationIsBounded) {
   EXPECT_EQ(lines_with(all.out, " windows)"), 0) << all.out;
 }
 
+TEST_F(SavingTest, ADamagedSaveIsNeitherExportedNorDigested) {
+  trained("--steps 2 --save run");
+  EXPECT_EQ(sluice("export run sound").code, 0);
+  EXPECT_THAT(sluice("verify sound").out, HasSubstr("'sound': 3 files are as SHA256SUMS says"));
+  EXPECT_EQ(shell("cd $DIR/sound && sha256sum --quiet -c SHA256SUMS").code, 0);
+  const std::string before = digest("sound");
+  for (const char* file : {"run/step-00000002/model.safetensors", "sound/model.safetensors"}) {
+    damage(file);
+  }
+  for (const char* command : {"export run out", "export run out --precision bf16", "digest run"}) {
+    expect_refusal(sluice(command), 5, "step-00000002/model.safetensors' is damaged: bytes 0 to");
+    EXPECT_FALSE(fs::exists(path("out")));
+    const Outcome unverified = sluice(std::string(command) + " --verify off");
+    EXPECT_EQ(unverified.code, 0) << unverified.err;
+    fs::remove_all(path("out"));
+  }
+  expect_refusal(sluice("verify sound"), 5,
+                 "'sound/model.safetensors' is damaged: expected sha256");
+  EXPECT_NE(digest("sound"), before);
+  write("sound/SHA256SUMS", "0  /etc/passwd\n");
+  expect_refusal(sluice("verify sound"), 5,
+                 "'sound/SHA256SUMS' is damaged: '0  /etc/passwd' is no");
+  fs::remove(path("sound/SHA256SUMS"));
+  EXPECT_THAT(sluice("verify sound").out, HasSubstr("'sound' has no hashes to compare with"));
+}
+
 TEST_F(SavingTest, AnExportIsReadAndNotResumed) {
   trained("--steps 2 --save run --save-weights-only");
   EXPECT_FALSE(fs::exists(path("run/step-00000002/optimizer.safetensors")));
