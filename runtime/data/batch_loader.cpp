@@ -13,6 +13,7 @@
 #include <sluice/device.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "comm/base/threads.hpp"
 
 namespace sluice {
 namespace {
@@ -47,7 +48,8 @@ struct BatchLoader::Impl {
        bool wants_inputs, bool wants_targets, Device device)
       : source(data), phase(of_phase), ranges(std::move(micro_batches)) {
     for (BatchSlot& slot : slots) allocate(slot, wants_inputs, wants_targets, device);
-    if (wants_inputs || wants_targets) worker = std::thread([this] { work(); });
+    if (wants_inputs || wants_targets)
+      worker = start_thread("loader of batches", [this] { work(); });
   }
 
   ~Impl() {

@@ -15,6 +15,7 @@
 
 #include "comm/base/cores.hpp"
 #include "comm/base/host.hpp"
+#include "comm/base/threads.hpp"
 #include "runtime/options/process.hpp"
 
 namespace sluice {
@@ -66,7 +67,8 @@ std::string waiting_text(const std::string& who, const std::string& what,
 }
 
 StartLimit::StartLimit(std::string what, std::chrono::milliseconds limit) : what_(std::move(what)) {
-  if (limit.count() > 0) thread_ = std::thread([this, limit] { watch(limit); });
+  if (limit.count() > 0)
+    thread_ = start_thread("time limit of the start", [this, limit] { watch(limit); });
 }
 
 StartLimit::~StartLimit() {
