@@ -112,7 +112,6 @@ void Scribe::say_now(std::string text) {
 }
 
 void Scribe::replace(const std::filesystem::path& path, std::string text) {
-  if (!idle()) return;
   run([path, text = std::move(text)] {
     try {
       AtomicFile file(path);
