@@ -439,6 +439,7 @@ void Checkpointer::Impl::begin() {
     states = {};
     phase = Phase::kWriting;
     on_all_ranks_or_abandon([&] {
+      if (options.before_save) options.before_save();
       if (first()) {
         for (const auto& [each, take] : takers) states.add(each, take());
       }

@@ -158,6 +158,7 @@ class Training {
   void tidy_complete_run() const;
   void open_metrics();
   void open_saver();
+  void require_same_data() const;
   [[nodiscard]] std::map<std::string, std::string> model_files(DType precision) const;
   void plan_evaluations();
   void dry_run(Communicator& comm, ControlChannel& control);
@@ -422,6 +423,7 @@ void Training::open_saver() {
   if (options_.save.empty()) return;
   CheckpointOptions checkpoint = options_.checkpoint;
   checkpoint.data = data_;
+  checkpoint.before_save = [this] { require_same_data(); };
   checkpoint.model = model_config_text(options_.model);
   checkpoint.skipped = skipped_;
   if (!architecture_of(options_.model).empty()) {
@@ -446,6 +448,16 @@ void Training::open_saver() {
         [](std::string_view text) { return text.find('#') == std::string_view::npos; });
     if (!written) note(fmt::format("'{}' is not Sluice's: it stays as it is", path.string()));
   });
+}
+
+// A save says what it was trained on.
+void Training::require_same_data() const {
+  const std::string change = data_difference(data_, data_identity(*file_));
+  if (change.empty()) return;
+  throw_error(ErrorCode::kData,
+              "data file '{}' has changed since the start: {}; nothing is saved of the steps since "
+              "the last save",
+              options_.data, change);
 }
 
 // Of the saves: those of the save or the model that the run goes on from stay.

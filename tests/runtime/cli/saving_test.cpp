@@ -267,6 +267,43 @@ TEST_F(SavingTest, ASignalStopsTheJobAfterItsStep) {
   }
 }
 
+TEST_F(SavingTest, AReaderOfTheOutputThatGoesAndAFileThatMayNotGrowEndNoProcess) {
+  const Outcome piped = shell("sh -c '(" SLUICE_PROGRAM " " + train("--steps 4 --save run") +
+                              "; echo $? >code) | true'");
+  EXPECT_EQ(read_file(path("code")), "0\n") << piped.err;
+  EXPECT_EQ(steps_of("run").size(), 1U);
+  const Outcome limited =
+      shell("sh -c 'ulimit -f 16; " SLUICE_PROGRAM " " + train("--steps 4 --save limited'"));
+  EXPECT_EQ(limited.code, 4) << limited.err;
+  EXPECT_THAT(error_line(limited.err), HasSubstr("File too large"));
+}
+
+// While the job trains. `how`: a shell command, once there is a save.
+TEST_F(SavingTest, DataThatChangesUnderAJobEndsIt) {
+  const auto changed = [&](const std::string& options, const std::string& how) {
+    write("live.txt", read_file(path("text.txt")));
+    return shell("sh -c '" SLUICE_PROGRAM " " +
+                 train("--data live.txt --steps 1000000 --save run ") + options +
+                 " & while ! [ -e run/latest ]; do sleep 0.05; done; " + how + "; wait $!'");
+  };
+  const Outcome other =
+      changed("--save-every 20", "printf zzzz | dd of=live.txt conv=notrunc status=none");
+  EXPECT_EQ(other.code, 3) << other.out << other.err;
+  EXPECT_THAT(error_line(other.err),
+              HasSubstr("data file 'live.txt' has changed since the start: sha256 "));
+  EXPECT_EQ(sluice("verify run").code, 0);
+  const Outcome evaluated = sluice("evaluate --weights run --data live.txt --validation-samples 1");
+  EXPECT_THAT(evaluated.err,
+              HasSubstr("warning: 'live.txt' is not as the training read it: sha256"));
+  write("live.txt", read_file(path("text.txt")));
+  EXPECT_THAT(sluice("evaluate --weights run --validation-samples 1").err,
+              Not(HasSubstr("warning")));
+  fs::remove_all(path("run"));
+  const Outcome shorter = changed("--save-minutes 0.001", "truncate -s 0 live.txt");
+  EXPECT_THAT(error_line(shorter.err),
+              AllOf(HasSubstr("SIGBUS on rank 0"), HasSubstr("; 'live.txt' has become shorter")));
+}
+
 TEST_F(SavingTest, MetricsHaveNoTornAndNoDoubledLine) {
   trained("--steps 4 --save run --save-every 2 --metrics m.jsonl");
   write("m.jsonl", read_file(path("m.jsonl")) + "{\"step\":5,\"lo");
