@@ -102,8 +102,8 @@ void prune_saves(const std::filesystem::path& directory, const Retention& retent
 bool write_for_people(const std::filesystem::path& path, const std::string& text,
                       const std::function<bool(std::string_view)>& is_own);
 
-// Throws Error(kIo) where the file system of DIR has less than `bytes` (and a reserve of 1 MiB)
-// free for this process, with both numbers.
+// Throws Error(kIo) where the file system of DIR, which may not be there yet, has less than `bytes`
+// (and a reserve of 1 MiB) free for this process, with all three numbers.
 void require_space(const std::filesystem::path& directory, std::uint64_t bytes);
 
 }  // namespace sluice

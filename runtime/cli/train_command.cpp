@@ -39,6 +39,7 @@
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
+#include "runtime/layout/save_shares.hpp"
 #include "runtime/models/model_config.hpp"
 #include "runtime/models/model_tensors.hpp"
 #include "runtime/options/process.hpp"
@@ -53,6 +54,7 @@
 #include "runtime/report/timeline.hpp"
 #include "runtime/tokens/same_tokenizer.hpp"
 #include "stages/cpu/cpu_report.hpp"
+#include "stages/operators/optimizer.hpp"
 
 namespace sluice {
 namespace {
@@ -168,6 +170,7 @@ class Training {
   void compare_with_saved();
   void require_a_batch() const;
   void require_writable_outputs() const;
+  void require_room(const JobLayout& layout) const;
   void require_unused(const std::filesystem::path& directory) const;
   void require_steps_left(std::uint64_t done) const;
   [[nodiscard]] StageFactory stages() const;
@@ -530,6 +533,22 @@ void Training::describe(const JobLayout& layout, const std::string& ranks) const
   std::fflush(stdout);
 }
 
+// For a save, as the Checkpointer finds it. That may remove saves beyond --keep first.
+void Training::require_room(const JobLayout& layout) const {
+  const CheckpointOptions& checkpoint = options_.checkpoint;
+  if (options_.save.empty() || std::ssize(scan_saves(options_.save).saves) > checkpoint.keep)
+    return;
+  std::size_t elements = 0;
+  for (const SavedParameter& each :
+       share_saves(layout.plans, layout.parameters, layout.place.topology.replicas)) {
+    elements += static_cast<std::size_t>(each.elements);
+  }
+  const std::size_t state =
+      checkpoint.weights_only ? 0 : state_bytes_per_element(options_.pipeline.training.optimizer);
+  const std::size_t rounded = checkpoint.precision == DType::kBf16 ? size_of(DType::kBf16) : 0;
+  require_space(options_.save, elements * (sizeof(float) + state + rounded));
+}
+
 void Training::dry_run(Communicator& comm, ControlChannel& control) {
   const JobLayout layout =
       PipelineAccess::plan_layout(world_, pipeline_options_, stages(), *source_);
@@ -537,6 +556,7 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
   guarded(control, world_.rank(), [&] {
     Collectives collectives(comm, 0, &control);
     ranks = describe_ranks(collectives, layout);
+    if (first()) require_room(layout);
     if (!options_.resume.from) return;
     resumed_ = options_.resume.from;
     compare_with_saved();
