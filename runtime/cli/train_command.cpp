@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <limits>
@@ -891,6 +892,8 @@ int train_command(int argc, char** argv) {
       "train", argc, argv,
       [&] {
         options = parse_train_options(arguments);
+        // A reader of the output that goes, and a file that may not grow, are errors of writing.
+        for (const int each : {SIGPIPE, SIGXFSZ}) (void)std::signal(each, SIG_IGN);
         if (!options.save.empty() && !options.dry_run && options.help.empty()) stop.begin();
         return options.help;
       },

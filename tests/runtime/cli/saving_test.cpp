@@ -251,7 +251,7 @@ TEST_F(SavingTest, ARequestInTheDirectoryStopsTheJobAfterItsStep) {
 }
 
 TEST_F(SavingTest, ASignalStopsTheJobAfterItsStep) {
-  for (const char* signal : {"USR1", "TERM", "INT"}) {
+  for (const char* signal : {"USR1", "TERM", "INT", "HUP"}) {
     const std::string save = std::string("run") + signal;
     const std::string program =
         fill("sh -c '" SLUICE_PROGRAM " " + train("--steps 1000000 --save @ ") +
