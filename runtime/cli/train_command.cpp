@@ -314,19 +314,25 @@ bool Training::already_complete(Collectives& collectives) const {
   });
 }
 
-// A kill may have left the last save without its name, or others half removed; no Checkpointer
-// opens the directory again.
+// A kill may have left the last save without its name, others half removed, its lock, or a request
+// to stop; no Checkpointer opens the directory again.
 void Training::tidy_complete_run() const {
   const std::filesystem::path& last = options_.resume.from->directory;
-  const bool named = last.filename() == save_name(last);
-  if (!first() || options_.dry_run || (named && !has_leftovers(options_.save))) return;
+  const std::filesystem::path stop = std::filesystem::path(options_.save) / "stop";
+  std::error_code error;
+  const bool named = last.filename() == save_name(last), cut = has_leftovers(options_.save);
+  const bool ended = std::filesystem::exists(stop, error) ||
+                     std::filesystem::exists(stop.parent_path() / "lock", error);
+  if (!first() || options_.dry_run || (named && !cut && !ended)) return;
   const auto print = [](const std::string& line) { fmt::print("{}\n", line); };
   try {
     const SaveLock lock(options_.save, SaveLock::kWatch, print);
     for (const std::string& line : open_save_directory(options_.save)) print(line);
-  } catch (const Error& error) {
+    if (std::filesystem::is_regular_file(stop, error)) std::filesystem::remove(stop, error);
+  } catch (const Error& in_use) {
     if (!named) throw;
-    print(fmt::format("remains of cut saves stay in '{}': {}", options_.save, error.what()));
+    if (!cut) return;
+    print(fmt::format("remains of cut saves stay in '{}': {}", options_.save, in_use.what()));
   }
 }
 

@@ -191,6 +191,12 @@ TEST_F(SavingTest, ACompleteRunClearsWhatAKillLeftBeside) {
   EXPECT_FALSE(fs::exists(path("run/lock")));
   EXPECT_EQ(digest("run"), before);
 
+  write("run/lock", "");  // of a dead job
+  write("run/stop", "");
+  EXPECT_EQ(trained(again).out, "already complete: run has done all 4 steps\n");
+  EXPECT_FALSE(fs::exists(path("run/lock")));
+  EXPECT_FALSE(fs::exists(path("run/stop")));
+
   leave(".step-00000001.deleted");
   const SaveLock other(path("run"));  // a job that still saves there
   const Outcome kept = trained(again);
