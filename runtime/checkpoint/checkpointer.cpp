@@ -235,16 +235,16 @@ void Checkpointer::Impl::require_whole_stages() const {
 void Checkpointer::Impl::open_directory() {
   on_all_ranks(world(), [&] {
     if (!leader) return;
-    if (select_saves(options.directory).one_step) {
-      throw_usage("'{}' is one save of a directory of saves; give that directory",
-                  options.directory.string());
-    }
     std::error_code error;
     options.directory = fs::absolute(options.directory, error).lexically_normal();
     fs::create_directories(options.directory, error);
     if (error || !fs::is_directory(options.directory)) {
       throw_error(ErrorCode::kIo, "cannot create directory '{}': {}", options.directory.string(),
                   error ? error.message() : "it is no directory");
+    }
+    if (select_saves(options.directory).one_step) {
+      throw_usage("'{}' is one save of a directory of saves; give that directory",
+                  options.directory.string());
     }
     lock = std::make_unique<SaveLock>(options.directory, SaveLock::kWatch,
                                       [this](const std::string& line) { say(line); });

@@ -305,6 +305,9 @@ std::string save_name(const fs::path& save) {
 SaveSelection select_saves(const fs::path& path) {
   SaveSelection selection;
   std::error_code error;
+  if (fs::exists(path, error) && !fs::is_directory(path, error)) {
+    throw_error(ErrorCode::kWeights, "'{}' is no directory, so it holds no save", path.string());
+  }
   const std::string name = fs::weakly_canonical(path, error).filename().string();
   const bool state = fs::exists(path / "state.json", error);
   // A step without state.json is a damaged one, and not of version 0.1.

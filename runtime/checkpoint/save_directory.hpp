@@ -51,7 +51,7 @@ struct SaveScan {
 
 // What `--resume DIR`, `generate DIR` and the like mean: a step's directory (by a state.json of
 // format 2, or by its name) alone, else all of DIR's. `of_0_1`: files of version 0.1 lie directly
-// in DIR.
+// in DIR. Throws Error(kWeights) where DIR is something else than a directory.
 struct SaveSelection {
   std::vector<Save> candidates;  // the newest first
   std::vector<std::string> broken;

@@ -92,9 +92,7 @@ class Output {
     if (error || !fs::is_empty(directory_, error)) {
       throw_error(ErrorCode::kIo, "directory '{}' {}; give a new or an empty directory",
                   directory_.string(),
-                  error                          ? error.message()
-                  : fs::is_directory(directory_) ? "not empty"
-                                                 : "no directory");
+                  error ? "cannot be written: " + error.message() : "is not empty");
     }
   }
   Output(const Output&) = delete;
