@@ -193,6 +193,7 @@ TEST(WatchdogTest, WritesAStatusThatTheDoctorReads) {
     const Watchdog watchdog(world, job_of(board, 2),
                             {.on = true, .timeout = 1, .directory = directory.path().string()});
     board.begin_run(RunPhase::kTrain, 3);
+    board.begin_run(RunPhase::kEvaluate, 0);
     board.begin_wait({WaitSubject::What::kReceive, 1 - comm.rank(), 0, 64, -1},
                      WaitGroup::kPipeline);
     board.saved(3);
