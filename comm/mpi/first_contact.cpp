@@ -17,6 +17,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/local_ranks.hpp"
 #include "comm/group/waiter.hpp"
 #include "comm/mpi/mpi_check.hpp"
 #include "comm/mpi/mpi_session.hpp"
@@ -117,14 +118,17 @@ double seconds(std::chrono::milliseconds time) { return static_cast<double>(time
 std::optional<Refusal> judge(const std::vector<Greeting>& greetings, const std::vector<int>& silent,
                              std::chrono::milliseconds limit) {
   if (!silent.empty()) {
+    const std::string cause = silence_on_host(local_ranks(), static_cast<int>(greetings.size()));
     return Refusal{
         ErrorCode::kPeer,
-        fmt::format("no message from rank{} {} reached rank 0 on {} within {} s. Their hosts do "
-                    "not reach it, or their processes do not run: name the network that joins all "
-                    "hosts ('--mca btl_tcp_if_include NETWORK'), open its ports, or allow more "
-                    "time with SLUICE_START_TIMEOUT=SECONDS",
+        fmt::format("no message from rank{} {} reached rank 0 on {} within {} s: {}. "
+                    "SLUICE_START_TIMEOUT=SECONDS allows more time",
                     silent.size() == 1 ? "" : "s", fmt::join(silent, ", "),
-                    greetings[0].host.data(), seconds(limit))};
+                    greetings[0].host.data(), seconds(limit),
+                    cause.empty() ? "their hosts do not reach it, or their processes do not run: "
+                                    "name the network that joins all hosts ('--mca "
+                                    "btl_tcp_if_include NETWORK'), and open its ports"
+                                  : cause)};
   }
   const auto differ = [&](const auto field, const char* what,
                           const char* cure) -> std::optional<Refusal> {
@@ -175,17 +179,21 @@ void greet_all(const Greeting& mine, int ranks, int tag, std::chrono::millisecon
   if (refusal) throw Error(refusal->code, refusal->text, 0);
 }
 
-void greet_first(const Greeting& mine, int rank, int tag, std::chrono::milliseconds limit) {
+void greet_first(const Greeting& mine, int rank, int ranks, int tag,
+                 std::chrono::milliseconds limit) {
   Transfers<Greeting> greetings;
   greetings.push_back(Transfer<Greeting>::send(mine, 0, tag));
   Transfers<Verdict> arrivals;
   arrivals.push_back(Transfer<Verdict>::receive(0, tag));
   // Rank 0 itself waits for `limit`.
   if (!wait_all(arrivals, Clock::now() + 2 * limit).empty()) {
+    const std::string cause = silence_on_host(local_ranks(), ranks);
     throw Error(ErrorCode::kPeer,
-                fmt::format("rank {} on {} hears nothing from rank 0 since {} s: their hosts do "
-                            "not reach each other, or rank 0 does not run",
-                            rank, mine.host.data(), seconds(2 * limit)),
+                fmt::format("rank {} on {} hears nothing from rank 0 since {} s: {}", rank,
+                            mine.host.data(), seconds(2 * limit),
+                            cause.empty() ? "their hosts do not reach each other, or rank 0 does "
+                                            "not run"
+                                          : cause),
                 rank);
   }
   (void)wait_all(greetings, Clock::now() + limit);
@@ -212,7 +220,7 @@ void make_first_contact(const std::string& build, std::chrono::milliseconds limi
   if (rank == 0) {
     greet_all(mine, ranks, info.tag_upper_bound, limit);
   } else {
-    greet_first(mine, rank, info.tag_upper_bound, limit);
+    greet_first(mine, rank, ranks, info.tag_upper_bound, limit);
   }
 }
 

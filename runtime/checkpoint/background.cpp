@@ -2,14 +2,11 @@
 
 #include <utility>
 
-#include "comm/base/held_signals.hpp"
+#include "comm/base/threads.hpp"
 
 namespace sluice {
 
-Background::Background() {
-  const HeldSignals held;
-  thread_ = std::thread([this] { run(); });
-}
+Background::Background() : thread_(start_thread("writer of saves", [this] { run(); })) {}
 
 Background::~Background() {
   {

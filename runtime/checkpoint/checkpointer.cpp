@@ -85,6 +85,8 @@ struct Checkpointer::Impl {
   void require_visible();
   void require_own_directory(const SaveScan& scan) const;
   void collect_share();
+  [[nodiscard]] Retention retention() const;
+  void make_room();
   [[nodiscard]] std::uint32_t flags() const;
   // On rank 0: removes the stop file. Lines for people.
   [[nodiscard]] std::vector<std::string> remove_stop_file() const;
@@ -156,6 +158,9 @@ Checkpointer::Impl::Impl(Pipeline& pipeline_in, CheckpointOptions options_in,
     find_leaders();
     open_directory();
     collect_share();
+    on_all_ranks(world(), [&] {
+      if (leader) make_room();
+    });
   });
   PipelineAccess::set_step_flags(pipeline, [this] { return flags(); });
 }
@@ -232,16 +237,16 @@ void Checkpointer::Impl::require_whole_stages() const {
 void Checkpointer::Impl::open_directory() {
   on_all_ranks(world(), [&] {
     if (!leader) return;
-    if (select_saves(options.directory).one_step) {
-      throw_usage("'{}' is one save of a directory of saves; give that directory",
-                  options.directory.string());
-    }
     std::error_code error;
     options.directory = fs::absolute(options.directory, error).lexically_normal();
     fs::create_directories(options.directory, error);
     if (error || !fs::is_directory(options.directory)) {
       throw_error(ErrorCode::kIo, "cannot create directory '{}': {}", options.directory.string(),
                   error ? error.message() : "it is no directory");
+    }
+    if (select_saves(options.directory).one_step) {
+      throw_usage("'{}' is one save of a directory of saves; give that directory",
+                  options.directory.string());
     }
     lock = std::make_unique<SaveLock>(options.directory, SaveLock::kWatch,
                                       [this](const std::string& line) { say(line); });
@@ -395,6 +400,29 @@ void Checkpointer::Impl::collect_share() {
   }
 }
 
+Retention Checkpointer::Impl::retention() const {
+  Retention retention = {.run = run,
+                         .keep = options.keep,
+                         .keep_every = options.keep_every,
+                         .remove_other_runs = options.overwrite};
+  for (const std::string& name : options.damaged) {
+    retention.damaged.push_back(options.directory / name);
+  }
+  return retention;
+}
+
+// On a leader. Saves beyond `keep` go before the next one only where it has no room beside them.
+void Checkpointer::Impl::make_room() {
+  try {
+    return require_space(options.directory, job_bytes);
+  } catch (const Error&) {
+    Retention own = retention();
+    own.remove_other_runs = false;
+    prune_saves(options.directory, own, warnings);
+  }
+  require_space(options.directory, job_bytes);
+}
+
 // When a step's record is packed. The stop file is looked for at most ten times a second.
 std::uint32_t Checkpointer::Impl::flags() const {
   std::uint32_t mine = 0;
@@ -442,6 +470,7 @@ void Checkpointer::Impl::begin() {
     states = {};
     phase = Phase::kWriting;
     on_all_ranks_or_abandon([&] {
+      if (options.before_save) options.before_save();
       if (first()) {
         for (const auto& [each, take] : takers) {
           states.add(each, calling("state '" + each + "'", take));
@@ -449,7 +478,7 @@ void Checkpointer::Impl::begin() {
       }
       if (!leader) return;
       lock->require_held();
-      require_space(options.directory, job_bytes);
+      make_room();
       partial = begin_save(options.directory, step, warnings);
     });
     partial = options.directory / world().broadcast_string(partial.filename().string(), 0);
@@ -545,14 +574,7 @@ void Checkpointer::Impl::publish() {
   lock->require_held();
   publish_save(options.directory, partial, state, warnings);
   PipelineAccess::saved(pipeline, state.step);
-  Retention retention = {.run = run,
-                         .keep = options.keep,
-                         .keep_every = options.keep_every,
-                         .remove_other_runs = options.overwrite};
-  for (const std::string& name : options.damaged) {
-    retention.damaged.push_back(options.directory / name);
-  }
-  prune_saves(options.directory, retention, warnings);
+  prune_saves(options.directory, retention(), warnings);
 }
 
 // Throws Refused on all ranks where `body` throws on any, after which no save is open.

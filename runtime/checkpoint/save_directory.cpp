@@ -305,6 +305,9 @@ std::string save_name(const fs::path& save) {
 SaveSelection select_saves(const fs::path& path) {
   SaveSelection selection;
   std::error_code error;
+  if (fs::exists(path, error) && !fs::is_directory(path, error)) {
+    throw_error(ErrorCode::kWeights, "'{}' is no directory, so it holds no save", path.string());
+  }
   const std::string name = fs::weakly_canonical(path, error).filename().string();
   const bool state = fs::exists(path / "state.json", error);
   // A step without state.json is a damaged one, and not of version 0.1.
@@ -434,15 +437,19 @@ void prune_saves(const fs::path& directory, const Retention& retention,
 
 void require_space(const fs::path& directory, std::uint64_t bytes) {
   constexpr std::uint64_t kReserve = std::uint64_t{1} << 20;
+  std::error_code error;
+  fs::path there = fs::absolute(directory, error);
+  while (!fs::exists(there, error) && there.has_relative_path()) there = there.parent_path();
   struct statvfs info = {};
-  if (::statvfs(directory.c_str(), &info) != 0) {
+  if (::statvfs(there.c_str(), &info) != 0) {
     fail("look at the file system of", directory, std::generic_category().message(errno));
   }
   const std::uint64_t free = std::uint64_t{info.f_bavail} * info.f_frsize;
   if (free >= bytes + kReserve) return;
   throw_error(ErrorCode::kIo,
-              "a save into '{}' takes {:.1f} MiB, but its file system has {:.1f} MiB free",
-              directory.string(), static_cast<double>(bytes + kReserve) / (1 << 20),
+              "a save into '{}' takes {:.1f} MiB and leaves {} MiB free, but its file system has "
+              "{:.1f} MiB free",
+              directory.string(), static_cast<double>(bytes) / (1 << 20), kReserve >> 20,
               static_cast<double>(free) / (1 << 20));
 }
 

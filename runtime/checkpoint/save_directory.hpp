@@ -51,7 +51,7 @@ struct SaveScan {
 
 // What `--resume DIR`, `generate DIR` and the like mean: a step's directory (by a state.json of
 // format 2, or by its name) alone, else all of DIR's. `of_0_1`: files of version 0.1 lie directly
-// in DIR.
+// in DIR. Throws Error(kWeights) where DIR is something else than a directory.
 struct SaveSelection {
   std::vector<Save> candidates;  // the newest first
   std::vector<std::string> broken;
@@ -102,8 +102,8 @@ void prune_saves(const std::filesystem::path& directory, const Retention& retent
 bool write_for_people(const std::filesystem::path& path, const std::string& text,
                       const std::function<bool(std::string_view)>& is_own);
 
-// Throws Error(kIo) where the file system of DIR has less than `bytes` (and a reserve of 1 MiB)
-// free for this process, with both numbers.
+// Throws Error(kIo) where the file system of DIR, which may not be there yet, has less than `bytes`
+// (and a reserve of 1 MiB) free for this process, with all three numbers.
 void require_space(const std::filesystem::path& directory, std::uint64_t bytes);
 
 }  // namespace sluice

@@ -21,8 +21,8 @@
 
 #include <sluice/error.hpp>
 
-#include "comm/base/held_signals.hpp"
 #include "comm/base/host.hpp"
+#include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
 
 namespace sluice {
@@ -251,8 +251,7 @@ SaveLock::SaveLock(const fs::path& directory, std::chrono::milliseconds watch,
     }
     remove_stale(path, theirs);
   }
-  const HeldSignals held;
-  impl_->thread = std::thread([this] { impl_->renew(); });
+  impl_->thread = start_thread("lock of the saves", [this] { impl_->renew(); });
 }
 
 SaveLock::~SaveLock() {

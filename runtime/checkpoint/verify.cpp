@@ -225,4 +225,10 @@ void require_headers(const fs::path& directory, const SaveState& state,
   }
 }
 
+void require_sound(const fs::path& directory, const SaveState& state, bool hashes) {
+  require_complete(directory, state);
+  if (hashes) require_hashes(directory, state, hash_pieces(state));
+  require_headers(directory, state);
+}
+
 }  // namespace sluice

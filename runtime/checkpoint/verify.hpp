@@ -38,5 +38,8 @@ void require_hashes(const std::filesystem::path& directory, const SaveState& sta
 // name, type, shape or file. Reads headers only, of `files` (all where empty).
 void require_headers(const std::filesystem::path& directory, const SaveState& state,
                      const std::set<std::string>& files = {});
+// All of these, of every file; the hashes only if asked to.
+void require_sound(const std::filesystem::path& directory, const SaveState& state,
+                   bool hashes = true);
 
 }  // namespace sluice

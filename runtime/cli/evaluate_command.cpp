@@ -63,6 +63,18 @@ OptionTable make_table(EvaluateOptions& options) {
   return table;
 }
 
+// A line where `file`, which the training read, holds something else now; empty where it does not.
+std::string change_since(const SaveState& saved, const TokenFile& file) {
+  const std::string path = file.path().string();
+  const auto trained_on = [&](const auto& option) {
+    return option.first == "data" && option.second == path;
+  };
+  if (std::none_of(saved.options.begin(), saved.options.end(), trained_on)) return "";
+  const std::string change = data_difference(saved.data, data_identity(file));
+  if (change.empty()) return "";
+  return fmt::format("sluice: warning: '{}' is not as the training read it: {}\n", path, change);
+}
+
 // Takes what is not given from the options that the save recorded.
 void complete_from(const OptionValues& saved, const std::filesystem::path& save,
                    EvaluateOptions& options) {
@@ -85,8 +97,10 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
   std::int64_t windows = 0;
   guarded(control, world.rank(), [&] {
     model = read_model_config(save);
-    complete_from(saved_options(save), save, options);
+    const SaveState saved = saved_state(save);
+    complete_from(saved.options, save, options);
     file = std::make_shared<TokenFile>(options.data, options.share);
+    if (world.rank() == 0) fmt::print(stderr, "{}", change_since(saved, *file));
     Collectives collectives(*comm, 0, &control);
     require_same_configuration(collectives, file->identity("--data"));
     windows = validation_samples(*file, model.context);

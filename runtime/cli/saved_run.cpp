@@ -104,9 +104,12 @@ void with_newest_save(const fs::path& path, Communicator& world,
   }
 }
 
-OptionValues saved_options(const fs::path& save) {
-  const SaveSelection found = select_saves(save);
-  return found.candidates.empty() ? options_of_0_1(save) : found.candidates.front().state.options;
+SaveState saved_state(const fs::path& save) {
+  SaveSelection found = select_saves(save);
+  if (!found.candidates.empty()) return std::move(found.candidates.front().state);
+  SaveState state;
+  state.options = options_of_0_1(save);
+  return state;
 }
 
 OptionValues data_identity(const TokenFile& file) {

@@ -13,6 +13,7 @@
 #include <sluice/data.hpp>
 #include <sluice/transformer.hpp>
 
+#include "runtime/checkpoint/save_state.hpp"
 #include "runtime/options/option_table.hpp"
 
 namespace sluice {
@@ -38,8 +39,9 @@ struct SavedRun {
 // then `body` is called with the next one. `body` throws on all ranks or on none.
 void with_newest_save(const std::filesystem::path& path, Communicator& world,
                       const std::function<void(const std::filesystem::path& save)>& body);
-// The options that one save's directory records; may be empty.
-[[nodiscard]] OptionValues saved_options(const std::filesystem::path& save);
+// What one save's directory records. Of version 0.1 that is at most options; of another program's
+// directory, nothing.
+[[nodiscard]] SaveState saved_state(const std::filesystem::path& save);
 
 // What training on `file` depends on: the number of tokens and a hash of them, not its path.
 [[nodiscard]] OptionValues data_identity(const TokenFile& file);

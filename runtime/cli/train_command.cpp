@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <limits>
@@ -39,6 +40,7 @@
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
+#include "runtime/layout/save_shares.hpp"
 #include "runtime/models/model_config.hpp"
 #include "runtime/models/model_tensors.hpp"
 #include "runtime/options/process.hpp"
@@ -53,6 +55,7 @@
 #include "runtime/report/timeline.hpp"
 #include "runtime/tokens/same_tokenizer.hpp"
 #include "stages/cpu/cpu_report.hpp"
+#include "stages/operators/optimizer.hpp"
 
 namespace sluice {
 namespace {
@@ -158,6 +161,7 @@ class Training {
   void tidy_complete_run() const;
   void open_metrics();
   void open_saver();
+  void require_same_data() const;
   [[nodiscard]] std::map<std::string, std::string> model_files(DType precision) const;
   void plan_evaluations();
   void dry_run(Communicator& comm, ControlChannel& control);
@@ -167,6 +171,7 @@ class Training {
   void compare_with_saved();
   void require_a_batch() const;
   void require_writable_outputs() const;
+  void require_room(const JobLayout& layout) const;
   void require_unused(const std::filesystem::path& directory) const;
   void require_steps_left(std::uint64_t done) const;
   [[nodiscard]] StageFactory stages() const;
@@ -309,19 +314,25 @@ bool Training::already_complete(Collectives& collectives) const {
   });
 }
 
-// A kill may have left the last save without its name, or others half removed; no Checkpointer
-// opens the directory again.
+// A kill may have left the last save without its name, others half removed, its lock, or a request
+// to stop; no Checkpointer opens the directory again.
 void Training::tidy_complete_run() const {
   const std::filesystem::path& last = options_.resume.from->directory;
-  const bool named = last.filename() == save_name(last);
-  if (!first() || options_.dry_run || (named && !has_leftovers(options_.save))) return;
+  const std::filesystem::path stop = std::filesystem::path(options_.save) / "stop";
+  std::error_code error;
+  const bool named = last.filename() == save_name(last), cut = has_leftovers(options_.save);
+  const bool ended = std::filesystem::exists(stop, error) ||
+                     std::filesystem::exists(stop.parent_path() / "lock", error);
+  if (!first() || options_.dry_run || (named && !cut && !ended)) return;
   const auto print = [](const std::string& line) { fmt::print("{}\n", line); };
   try {
     const SaveLock lock(options_.save, SaveLock::kWatch, print);
     for (const std::string& line : open_save_directory(options_.save)) print(line);
-  } catch (const Error& error) {
+    if (std::filesystem::is_regular_file(stop, error)) std::filesystem::remove(stop, error);
+  } catch (const Error& in_use) {
     if (!named) throw;
-    print(fmt::format("remains of cut saves stay in '{}': {}", options_.save, error.what()));
+    if (!cut) return;
+    print(fmt::format("remains of cut saves stay in '{}': {}", options_.save, in_use.what()));
   }
 }
 
@@ -422,6 +433,7 @@ void Training::open_saver() {
   if (options_.save.empty()) return;
   CheckpointOptions checkpoint = options_.checkpoint;
   checkpoint.data = data_;
+  checkpoint.before_save = [this] { require_same_data(); };
   checkpoint.model = model_config_text(options_.model);
   checkpoint.skipped = skipped_;
   if (!architecture_of(options_.model).empty()) {
@@ -446,6 +458,16 @@ void Training::open_saver() {
         [](std::string_view text) { return text.find('#') == std::string_view::npos; });
     if (!written) note(fmt::format("'{}' is not Sluice's: it stays as it is", path.string()));
   });
+}
+
+// A save says what it was trained on.
+void Training::require_same_data() const {
+  const std::string change = data_difference(data_, data_identity(*file_));
+  if (change.empty()) return;
+  throw_error(ErrorCode::kData,
+              "data file '{}' has changed since the start: {}; nothing is saved of the steps since "
+              "the last save",
+              options_.data, change);
 }
 
 // Of the saves: those of the save or the model that the run goes on from stay.
@@ -518,6 +540,22 @@ void Training::describe(const JobLayout& layout, const std::string& ranks) const
   std::fflush(stdout);
 }
 
+// For a save, as the Checkpointer finds it. That may remove saves beyond --keep first.
+void Training::require_room(const JobLayout& layout) const {
+  const CheckpointOptions& checkpoint = options_.checkpoint;
+  if (options_.save.empty() || std::ssize(scan_saves(options_.save).saves) > checkpoint.keep)
+    return;
+  std::size_t elements = 0;
+  for (const SavedParameter& each :
+       share_saves(layout.plans, layout.parameters, layout.place.topology.replicas)) {
+    elements += static_cast<std::size_t>(each.elements);
+  }
+  const std::size_t state =
+      checkpoint.weights_only ? 0 : state_bytes_per_element(options_.pipeline.training.optimizer);
+  const std::size_t rounded = checkpoint.precision == DType::kBf16 ? size_of(DType::kBf16) : 0;
+  require_space(options_.save, elements * (sizeof(float) + state + rounded));
+}
+
 void Training::dry_run(Communicator& comm, ControlChannel& control) {
   const JobLayout layout =
       PipelineAccess::plan_layout(world_, pipeline_options_, stages(), *source_);
@@ -525,6 +563,7 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
   guarded(control, world_.rank(), [&] {
     Collectives collectives(comm, 0, &control);
     ranks = describe_ranks(collectives, layout);
+    if (first()) require_room(layout);
     if (!options_.resume.from) return;
     resumed_ = options_.resume.from;
     compare_with_saved();
@@ -859,6 +898,8 @@ int train_command(int argc, char** argv) {
       "train", argc, argv,
       [&] {
         options = parse_train_options(arguments);
+        // A reader of the output that goes, and a file that may not grow, are errors of writing.
+        for (const int each : {SIGPIPE, SIGXFSZ}) (void)std::signal(each, SIG_IGN);
         if (!options.save.empty() && !options.dry_run && options.help.empty()) stop.begin();
         return options.help;
       },

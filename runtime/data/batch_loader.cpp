@@ -13,6 +13,7 @@
 #include <sluice/device.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "comm/base/threads.hpp"
 #include "runtime/data/named_calls.hpp"
 
 namespace sluice {
@@ -155,7 +156,8 @@ BatchLoader::BatchLoader(const DataSource& source, Phase phase,
     : state_(std::make_shared<State>(source, phase, std::move(micro_batches), wants_inputs,
                                      wants_targets, device)),
       patience_(patience) {
-  if (state_->reads) worker_ = std::thread([state = state_] { state->work(); });
+  if (!state_->reads) return;
+  worker_ = start_thread("loader of batches", [state = state_] { state->work(); });
 }
 
 BatchLoader::~BatchLoader() {

@@ -12,7 +12,6 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -21,6 +20,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/draw_below.hpp"
@@ -105,11 +105,9 @@ struct DataLoader::Impl {
     allocate();
     const int readers = passes_something() ? options.workers : 0;
     for (int worker = 0; worker < readers; ++worker) {
-      try {
-        threads.emplace_back([this, worker](const std::stop_token& stop) { work(stop, worker); });
-      } catch (const std::system_error& error) {
-        throw_usage("worker {} of {} cannot be started: {}", worker, readers, error.what());
-      }
+      threads.push_back(start_thread<std::jthread>(
+          fmt::format("worker {} of {}", worker, readers),
+          [this, worker](const std::stop_token& stop) { work(stop, worker); }));
     }
   }
 

@@ -235,7 +235,7 @@ LoadedSchedule load_csv(std::string_view text, const std::filesystem::path& path
 }  // namespace
 
 LoadedSchedule load_schedule(const std::filesystem::path& path, CsvAlphabet alphabet) {
-  const MappedFile file(path, ErrorCode::kPlan);
+  const MappedFile file(path, ErrorCode::kData);
   const std::string_view text(reinterpret_cast<const char*>(file.bytes().data()),
                               file.bytes().size());
   try {

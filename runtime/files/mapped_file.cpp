@@ -3,7 +3,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -12,6 +15,43 @@
 #include "runtime/files/read_file.hpp"
 
 namespace sluice {
+namespace {
+
+struct Mapping {
+  std::atomic<const std::byte*> first = nullptr;
+  std::atomic<std::size_t> size = 0;  // 0: `path` is not there
+  std::array<char, 256> path = {};
+};
+constinit std::array<Mapping, 64> mappings = {};
+
+std::size_t add_mapping(std::span<const std::byte> bytes, const std::string& path) {
+  for (std::size_t place = 0; place < mappings.size(); ++place) {
+    Mapping& each = mappings[place];
+    const std::byte* none = nullptr;
+    if (!each.first.compare_exchange_strong(none, bytes.data())) continue;
+    each.path[path.copy(each.path.data(), each.path.size() - 1)] = '\0';
+    each.size = bytes.size();
+    return place;
+  }
+  return mappings.size();
+}
+
+void remove_mapping(std::size_t place) {
+  if (place == mappings.size()) return;
+  mappings[place].size = 0;
+  mappings[place].first = nullptr;
+}
+
+}  // namespace
+
+std::string_view MappedFile::path_at(const void* address) noexcept {
+  for (const Mapping& each : mappings) {
+    const auto offset = reinterpret_cast<std::uintptr_t>(address) -
+                        reinterpret_cast<std::uintptr_t>(each.first.load());
+    if (offset < each.size) return each.path.data();
+  }
+  return {};
+}
 
 MappedFile::MappedFile(const std::filesystem::path& path, ErrorCode code) {
   const auto refuse = [&](const std::string& problem) {
@@ -23,12 +63,14 @@ MappedFile::MappedFile(const std::filesystem::path& path, ErrorCode code) {
     void* data = ::mmap(nullptr, file.bytes(), PROT_READ, MAP_PRIVATE, file.descriptor(), 0);
     if (data == MAP_FAILED) refuse(std::generic_category().message(errno));
     bytes_ = {static_cast<const std::byte*>(data), file.bytes()};
+    place_ = add_mapping(bytes_, path.string());
   } catch (const ReadProblem& problem) {
     refuse(problem.what());
   }
 }
 
-MappedFile::MappedFile(MappedFile&& other) noexcept : bytes_(std::exchange(other.bytes_, {})) {}
+MappedFile::MappedFile(MappedFile&& other) noexcept
+    : bytes_(std::exchange(other.bytes_, {})), place_(other.place_) {}
 
 void MappedFile::release(std::span<const std::byte> part) const {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
@@ -40,7 +82,9 @@ void MappedFile::release(std::span<const std::byte> part) const {
 }
 
 MappedFile::~MappedFile() {
-  if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+  if (bytes_.empty()) return;
+  remove_mapping(place_);
+  ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
 }
 
 }  // namespace sluice

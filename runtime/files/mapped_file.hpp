@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <filesystem>
 #include <span>
+#include <string_view>
 
 #include <sluice/error.hpp>
 
@@ -23,8 +24,13 @@ class MappedFile {
   // Whole pages within `part` of bytes() may leave this process's memory; they stay readable.
   void release(std::span<const std::byte> part) const;
 
+  // The path of the mapping of this process that has `address`; empty where there is none, or where
+  // there are more than 64. Also in a signal handler: a file that has become shorter is SIGBUS.
+  [[nodiscard]] static std::string_view path_at(const void* address) noexcept;
+
  private:
   std::span<const std::byte> bytes_;
+  std::size_t place_ = 0;  // among the process's mappings
 };
 
 }  // namespace sluice

@@ -29,6 +29,10 @@ void require_writable_directory(const fs::path& directory) {
     made.push_back(path);
   }
   fs::create_directories(directory, error);
+  if (error && !made.empty() && fs::is_symlink(made.back())) {
+    fail("it is a link to '" + fs::read_symlink(made.back(), error).string() +
+         "', which is not there");
+  }
   if (error) fail(error.message());
   // Processes that check at the same time use different names.
   std::string probe = (directory / kWritablePrefix).string() + "XXXXXX";

@@ -111,9 +111,10 @@ void ActivityBoard::enter(Doing doing) noexcept {
 
 void ActivityBoard::begin_run(RunPhase phase, std::uint64_t step) noexcept {
   ++run_;
+  if (phase == RunPhase::kTrain) step_ = step;
   write([&](Words& words) {
     words[1].store(pair(0, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
-    words[2].store(static_cast<std::uint64_t>(phase) << kStepBits | step,
+    words[2].store(static_cast<std::uint64_t>(phase) << kStepBits | step_,
                    std::memory_order_relaxed);
   });
 }

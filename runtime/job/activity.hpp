@@ -76,6 +76,7 @@ class ActivityBoard {
   void set_stages(std::string_view stages) noexcept;
   void enter(Doing doing) noexcept;
   [[nodiscard]] Doing doing() const noexcept { return doing_; }
+  // Of an evaluation or an inference `step` does not count: the last training step stays.
   void begin_run(RunPhase phase, std::uint64_t step) noexcept;
   void at(const PlanOp& op, std::int32_t index) noexcept {
     doing_ = Doing::kOperation;
@@ -169,7 +170,8 @@ class ActivityBoard {
   int rank_;
   std::array<char, 256> host_ = {};
   std::array<char, 128> stages_ = {};
-  std::size_t place_ = 0;  // among the process's boards
+  std::size_t place_ = 0;   // among the process's boards
+  std::uint64_t step_ = 0;  // of training, of the writing thread
 };
 
 // Says what the writing thread does while this exists; afterwards it does what it did before.

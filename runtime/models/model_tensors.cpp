@@ -5,16 +5,18 @@
 #include <sluice/hugging_face.hpp>
 
 #include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/checkpoint/verify.hpp"
 
 namespace sluice {
 
-SavedTensors open_model_tensors(const std::filesystem::path& directory) {
+SavedTensors open_model_tensors(const std::filesystem::path& directory, Verify verify) {
   if (is_hugging_face(directory)) {
     return SavedTensors(directory, read_hugging_face(directory).layout);
   }
   const SaveSelection selection = select_saves(directory);
   if (selection.candidates.empty()) return SavedTensors(directory, /*optimizer=*/false);
   const Save& save = selection.candidates.front();
+  require_sound(save.directory, save.state, verify != Verify::kOff);
   return SavedTensors(save.directory, save.state);
 }
 

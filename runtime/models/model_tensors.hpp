@@ -12,8 +12,10 @@ namespace sluice {
 
 class Pipeline;
 
-// Throws Error(kWeights) as read_hugging_face() or the reader of saves does.
-[[nodiscard]] SavedTensors open_model_tensors(const std::filesystem::path& directory);
+// Throws Error(kWeights) as read_hugging_face() or the reader of saves does; so for a save that
+// require_sound() refuses, which compares hashes unless `verify` is kOff.
+[[nodiscard]] SavedTensors open_model_tensors(const std::filesystem::path& directory,
+                                              Verify verify = Verify::kFull);
 
 // Collective. Values of all parameters of the pipeline; load_weights() of either kind.
 void load_model(Pipeline& pipeline, const std::filesystem::path& directory,

@@ -35,7 +35,7 @@ Error current_error() {
   } catch (const Error& error) {
     return error;
   } catch (const std::bad_alloc&) {
-    return {ErrorCode::kInternal, "out of memory"};
+    return {ErrorCode::kDevice, "out of host memory"};
   } catch (const std::system_error& error) {
     // fmt::print() throws where the output takes no more.
     if (std::ferror(stdout) == 0) return {code_of_foreign(error), error.what()};

@@ -14,6 +14,7 @@
 #include <sluice/program.hpp>
 
 #include "comm/base/host.hpp"
+#include "runtime/files/mapped_file.hpp"
 #include "runtime/job/activity.hpp"
 #include "runtime/options/process.hpp"
 
@@ -21,6 +22,7 @@ namespace sluice {
 namespace {
 
 constexpr std::array kFaults = {SIGSEGV, SIGBUS, SIGFPE, SIGABRT};
+constexpr const char* kShorter = "' has become shorter, or its disk cannot be read";
 constexpr std::size_t kStackBytes = std::size_t{128} << 10;
 
 const char* name_of_signal(int signal) {
@@ -44,6 +46,7 @@ void write_line(const std::array<char, 512>& line, std::size_t size) noexcept {
 
 struct Fault {
   int signal;
+  std::string_view file;  // of the address; may be empty
   int lines;
 };
 
@@ -56,9 +59,11 @@ void write_place(ActivityBoard& board, void* with) noexcept {
   std::array<char, 512> line{};
   try {
     const auto end = fmt::format_to_n(
-        line.data(), line.size(), "sluice: error: {} on rank {} on {} (stages {}), step {}: {}{}\n",
+        line.data(), line.size(),
+        "sluice: error: {} on rank {} on {} (stages {}), step {}: {}{}{}{}{}\n",
         name_of_signal(fault.signal), board.rank(), std::string_view(board.host()),
-        std::string_view(board.stages()), now.step, now.waits ? "waiting in " : "in ", doing);
+        std::string_view(board.stages()), now.step, now.waits ? "waiting in " : "in ", doing,
+        fault.file.empty() ? "" : "; '", fault.file, fault.file.empty() ? "" : kShorter);
     write_line(line, end.size);
     ++fault.lines;
   } catch (...) {  // a format that cannot fail
@@ -95,7 +100,8 @@ void PlaceSignals::Impl::on_fault(int signal, siginfo_t* info, void* context) {
   ++handlers;
   Impl* const impl = active;
   if (impl != nullptr) {
-    Fault fault{.signal = signal, .lines = 0};
+    Fault fault{.signal = signal, .file = {}, .lines = 0};
+    if (signal == SIGBUS) fault.file = MappedFile::path_at(info->si_addr);
     ActivityBoard::for_each(&write_place, &fault);
     if (fault.lines == 0) {
       std::array<char, 512> line{};

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,8 @@
 
 #include "comm/base/cores.hpp"
 #include "comm/base/host.hpp"
+#include "comm/base/local_ranks.hpp"
+#include "comm/base/threads.hpp"
 #include "runtime/options/process.hpp"
 
 namespace sluice {
@@ -40,8 +43,7 @@ std::chrono::seconds start_time_limit() {
   return std::chrono::seconds(value);
 }
 
-std::string waiting_text(const std::string& who, const std::string& what,
-                         std::chrono::milliseconds waited, const NetworkFacts& facts) {
+std::string network_advice(const NetworkFacts& facts) {
   std::vector<std::string> all, unfit;
   std::string network = "NETWORK";
   for (const NetworkInterface& each : facts.interfaces) {
@@ -58,15 +60,14 @@ std::string waiting_text(const std::string& who, const std::string& what,
                     : fmt::format("MPI may have chosen {}, which does not lead to other hosts",
                                   fmt::join(unfit, ", "));
   return fmt::format(
-      "{}: {} waits for other ranks of the job since {} s. Interfaces here: {}; {}. Name the "
-      "network that joins all hosts: 'mpirun --mca btl_tcp_if_include {}'. {}=SECONDS allows more "
-      "time",
-      who, what, static_cast<double>(waited.count()) / 1e3,
-      all.empty() ? "none" : fmt::format("{}", fmt::join(all, ", ")), blame, network, kVariable);
+      "interfaces here: {}; {}. Name the network that joins all hosts: 'mpirun --mca "
+      "btl_tcp_if_include {}'",
+      all.empty() ? "none" : fmt::format("{}", fmt::join(all, ", ")), blame, network);
 }
 
 StartLimit::StartLimit(std::string what, std::chrono::milliseconds limit) : what_(std::move(what)) {
-  if (limit.count() > 0) thread_ = std::thread([this, limit] { watch(limit); });
+  if (limit.count() > 0)
+    thread_ = start_thread("time limit of the start", [this, limit] { watch(limit); });
 }
 
 StartLimit::~StartLimit() {
@@ -79,19 +80,37 @@ StartLimit::~StartLimit() {
   thread_.join();
 }
 
+// Empty where another rank of this host speaks.
+std::string StartLimit::line(std::chrono::milliseconds waited, bool was_stopped) const {
+  const int rank = launched_rank();
+  const std::string who = fmt::format(
+      "{} on {}: {}", rank < 0 ? "the process" : fmt::format("rank {}", rank), host_name(), what_);
+  const double seconds = static_cast<double>(waited.count()) / 1e3;
+  // What it would see of the others now is their end.
+  if (was_stopped) {
+    return fmt::format("sluice: error: {} has not ended: this process was stopped\n", who);
+  }
+  const std::vector<LocalRank> ranks = local_ranks();
+  const auto first = std::find_if(ranks.begin(), ranks.end(),
+                                  [](const LocalRank& each) { return !each.stopped(); });
+  const bool speaks = first == ranks.end() ? launcher_info().local_rank <= 0 : first->rank == rank;
+  if (!speaks) return "";
+  const std::string cause = silence_on_host(ranks, launched_size());
+  return fmt::format(
+      "sluice: error: {} waits for other ranks of the job since {} s: {}. {}=SECONDS allows more "
+      "time\n",
+      who, seconds, cause.empty() ? network_advice(network_facts()) : cause, kVariable);
+}
+
 void StartLimit::watch(std::chrono::milliseconds limit) {
+  const auto begin = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
   if (changed_.wait_for(lock, limit, [this] { return over_; })) return;
   // One line for each host. The launcher ends the others with this process: they write theirs
   // first.
-  if (launcher_info().local_rank <= 0) {
-    const int rank = launched_rank();
-    const std::string who = fmt::format(
-        "{} on {}", rank < 0 ? "the process" : fmt::format("rank {}", rank), host_name());
-    const std::string line =
-        fmt::format("sluice: error: {}\n", waiting_text(who, what_, limit, network_facts()));
-    (void)!::write(STDERR_FILENO, line.data(), line.size());
-  }
+  const auto late = std::chrono::steady_clock::now() - begin - limit;
+  const std::string text = line(limit, /*was_stopped=*/late > kOthersWrite);
+  (void)!::write(STDERR_FILENO, text.data(), text.size());
   std::this_thread::sleep_for(kOthersWrite);
   ::_exit(exit_code(ErrorCode::kPeer));
 }

@@ -16,14 +16,14 @@ namespace sluice {
 // limit. Error(kUsage) where it is not a number of seconds up to a million.
 [[nodiscard]] std::chrono::seconds start_time_limit();
 
-// What a process says that has waited: its interfaces, those that MPI should not use, and the
-// network to choose. `who`: "rank 2 on node3".
-[[nodiscard]] std::string waiting_text(const std::string& who, const std::string& what,
-                                       std::chrono::milliseconds waited, const NetworkFacts& facts);
+// What a process says that has waited for ranks on other hosts: its interfaces, those that MPI
+// should not use, and the network to choose.
+[[nodiscard]] std::string network_advice(const NetworkFacts& facts);
 
 // While it exists, a thread watches the clock. After `limit` the thread of each host's first rank
-// writes a line to standard error; a second later it ends the process with exit_code(kPeer),
-// without cleaning up. A limit of 0 does nothing.
+// that is not stopped writes a line to standard error, which names the ranks of the host that are;
+// a second later it ends the process with exit_code(kPeer), without cleaning up. A limit of 0 does
+// nothing.
 class StartLimit {
  public:
   // `what`: the part of the start that may not take longer, such as "MPI_Init".
@@ -34,6 +34,7 @@ class StartLimit {
 
  private:
   void watch(std::chrono::milliseconds limit);
+  [[nodiscard]] std::string line(std::chrono::milliseconds waited, bool was_stopped) const;
 
   std::string what_;
   std::mutex mutex_;

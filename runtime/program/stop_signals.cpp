@@ -15,9 +15,9 @@
 namespace sluice {
 namespace {
 
-constexpr std::array kSignals = {SIGTERM, SIGINT, SIGUSR1};
+constexpr std::array kSignals = {SIGTERM, SIGINT, SIGHUP, SIGUSR1};
 // The first of kSignals, which the handler reports.
-constexpr std::array kReported = {"SIGTERM", "SIGINT"};
+constexpr std::array kReported = {"SIGTERM", "SIGINT", "SIGHUP"};
 
 // At most PIPE_BUF bytes on Linux: one write() puts it into a pipe whole.
 struct Line {
@@ -73,11 +73,14 @@ void StopSignals::Impl::handle(int signal) {
 void StopSignals::Impl::on_signal(int signal) noexcept {
   // Two threads may be here at once: the later one's signal is the second.
   if (requested.exchange(true)) {
+    if (signal == SIGHUP) return;  // a terminal that closes may send it twice
     set_default(signal);
     ::kill(::getpid(), signal);
     return;
   }
-  for (const int each : kSignals) set_default(each);
+  for (const int each : kSignals) {
+    if (each != SIGHUP) set_default(each);
+  }
   call(stop.bytes.data());
   // describe() changes no line any more: it may complete the other half, not this one.
   const Lines& now = lines[current];
@@ -111,6 +114,9 @@ void StopSignals::Impl::install() {
   for (const int signal : kSignals) sigaddset(&action.sa_mask, signal);
   for (std::size_t i = 0; i < kSignals.size(); ++i) {
     ::sigaction(kSignals[i], &action, &previous[i]);
+    // As nohup starts a program.
+    const bool stays = kSignals[i] == SIGHUP && previous[i].sa_handler == SIG_IGN;
+    if (stays) ::sigaction(kSignals[i], &previous[i], nullptr);
   }
 }
 

@@ -25,10 +25,13 @@ constexpr const char* kAboutDigest =
 
 int digest_command(const std::vector<std::string>& arguments) {
   std::string directory;
-  OptionTable table("sluice digest DIR", kAboutDigest);
+  Verify verify = Verify::kFull;
+  OptionTable table("sluice digest DIR [options]", kAboutDigest);
   table.add_argument("DIR", directory);
+  table.add_choice("verify", verify, {{"full", Verify::kFull}, {"off", Verify::kOff}},
+                   "what is compared with the hashes of a save: all its files, or nothing");
   return run_guarded(table, arguments, [&] {
-    SavedTensors tensors = open_model_tensors(newest_save(directory));
+    SavedTensors tensors = open_model_tensors(newest_save(directory), verify);
     tensors.prefer_masters();
     std::vector<ParameterDigest> digests;
     std::vector<float> values;

@@ -17,6 +17,7 @@
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/saves/save_commands.hpp"
+#include "runtime/saves/sums.hpp"
 #include "runtime/weights/file_layout.hpp"
 #include "runtime/weights/weights.hpp"
 
@@ -28,7 +29,8 @@ namespace fs = std::filesystem;
 constexpr const char* kAboutExport =
     "Writes a model as a directory of Hugging Face: config.json, model.safetensors or its parts "
     "with\n"
-    "their index, tokenizer files. DIR is what 'sluice train --save DIR' wrote, of which it takes "
+    "their index, tokenizer files, SHA256SUMS of them all. DIR is what 'sluice train --save DIR' "
+    "wrote, of which it takes "
     "the\n"
     "newest step, one step, one of version 0.1, or a directory of Hugging Face. OUT is new or "
     "empty.\n"
@@ -38,6 +40,7 @@ constexpr std::size_t kLargestPart = std::size_t{5} << 30;
 
 struct ExportOptions {
   std::string directory, out, precision = "saved";
+  Verify verify = Verify::kFull;
 };
 
 // Reads a parameter once for all its parts, which follow each other.
@@ -86,12 +89,10 @@ class Output {
   explicit Output(fs::path directory) : directory_(std::move(directory)) {
     std::error_code error;
     made_ = fs::create_directories(directory_, error);
-    if (error || !fs::is_directory(directory_) || !fs::is_empty(directory_, error)) {
-      throw_error(ErrorCode::kIo, "'{}' is {}; give a new or an empty directory",
+    if (error || !fs::is_empty(directory_, error)) {
+      throw_error(ErrorCode::kIo, "directory '{}' {}; give a new or an empty directory",
                   directory_.string(),
-                  error                          ? error.message()
-                  : fs::is_directory(directory_) ? "not empty"
-                                                 : "no directory");
+                  error ? "cannot be written: " + error.message() : "is not empty");
     }
   }
   Output(const Output&) = delete;
@@ -112,6 +113,7 @@ class Output {
   }
   void complete() { complete_ = true; }
   [[nodiscard]] const fs::path& directory() const { return directory_; }
+  [[nodiscard]] const std::vector<fs::path>& files() const { return files_; }
 
  private:
   fs::path directory_;
@@ -154,7 +156,7 @@ void write_export(const ExportOptions& options) {
     throw_usage("the model in '{}' has no architecture of transformers; its files stay as they are",
                 from.string());
   }
-  SavedTensors tensors = open_model_tensors(from);
+  SavedTensors tensors = open_model_tensors(from, options.verify);
   const bool saved = options.precision == "saved";
   const bool bf16 = saved ? tensors.find("token_embedding.weight")->dtype == DType::kBf16
                           : options.precision == "bf16";
@@ -171,6 +173,8 @@ void write_export(const ExportOptions& options) {
   const std::string config = std::exchange(files["config.json"], "");
   files.erase("config.json");
   for (const auto& [name, text] : files) out.text(name, text);
+  out.text(kSumsName,
+           sums_of(out.files()) + sum_line(std::as_bytes(std::span(config)), "config.json"));
   out.text("config.json", config);
   out.complete();
   fmt::print("'{}': {} of '{}', {} parameters in {}\n", out.directory().string(),
@@ -186,6 +190,8 @@ int export_command(const std::vector<std::string>& arguments) {
   table.add_argument("OUT", options.out);
   table.add_choice("precision", options.precision, {"saved", "fp32", "bf16"},
                    "of the tensors; saved: that of DIR's files");
+  table.add_choice("verify", options.verify, {{"full", Verify::kFull}, {"off", Verify::kOff}},
+                   "what is compared with the hashes of a save: all its files, or nothing");
   return run_guarded(table, arguments, [&] { write_export(options); });
 }
 

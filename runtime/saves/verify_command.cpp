@@ -13,6 +13,7 @@
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/saves/save_commands.hpp"
+#include "runtime/saves/sums.hpp"
 #include "runtime/weights/weights.hpp"
 
 namespace sluice {
@@ -22,7 +23,9 @@ constexpr const char* kAboutVerify =
     "Compares the files of every save in DIR with the sizes and hashes that were recorded, and\n"
     "prints a line for each, the newest first. DIR is what 'sluice train --save DIR' wrote, or "
     "one\n"
-    "step of it. Ends with 0 where all are sound, else with 5. Changes nothing and needs no MPI.";
+    "step of it; of what 'sluice export' wrote the files are compared with SHA256SUMS. Ends with "
+    "0\n"
+    "where all are sound, else with 5. Changes nothing and needs no MPI.";
 
 double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -31,9 +34,7 @@ double seconds() {
 // What is broken; empty where nothing is.
 std::string fault_of(const Save& save) {
   try {
-    require_complete(save.directory, save.state);
-    require_hashes(save.directory, save.state, hash_pieces(save.state));
-    require_headers(save.directory, save.state);
+    require_sound(save.directory, save.state);
     return "";
   } catch (const Error& error) {
     return error.what();
@@ -56,15 +57,21 @@ std::uint64_t bytes_of(const SaveState& state) {
   return bytes;
 }
 
-// Of version 0.1, which recorded no hashes.
-void verify_of_0_1(const std::string& directory) {
+// Of an export, of another program, or of version 0.1: a directory without state.json, or with one
+// that has no hashes.
+void verify_model(const std::string& directory) {
   for (const char* kind : {"model", "optimizer"}) {
     if (kind == std::string("optimizer") && !has_weights(directory, kind)) continue;
     (void)WeightsDirectory(directory, kind);
   }
+  std::error_code error;
+  if (std::filesystem::exists(std::filesystem::path(directory) / kSumsName, error)) {
+    fmt::print("'{}': {} files are as {} says\n", directory, require_sums(directory), kSumsName);
+    return;
+  }
   fmt::print(
-      "'{}' is of version 0.1, which recorded no hashes: names, types, shapes and sizes are sound, "
-      "values were not compared\n",
+      "'{}' has no hashes to compare with: names, types, shapes and sizes are sound, values were "
+      "not compared\n",
       directory);
 }
 
@@ -76,7 +83,7 @@ int verify_command(const std::vector<std::string>& arguments) {
   table.add_argument("DIR", directory);
   return run_guarded(table, arguments, [&] {
     const SaveSelection selection = select_saves(directory);
-    if (selection.of_0_1) return verify_of_0_1(directory);
+    if (selection.of_0_1) return verify_model(directory);
     if (selection.candidates.empty() && selection.broken.empty()) (void)newest_save(directory);
     std::size_t broken = selection.broken.size(), gone = 0;
     double bytes = 0;

@@ -33,7 +33,7 @@ constexpr std::array kKnownCodes = {
     KnownCode{7, "NaN or infinity in loss or gradients"},
     KnownCode{8, "a schedule that breaks a rule"},
     KnownCode{9, "MPI"},
-    KnownCode{10, "a device"},
+    KnownCode{10, "a device, or no memory or threads"},
     KnownCode{11, "a rank died or stopped answering"},
     KnownCode{kStoppedCode, "stopped as asked, saved"},
     KnownCode{13, "an exception of the program's own code"},

@@ -242,21 +242,24 @@ std::string hang_event(const WatchView& view, const Verdict& verdict) {
 
 std::string status_json(const WatchView& view, const WatchLimits& limits,
                         const std::string& directory, double time, bool ended) {
-  nlohmann::ordered_json json = {{"format", 1},
-                                 {"time", time},
-                                 {"ended", ended},
-                                 {"written_by", view.me},
-                                 {"step", step_of(view)},
-                                 {"timeout", limits.timeout},
-                                 {"save", newest_save(view, directory)},
-                                 {"ranks", nlohmann::ordered_json::array()}};
+  nlohmann::ordered_json json = {
+      {"format", 1},
+      {"time", time},
+      {"ended", ended},
+      {"written_by", view.me},
+      {"step", ended ? view.sightings[at(view.me)].status.activity.step : step_of(view)},
+      {"timeout", limits.timeout},
+      {"save", newest_save(view, directory)},
+      {"ranks", nlohmann::ordered_json::array()}};
   for (std::size_t rank = 0; rank < view.ranks.size(); ++rank) {
     const WatchedRank& each = view.ranks[rank];
-    json["ranks"].push_back({{"rank", rank},
-                             {"host", each.host},
-                             {"stages", each.stages},
-                             {"replica", each.replica},
-                             {"state", state_text(view, limits, static_cast<int>(rank))}});
+    const bool over = ended && !view.sightings[rank].gone;
+    json["ranks"].push_back(
+        {{"rank", rank},
+         {"host", each.host},
+         {"stages", each.stages},
+         {"replica", each.replica},
+         {"state", over ? "ended" : state_text(view, limits, static_cast<int>(rank))}});
   }
   return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }

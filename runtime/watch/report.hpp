@@ -33,7 +33,8 @@ namespace sluice {
 // One JSON object on one line, for tell_supervisor().
 [[nodiscard]] std::string hang_event(const WatchView& view, const Verdict& verdict);
 
-// The contents of status.json. `time`: seconds since 1970. `ended`: in order.
+// The contents of status.json. `time`: seconds since 1970. `ended`: in order; then this rank's step
+// counts, as what the others sent is older.
 [[nodiscard]] std::string status_json(const WatchView& view, const WatchLimits& limits,
                                       const std::string& directory, double time, bool ended);
 

@@ -15,8 +15,8 @@
 #include <system_error>
 #include <utility>
 
+#include "comm/base/threads.hpp"
 #include "runtime/files/atomic_file.hpp"
-#include "runtime/watch/quiet_thread.hpp"
 
 namespace sluice {
 namespace {
@@ -66,7 +66,7 @@ Scribe::Scribe() : state_(std::make_shared<State>()) {}
 
 // The thread owns the state too: it may outlive the scribe.
 void Scribe::start() {
-  start_thread([state = state_] {
+  start_thread("watchdog's writer", [state = state_] {
     std::unique_lock lock(state->mutex);
     while (true) {
       state->changed.wait(lock, [&] { return state->over || !state->jobs.empty(); });
@@ -112,7 +112,6 @@ void Scribe::say_now(std::string text) {
 }
 
 void Scribe::replace(const std::filesystem::path& path, std::string text) {
-  if (!idle()) return;
   run([path, text = std::move(text)] {
     try {
       AtomicFile file(path);

@@ -23,8 +23,7 @@ class Scribe {
   // The same, before this returns where that cannot block: for a process that may end at once.
   void say_now(std::string text);
   void run(std::function<void()> job);
-  // Replaces `path`, whole or not at all. A failure is ignored: the next one may succeed. Left out
-  // where an earlier one is still under way.
+  // Replaces `path`, whole or not at all. A failure is ignored: the next one may succeed.
   void replace(const std::filesystem::path& path, std::string text);
   // Makes a new file <stem>.txt in a directory, or <stem>-2.txt and so on where that exists. A
   // failure is said on standard error.

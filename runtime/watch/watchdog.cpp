@@ -21,11 +21,11 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/program/network_facts.hpp"
 #include "runtime/watch/addresses.hpp"
 #include "runtime/watch/mpi_link.hpp"
-#include "runtime/watch/quiet_thread.hpp"
 #include "runtime/watch/tcp_link.hpp"
 
 namespace sluice {
@@ -130,7 +130,7 @@ struct Watchdog::Impl {
     SecretKey secret = random_key();
     collectives.broadcast(std::as_writable_bytes(std::span(secret)), 0);
     const auto endpoints = collectives.all_gather_strings(tcp ? tcp->endpoints() : "");
-    thread = start_thread([this] { run(); });
+    thread = start_thread("watchdog", [this] { run(); });
     if (tcp) {
       std::promise<std::string> result;
       asio::post(context, [&] {
@@ -178,7 +178,7 @@ Watchdog::Watchdog(Collectives& world, WatchedJob job, const PipelineOptions::Wa
   impl_ = std::make_unique<Impl>(world, std::move(job), options);
   Impl& me = *impl_;
   if (me.world.size() == 1) {
-    me.thread = start_thread([&me] { me.run(); });
+    me.thread = start_thread("watchdog", [&me] { me.run(); });
     asio::post(me.context, [&me] { me.begin(nullptr); });
     return;
   }

@@ -32,6 +32,11 @@ constexpr double kExpectedEnd = 0.5;
 // a rank ends by itself.
 constexpr double kAnswerTime = 2, kActTime = 0.5, kAbortTime = 1.5, kObeyTime = 3;
 
+// What a rank is in for a moment between its steps: the others hear of it at once.
+bool is_rare(Doing doing) {
+  return doing == Doing::kSettingUp || doing == Doing::kSaving || doing == Doing::kRestoring;
+}
+
 struct VerdictHead {
   std::int32_t culprit = -1;
 };
@@ -99,7 +104,7 @@ double Watcher::tick() {
     return tick;
   }
   refresh(now);
-  if (now >= next_beat_) {
+  if (now >= next_beat_ || is_rare(mine_.activity.doing) != rare_sent_) {
     send_status();
     next_beat_ = now + limits_.beat;
   }
@@ -133,6 +138,7 @@ void Watcher::sample(double gap) {
 
 void Watcher::send_status() {
   if (link_ == nullptr) return;
+  rare_sent_ = is_rare(mine_.activity.doing);
   mine_.unheard = -1;
   for (std::size_t rank = 0; rank < sightings_.size(); ++rank) {
     const Sighting& each = sightings_[rank];
@@ -292,14 +298,17 @@ void Watcher::serve_tables(double now) {
 }
 
 void Watcher::write_status(double now) {
-  if (options_.directory.empty() || now < next_status_) return;
+  if (options_.directory.empty() || now < next_status_ || !disk_.idle()) return;
   next_status_ = now + kStatusInterval;
   disk_.replace(std::filesystem::path(options_.directory) / "status.json",
                 status_json(view(), limits_, options_.directory, wall_seconds(), /*ended=*/false));
 }
 
 void Watcher::end() {
-  if (options_.directory.empty() || ending_ || leader(view(), limits_) != me_) return;
+  if (options_.directory.empty() || ending_) return;
+  sample(0);
+  refresh(steady_seconds());
+  if (leader(view(), limits_) != me_) return;
   disk_.replace(std::filesystem::path(options_.directory) / "status.json",
                 status_json(view(), limits_, options_.directory, wall_seconds(), /*ended=*/true));
 }

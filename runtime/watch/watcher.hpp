@@ -97,6 +97,7 @@ class Watcher final : public Link::Listener {
   WatchLimits limits_;
   double last_tick_ = 0, next_beat_ = 0, next_status_ = 0, table_due_ = 0;
   RankStatus mine_;
+  bool rare_sent_ = false;           // whether the others were told so, see send_status()
   std::vector<Seen> seen_;           // [rank]
   std::vector<Sighting> sightings_;  // [rank], of this tick
   bool network_down_ = false;

@@ -130,7 +130,9 @@ void refuse_of_llama(const TransformerConfig& config) {
           fmt::format("{} is an option of --model llama; legal with --model gpt2: none", option));
     }
   };
+  refuse_option("--kv-heads", config.kv_heads != 0);
   refuse_option("--head-dim", config.head_dim != 0);
+  refuse_option("--rotary-base", config.rotary_base != TransformerConfig{}.rotary_base);
   refuse_option("--rotary-scaling", config.rotary_scaling.kind != RotaryScaling::Kind::kNone);
   refuse_option("--qkv-bias", config.qkv_bias);
   refuse_option("--attention-output-bias", config.attention_output_bias);

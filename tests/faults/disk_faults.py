@@ -107,8 +107,20 @@ def full_tmpfs(setup):
     mount("-t", "tmpfs", "-o", f"size={room}", "none", case.directory)
     output = case.start().expect(OUTPUT, re.escape(str(case.directory)), r"free|space")
     require(case.complete() == [EVERY, 2 * EVERY], f"saves {case.complete()} are left\n{output}")
+    output = setup.train(RANKS, *case.options(steps=3 * EVERY), "--keep", 1).expect(0)
+    require(case.complete() == [3 * EVERY], f"saves {case.complete()} are left\n{output}")
     mount("-o", f"remount,size={room * 4}", case.directory)
-    case.goes_on(2 * EVERY)
+    case.goes_on(3 * EVERY)
+
+
+def too_small(setup):
+    """A file system without room for a save ends the job before its first step, and a dry run."""
+    case = Case(setup, "too_small")
+    case.directory.mkdir()
+    mount("-t", "tmpfs", "-o", f"size={1 << 20}", "none", case.directory)
+    for more in (["--dry-run"], []):
+        setup.train(RANKS, *case.options(), *more).expect(OUTPUT, re.escape(str(case.directory)), "takes .* free")
+    require(not case.metrics.exists() or not losses_in(case.metrics), "it did steps")
 
 
 def full_while_writing(setup, rank):
@@ -293,6 +305,7 @@ def local(setup):
 
 CASES = {
     "full_tmpfs": lambda s: enters_namespace(s, full_tmpfs),
+    "too_small": lambda s: enters_namespace(s, too_small),
     "full_while_rank_0_writes": lambda s: full_while_writing(s, 0),
     "full_while_rank_1_writes": lambda s: full_while_writing(s, 1),
     "deleted": deleted,

@@ -18,7 +18,7 @@ enum class ErrorCode : int {
   kNumeric,   // NaN or infinity in loss or gradients; no parameter moved
   kPlan,      // a schedule or plan that breaks a rule
   kMpi,       // a failed MPI call
-  kDevice,    // a failed device call
+  kDevice,    // a failed device call; a host without memory or threads
   kPeer,      // a peer died or stopped answering
   kUser,      // an exception that is no Error, of the program's own code: a stage, data, a callback
   kInternal,  // a defect in Sluice

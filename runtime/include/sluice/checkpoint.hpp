@@ -65,6 +65,9 @@ struct CheckpointOptions {
   // Further files of each save by name, such as config.json: what makes it a model's directory for
   // other programs. Rank 0's are written. Legal names: those of transformers and its tokenizers.
   std::map<std::string, std::string> files = {};
+  // Is called on each rank before a save begins. Where it throws, all ranks throw, and nothing is
+  // saved.
+  std::function<void()> before_save = {};
 };
 
 // Saves while a pipeline trains. `pipeline` outlives it. All members are collective over the

@@ -39,11 +39,12 @@ int run_command(const std::string& command, int argc, char** argv,
 
 // Makes signals a request to stop, for a program that stops at the end of a step.
 //
-// The first SIGUSR1, SIGTERM or SIGINT is the request. Its handler gives all three their default
-// action, so a second one ends the process at once. For SIGTERM and SIGINT it also writes a line to
-// standard error: this process's rank, the signal, and what describe() was given. When one rank of
-// a job dies, the launcher sends SIGTERM to the others. Their step then never ends, nothing is
-// saved, and SIGKILL follows: the line is what they report.
+// The first SIGUSR1, SIGTERM, SIGINT or SIGHUP is the request. Its handler gives the others their
+// default action, so a second one ends the process at once. A SIGHUP does not, which a terminal
+// that closes may send twice; one that was ignored, as by nohup, stays so. For all but SIGUSR1 the
+// handler also writes a line to standard error: this process's rank, the signal, and what
+// describe() was given. When one rank of a job dies, the launcher sends SIGTERM to the others.
+// Their step then never ends, nothing is saved, and SIGKILL follows: the line is what they report.
 //
 // One object may exist in a process; a second is Error(kUsage). The destructor restores the
 // previous actions. One thread constructs, describes and destroys; signals may come on any. A

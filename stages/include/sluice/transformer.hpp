@@ -86,8 +86,8 @@ struct TransformerConfig {
 // enough, width a multiple of heads unless head_dim is given, heads of kv_heads, even head size for
 // llama, dropout in [0, 1), epsilon and scaling factors above 0 and finite, low_frequency_factor
 // below high_frequency_factor, full_layers ascending blocks of a model with a window. With gpt2, a
-// field of llama that is not at its initial value is refused, except kv_heads and rotary_base,
-// which mean nothing there.
+// field of llama that is not at its initial value is refused: head_dim, kv_heads, the rotary ones,
+// biases, qk_norm, window, full_layers.
 void validate(const TransformerConfig& config);
 
 // Floating-point operations of one sample's forward, per layer (embedding, blocks, head): the costs

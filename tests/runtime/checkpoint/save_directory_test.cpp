@@ -482,7 +482,8 @@ TEST_F(SaveDirectoryTest, ADirectoryThatCannotBeWrittenIsNamed) {
 
 TEST_F(SaveDirectoryTest, SpaceIsCheckedWithBothNumbers) {
   require_space(saves(), 1);
-  expect_error(ErrorCode::kIo, {saves().string(), "takes", "free"},
+  expect_error(ErrorCode::kIo,
+               {saves().string(), "takes 1099511627776.0 MiB and leaves 1 MiB free, but"},
                [&] { require_space(saves(), std::uint64_t{1} << 60); });
 }
 

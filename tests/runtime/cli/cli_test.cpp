@@ -41,6 +41,7 @@ class RefusalTest : public CliTest, public ::testing::WithParamInterface<Refusal
     write("tokens.bin", std::string(4000, '\x01'));  // every token is 257
     write("bad.conf", "layer = 2\n");
     fs::create_directory(path("garbled"));
+    fs::create_symlink("gone", path("dangling"));
     write("garbled/model.safetensors", "no header at all, but long enough to be read");
   }
 };
@@ -84,7 +85,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"NoData", "train", 2, "--data"}, Refusal{"UnknownCommand", "trian", 2, "'train'"},
         Refusal{"ScheduleOfNothing", "schedule --ranks 0", 2, "--ranks"},
         Refusal{"ScheduleFileWithAShape", "schedule --file overlapped.csv --ranks 2", 2, "--ranks"},
-        Refusal{"ScheduleFileMissing", "schedule --file none.csv", 8, "none.csv"},
+        Refusal{"ScheduleFileMissing", "schedule --file none.csv", 3, "none.csv"},
         Refusal{"ScheduleFileOfGarbage", "schedule --file text.txt", 8, "row 1, column 1"},
         Refusal{"ComparisonOfNothing", "schedule compare --ranks 0", 2, "--ranks"},
         Refusal{"AutoInTooLittleMemory", "schedule auto --ranks 2 --memory-limit 0.5", 2,
@@ -141,6 +142,12 @@ INSTANTIATE_TEST_SUITE_P(
                 10, "the host has "},
         Refusal{"DryRunOfMoreMemoryThanThereIs",
                 small("--dry-run --vocabulary 16777216 --width 65536"), 10, "the host has "},
+        Refusal{"SaveIntoALinkToNothing", small("--save dangling"), 4,
+                "'dangling': it is a link to 'gone', which is not there"},
+        Refusal{"ResumeFromAFile", small("--resume text.txt"), 5, "'text.txt' is no directory"},
+        Refusal{"WeightsInAFile", small("--weights text.txt"), 5, "'text.txt' is no directory"},
+        Refusal{"DigestOfAFile", "digest text.txt", 5, "'text.txt' is no directory"},
+        Refusal{"VerifyOfAFile", "verify text.txt", 5, "'text.txt' is no directory"},
         Refusal{"DigestOfGarbage", "digest garbled", 5, "model.safetensors"},
         Refusal{"GenerateWithoutConfiguration", "generate --weights garbled", 5, "config.json"}),
     case_name);

@@ -1,5 +1,7 @@
 // Saves, resumed runs and runs that are asked to stop, as a user meets them.
 #include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <cstdlib>
@@ -191,6 +193,18 @@ TEST_F(SavingTest, ACompleteRunClearsWhatAKillLeftBeside) {
   EXPECT_FALSE(fs::exists(path("run/lock")));
   EXPECT_EQ(digest("run"), before);
 
+  if (const ::pid_t dead = ::fork(); dead == 0) {
+    new SaveLock(path("run"));
+    std::_Exit(0);
+  } else {
+    ::waitpid(dead, nullptr, 0);
+  }
+  write("run/stop", "");
+  EXPECT_TRUE(fs::exists(path("run/lock")));
+  EXPECT_THAT(trained(again).out, HasSubstr("already complete: run has done all 4 steps\n"));
+  EXPECT_FALSE(fs::exists(path("run/lock")));
+  EXPECT_FALSE(fs::exists(path("run/stop")));
+
   leave(".step-00000001.deleted");
   const SaveLock other(path("run"));  // a job that still saves there
   const Outcome kept = trained(again);
@@ -251,7 +265,7 @@ TEST_F(SavingTest, ARequestInTheDirectoryStopsTheJobAfterItsStep) {
 }
 
 TEST_F(SavingTest, ASignalStopsTheJobAfterItsStep) {
-  for (const char* signal : {"USR1", "TERM", "INT"}) {
+  for (const char* signal : {"USR1", "TERM", "INT", "HUP"}) {
     const std::string save = std::string("run") + signal;
     const std::string program =
         fill("sh -c '" SLUICE_PROGRAM " " + train("--steps 1000000 --save @ ") +
@@ -265,6 +279,45 @@ TEST_F(SavingTest, ASignalStopsTheJobAfterItsStep) {
     EXPECT_EQ(steps_of(save).size(), 1U);
     EXPECT_EQ(sluice("digest " + save).code, 0);
   }
+}
+
+TEST_F(SavingTest, AReaderOfTheOutputThatGoesAndAFileThatMayNotGrowEndNoProcess) {
+  const Outcome piped = shell("sh -c '(" SLUICE_PROGRAM " " + train("--steps 4 --save run") +
+                              "; echo $? >code) | true'");
+  EXPECT_EQ(read_file(path("code")), "0\n") << piped.err;
+  EXPECT_EQ(steps_of("run").size(), 1U);
+  const Outcome limited =
+      // MPI needs files of some MiB, the optimizer's state has 13.
+      shell("sh -c 'ulimit -f 20000; " SLUICE_PROGRAM " " +
+            train("--width 256 --steps 1 --warmup 0 --save limited'"));
+  EXPECT_EQ(limited.code, 4) << limited.err;
+  EXPECT_THAT(error_line(limited.err), HasSubstr("File too large"));
+}
+
+// While the job trains. `how`: a shell command, once there is a save.
+TEST_F(SavingTest, DataThatChangesUnderAJobEndsIt) {
+  const auto changed = [&](const std::string& options, const std::string& how) {
+    write("live.txt", read_file(path("text.txt")));
+    return shell("sh -c '" SLUICE_PROGRAM " " +
+                 train("--data live.txt --steps 1000000 --save run ") + options +
+                 " & while ! [ -e run/latest ]; do sleep 0.05; done; " + how + "; wait $!'");
+  };
+  const Outcome other =
+      changed("--save-every 20", "printf zzzz | dd of=live.txt conv=notrunc status=none");
+  EXPECT_EQ(other.code, 3) << other.out << other.err;
+  EXPECT_THAT(error_line(other.err),
+              HasSubstr("data file 'live.txt' has changed since the start: sha256 "));
+  EXPECT_EQ(sluice("verify run").code, 0);
+  const Outcome evaluated = sluice("evaluate --weights run --data live.txt --validation-samples 1");
+  EXPECT_THAT(evaluated.err,
+              HasSubstr("warning: 'live.txt' is not as the training read it: sha256"));
+  write("live.txt", read_file(path("text.txt")));
+  EXPECT_THAT(sluice("evaluate --weights run --validation-samples 1").err,
+              Not(HasSubstr("warning")));
+  fs::remove_all(path("run"));
+  const Outcome shorter = changed("--save-minutes 0.001", "truncate -s 0 live.txt");
+  EXPECT_THAT(error_line(shorter.err),
+              AllOf(HasSubstr("SIGBUS on rank 0"), HasSubstr("; 'live.txt' has become shorter")));
 }
 
 TEST_F(SavingTest, MetricsHaveNoTornAndNoDoubledLine) {
@@ -340,6 +393,32 @@ TEST_F(SavingTest, TheLastValidationIsBounded) {
   const Outcome all = sluice(small + "--validation-samples all");
   EXPECT_EQ(all.code, 0) << all.err;
   EXPECT_EQ(lines_with(all.out, " windows)"), 0) << all.out;
+}
+
+TEST_F(SavingTest, ADamagedSaveIsNeitherExportedNorDigested) {
+  trained("--steps 2 --save run");
+  EXPECT_EQ(sluice("export run sound").code, 0);
+  EXPECT_THAT(sluice("verify sound").out, HasSubstr("'sound': 3 files are as SHA256SUMS says"));
+  EXPECT_EQ(shell("sh -c 'cd sound && sha256sum --quiet -c SHA256SUMS'").code, 0);
+  const std::string before = digest("sound");
+  for (const char* file : {"run/step-00000002/model.safetensors", "sound/model.safetensors"}) {
+    damage(file);
+  }
+  for (const char* command : {"export run out", "export run out --precision bf16", "digest run"}) {
+    expect_refusal(sluice(command), 5, "step-00000002/model.safetensors' is damaged: bytes 0 to");
+    EXPECT_FALSE(fs::exists(path("out")));
+    const Outcome unverified = sluice(std::string(command) + " --verify off");
+    EXPECT_EQ(unverified.code, 0) << unverified.err;
+    fs::remove_all(path("out"));
+  }
+  expect_refusal(sluice("verify sound"), 5,
+                 "'sound/model.safetensors' is damaged: expected sha256");
+  EXPECT_NE(digest("sound"), before);
+  write("sound/SHA256SUMS", "0  /etc/passwd\n");
+  expect_refusal(sluice("verify sound"), 5,
+                 "'sound/SHA256SUMS' is damaged: '0  /etc/passwd' is no");
+  fs::remove(path("sound/SHA256SUMS"));
+  EXPECT_THAT(sluice("verify sound").out, HasSubstr("'sound' has no hashes to compare with"));
 }
 
 TEST_F(SavingTest, AnExportIsReadAndNotResumed) {

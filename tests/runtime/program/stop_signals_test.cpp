@@ -50,6 +50,7 @@ TEST(StopSignalsDeathTest, TheFirstSignalIsARequestAndNamesStepAndSave) {
   EXPECT_EXIT(stopped(SIGTERM, 8), ExitedWithCode(0),
               "^sluice: rank 3: SIGTERM during step 8; it stops once all ranks have ended the "
               "step; last complete save: runs/k/step-7\n$");
+  EXPECT_EXIT(stopped(SIGHUP, 1), ExitedWithCode(0), "^sluice: rank 3: SIGHUP during step 1; it ");
   EXPECT_EXIT(stopped(SIGUSR1, 8), ExitedWithCode(0), "^$");
 }
 
@@ -65,6 +66,22 @@ TEST(StopSignalsDeathTest, TheSecondSignalOfAnyKindEndsTheProcess) {
                   KilledBySignal(second), "");
     }
   }
+}
+
+// A terminal that closes sends it up to twice; nohup starts a program with it ignored.
+TEST(StopSignalsDeathTest, AHangupIsNeitherTheSecondSignalNorARequestUnderNohup) {
+  const auto hung_up_twice = [] {
+    const StopSignals signals;
+    ::raise(SIGHUP);
+    ::raise(SIGHUP);
+    return signals.requested();
+  };
+  EXPECT_EXIT(exit_with(hung_up_twice), ExitedWithCode(0), "SIGHUP before the first step");
+  EXPECT_EXIT(exit_with([&] {
+                std::signal(SIGHUP, SIG_IGN);
+                return !hung_up_twice();
+              }),
+              ExitedWithCode(0), "^$");
 }
 
 TEST(StopSignalsDeathTest, TheLongestPathStaysOneLine) {

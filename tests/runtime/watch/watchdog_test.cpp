@@ -174,19 +174,48 @@ TEST(WatchdogTest, LeavesRanksAloneThatMove) {
   });
 }
 
+struct LastStatus final : Link {
+  void send(int /*rank*/, NoteKind kind, std::span<const std::byte> contents) override {
+    if (kind == NoteKind::kStatus) status = unpack_status(contents);
+  }
+  void close() override {}
+  std::optional<RankStatus> status;
+};
+
+// Before the next beat, so that a rank that stops in a save is not last seen elsewhere.
+TEST(WatchdogTest, TellsTheOthersAtOnceOfASave) {
+  ActivityBoard board(0, "host");
+  LastStatus link;
+  Watcher watcher(job_of(board, 2), {.on = true, .timeout = 1000}, {});
+  watcher.begin(&link);
+  for (const Doing doing : {Doing::kSettingUp, Doing::kCalling, Doing::kSaving}) {
+    board.enter(doing);
+    (void)watcher.tick();
+    ASSERT_TRUE(link.status);
+    EXPECT_EQ(link.status->activity.doing, doing);
+  }
+}
+
 TEST(WatchdogTest, WritesAStatusThatTheDoctorReads) {
   const TemporaryDirectory directory;
   run_loopback(2, [&](Communicator& comm) {
     Collectives world(comm, 0, nullptr);
     ActivityBoard board(comm.rank(), "host");
-    board.saved(3);
     const Watchdog watchdog(world, job_of(board, 2),
                             {.on = true, .timeout = 1, .directory = directory.path().string()});
+    board.begin_run(RunPhase::kTrain, 3);
+    board.begin_run(RunPhase::kEvaluate, 0);
+    board.begin_wait({WaitSubject::What::kReceive, 1 - comm.rank(), 0, 64, -1},
+                     WaitGroup::kPipeline);
+    board.saved(3);
     world.barrier();
   });
   const std::string text = live_status(directory.path(), 4e9);
+  EXPECT_THAT(text, HasSubstr("step       3\n"));
   EXPECT_THAT(text, HasSubstr("the job has ended in order"));
   EXPECT_THAT(text, HasSubstr("step-00000003"));
+  EXPECT_THAT(text, HasSubstr("   0  host        0  0         ended\n"));
+  EXPECT_THAT(text, HasSubstr("   1  host        0  1         ended\n"));
 }
 
 TEST(WatchdogTest, RefusesLimitsThatCannotWork) {

@@ -626,7 +626,9 @@ TEST(TransformerConfigTest, RefusesFactorsAndEpsilons) {
 TEST(TransformerConfigTest, RefusesOptionsOfLlamaWithGpt2) {
   using Config = TransformerConfig;
   const std::vector<std::pair<const char*, std::function<void(Config&)>>> changes = {
+      {"--kv-heads", [](Config& c) { c.kv_heads = 1; }},
       {"--head-dim", [](Config& c) { c.head_dim = 64; }},
+      {"--rotary-base", [](Config& c) { c.rotary_base = 5; }},
       {"--rotary-scaling", [](Config& c) { c.rotary_scaling = kLinear; }},
       {"--qkv-bias", [](Config& c) { c.qkv_bias = true; }},
       {"--attention-output-bias", [](Config& c) { c.attention_output_bias = true; }},

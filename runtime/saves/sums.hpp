@@ -1,0 +1,23 @@
+// SHA256SUMS of an export: a line "<sha256>  <file>" for each of its files, as sha256sum writes and
+// checks them.
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace sluice {
+
+inline constexpr const char* kSumsName = "SHA256SUMS";
+
+[[nodiscard]] std::string sum_line(std::span<const std::byte> bytes, const std::string& name);
+// The lines of `files`. Throws Error(kIo) for one that cannot be read.
+[[nodiscard]] std::string sums_of(const std::vector<std::filesystem::path>& files);
+
+// Compares the files of `directory` with its SHA256SUMS; returns how many. Throws Error(kWeights)
+// for the first that is missing or differs, and for a line that is not as above.
+[[nodiscard]] std::size_t require_sums(const std::filesystem::path& directory);
+
+}  // namespace sluice
