@@ -24,6 +24,8 @@
 #include "runtime/models/model_tensors.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/report/metrics.hpp"
+#include "runtime/tokens/same_tokenizer.hpp"
 
 namespace sluice {
 namespace {
@@ -50,6 +52,7 @@ OptionTable make_table(EvaluateOptions& options) {
   table.add_text("weights", options.weights, "DIR",
                  "what 'sluice train --save' wrote, or one step of it; required");
   table.add_text("data", options.data, "FILE", "text or tokens; default: the training's");
+  table.take_once("data");
   table.add_real("validation-share", options.share, {.low = 0, .high = 1, .high_open = true},
                  "last part of the data; default: the training's");
   table.add_integer("validation-samples", options.samples, 1,
@@ -88,6 +91,7 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
     file = std::make_shared<TokenFile>(options.data, options.share);
     Collectives collectives(*comm, 0, &control);
     require_same_configuration(collectives, file->identity("--data"));
+    require_same_tokenizer(*file, save);
     windows = validation_samples(*file, model.context);
     if (windows == 0) {
       throw_error(ErrorCode::kData, "data file '{}': its last {} of {} tokens hold no window of {}",

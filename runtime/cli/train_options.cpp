@@ -44,7 +44,7 @@ constexpr const char* kAboutTrain =
     "\n"
     "  mpirun -n 4 sluice train --data text.txt --pipeline 2 --replicas 2 --save run\n"
     "\n"
-    "Of an option given twice the last one counts.";
+    "Of an option given twice the last one counts; --data is given once.";
 
 // Option values as text that decide on more than one field, or that are parsed together with
 // others.
@@ -198,8 +198,11 @@ void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText
 void add_training_options(OptionTable& table, TrainOptions& options) {
   PipelineOptions::Training& training = options.pipeline.training;
   table.heading("Training");
-  table.add_text("data", options.data, "FILE",
-                 "text (bytes), nanoGPT .bin or llm.c token file; required unless --dry-run");
+  table.add_text(
+      "data", options.data, "FILE",
+      "one text (bytes), or tokens of prepare_tokens.py, nanoGPT or llm.c; required unless "
+      "--dry-run");
+  table.take_once("data");
   table.add_real("validation-share", options.validation_share, kBelowOne,
                  "last part of the data, kept for validation");
   table.add_integer("steps", options.steps, 1, kMaxSteps, "optimizer steps");

@@ -275,6 +275,10 @@ void OptionTable::add_flag(std::string name, bool& target, std::string help, boo
       [&target, value] { return std::string(target == value ? "true" : "false"); });
 }
 
+void OptionTable::take_once(std::string_view name) {
+  for (Entry& entry : entries_) entry.once = entry.once || entry.name == name;
+}
+
 void OptionTable::add_argument(std::string placeholder, std::string& target) {
   arguments_.emplace_back(std::move(placeholder), &target);
 }
@@ -337,6 +341,10 @@ void OptionTable::require_known(const OptionValues& values, const std::string& w
 void OptionTable::assign(const Given& given, Source source, const std::string& where) {
   for (Entry& entry : entries_) {
     if (entry.name != given.first) continue;
+    if (entry.once && entry.source == source) {
+      throw_usage("{}{}: '{}' after '{}'; legal is one", where, given.first, given.second,
+                  entry.get());
+    }
     const std::string problem = entry.set(given.second);
     if (!problem.empty()) throw_usage("{}{}: {}", where, given.first, problem);
     entry.source = source;

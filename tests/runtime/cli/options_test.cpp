@@ -108,6 +108,11 @@ TEST(OptionsTest, TheLastOfRepeatedOptionsCounts) {
   EXPECT_EQ(parse({"--steps", "5", "--steps", "9"}).steps, 9U);
 }
 
+TEST(OptionsTest, RefusesASecondFileOfData) {
+  EXPECT_THAT(refusal({"--data", "a.txt", "--seed", "1", "--data=b.txt"}),
+              AllOf(HasSubstr("--data: 'b.txt' after 'a.txt'"), HasSubstr("legal is one")));
+}
+
 TEST(OptionsTest, RefusesNumbersThatAreNotWholeAndInRange) {
   for (const char* value :
        {"0", "-1", "4x", "", " 4", "4.0", "0x4", "2147483648", "99999999999999999999999", "four"}) {

@@ -167,6 +167,14 @@ TEST(TokenFileTest, ReadsTextAsBytes) {
   EXPECT_EQ(file.largest_token(), 255);
 }
 
+TEST(TokenFileTest, RefusesJsonAsText) {
+  const TemporaryDirectory dir;
+  for (const char* name : {"a.jsonl", "a.json"}) {
+    expect_error(ErrorCode::kData, {name, "is JSON", "jq -r .text", ".txt"},
+                 [&] { TokenFile(dir.write(name, "{\"text\": \"a\"}\n"), 0); });
+  }
+}
+
 TEST(TokenFileTest, ReadsNanoGptBinAsLittleEndianWords) {
   const TemporaryDirectory dir;
   const TokenFile file(dir.write("a.bin", words16({1, 50256, 300})), 0);
