@@ -169,7 +169,9 @@ void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText
   table.add_choice("schedule", order.schedule, training_schedules(),
                    "order of micro-batches; see 'sluice schedule'; auto: searched for this model");
   table.add_integer("chunks", order.chunks, 1, kMaxChunks,
-                    "stages per rank; auto: 1 leaves it open");
+                    "stages per rank; auto: 2 for schedules that take them; --schedule auto tries "
+                    "several",
+                    "auto");
   table.add_text("schedule-file", options.schedule_file, "PATH",
                  "the order from a file instead: Sluice's JSON or PyTorch's CSV");
   table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage");
@@ -341,11 +343,13 @@ bool saves_in_place(const TrainTable& train, const SavedRun& saved) {
 void take_saved_options(TrainTable& train, const SavedRun& saved, int ranks) {
   const bool other_layout = of_other_layout(train, saved, ranks);
   const bool in_place = saves_in_place(train, saved);
+  const bool searched = value_of(saved.options, "schedule") == "auto";
   OptionValues values;
   for (const auto& [name, value] : saved.options) {
-    // The metrics of the saved run go on only where its saves do.
+    // The metrics of the saved run go on only where its saves do. Beside --schedule auto, 1 was how
+    // saves left the chunks open.
     if (contains(kOfOneRun, name) || (other_layout && contains(kOfLayout, name)) ||
-        (name == "metrics" && !in_place)) {
+        (name == "metrics" && !in_place) || (name == "chunks" && value == "1" && searched)) {
       continue;
     }
     values.emplace_back(name, name == "save" && !value.empty() ? saved.root.string() : value);
