@@ -221,6 +221,7 @@ class Training {
   std::optional<Checkpointer> saver_;
   std::optional<SavedRun> resumed_;  // the save that was loaded
   std::vector<std::string> changes_, passed_over_;
+  std::string rate_jump_;
   std::vector<std::string> damaged_;    // names of saves in resumed_->root
   std::vector<std::uint64_t> skipped_;  // steps, of earlier runs as well
   bool stopped_ = false;
@@ -515,6 +516,8 @@ void Training::describe(const JobLayout& layout, const std::string& ranks) const
   for (const std::string& change : changes_) {
     fmt::print("changed since step {}: {}\n", resumed_->step, change);
   }
+  if (!rate_jump_.empty()) fmt::print("{}\n", rate_jump_);
+  if (options_.save.empty() && !options_.dry_run) fmt::print("nothing is saved: give --save DIR\n");
   std::fflush(stdout);
 }
 
@@ -591,6 +594,7 @@ void Training::load() {
 void Training::compare_with_saved() {
   changes_ = {changes_since(*resumed_, options_), data_changes_since(*resumed_, options_, data_)};
   std::erase(changes_, "");
+  rate_jump_ = rate_jump_since(*resumed_, options_);
 }
 
 void Training::require_steps_left(std::uint64_t done) const {

@@ -218,8 +218,8 @@ void add_training_options(OptionTable& table, TrainOptions& options) {
                    "of AdamW's two moments, in memory and in saves; bf16: rounded at random, "
                    "without bias, to half the bytes; SGD's momentum is fp32");
   table.add_real("learning-rate", training.learning_rate.peak, kPositive, "peak");
-  table.add_integer("warmup", training.learning_rate.warmup, 0, kMaxSteps,
-                    "steps of linear warmup; default: 100, at most a tenth of the steps");
+  table.add_integer("warmup", options.warmup, 0, TrainOptions::kAutoWarmup,
+                    "steps of linear warmup; auto: 100, at most a tenth of the steps", "", "auto");
   table.add_choice("learning-rate-decay", options.constant_learning_rate,
                    {{"cosine", false}, {"constant", true}}, "after warmup");
   table.add_real("final-learning-rate-share", training.learning_rate.final_share, kShare,
@@ -471,9 +471,14 @@ void resolve_raw_text(const RawOptionText& raw, TrainOptions& options) {
   take_ports(raw.watchdog_ports, options.pipeline.watch);
 }
 
+// A warmup of a save gives way to --steps of fewer.
 void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
+  constexpr std::uint64_t kUsual = 100;
+  const bool saved = table.source_of("warmup") == Source::kUnder;
+  if (saved && options.warmup > options.steps) options.warmup = TrainOptions::kAutoWarmup;
   LearningRate& rate = options.pipeline.training.learning_rate;
-  if (!table.given("warmup")) rate.warmup = std::min(rate.warmup, options.steps / 10);
+  rate.warmup = options.warmup == TrainOptions::kAutoWarmup ? std::min(kUsual, options.steps / 10)
+                                                            : options.warmup;
   if (rate.warmup > options.steps) {
     throw_usage("option --warmup: {} is more than --steps {}; at most {} is legal", rate.warmup,
                 options.steps, options.steps);
@@ -721,6 +726,24 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
         fmt::join(refused, ", "), saved.directory.string(), fmt::join(keys, ","));
   }
   return fmt::format("{}", fmt::join(changes, ", "));
+}
+
+std::string rate_jump_since(const SavedRun& saved, const TrainOptions& options) {
+  constexpr double kJump = 1.1;
+  if (value_of(saved.options, "steps").empty()) return "";
+  TrainTable before;
+  before.table.lay_under(saved.options, saved.directory.string());
+  resolve_learning_rate(before.table, before.options);
+  const std::uint64_t next = saved.step + 1;
+  const double was = before.options.pipeline.training.learning_rate.at(next);
+  const double is = options.pipeline.training.learning_rate.at(next);
+  if (before.options.steps == options.steps || std::max(was, is) <= kJump * std::min(was, is)) {
+    return "";
+  }
+  return fmt::format(
+      "--steps {0} takes the learning rate of step {1} from {2:.3g} to {3:.3g}; "
+      "--learning-rate-decay constant --warmup 0 --learning-rate {2:.3g} keeps it",
+      options.steps, next, was, is);
 }
 
 std::string data_changes_since(const SavedRun& saved, const TrainOptions& options,

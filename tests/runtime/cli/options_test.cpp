@@ -196,7 +196,11 @@ TEST(OptionsTest, RefusesAWidthThatHeadsDoNotDivide) {
 TEST(OptionsTest, RefusesAWarmupLongerThanTheRun) {
   EXPECT_THAT(refusal({"--steps", "10", "--warmup", "11"}),
               AllOf(HasSubstr("--warmup"), HasSubstr("at most 10")));
-  EXPECT_EQ(parse({"--steps", "50"}).pipeline.training.learning_rate.warmup, 5U);
+  const TrainOptions automatic = parse({"--steps", "50"});
+  EXPECT_EQ(automatic.pipeline.training.learning_rate.warmup, 5U);
+  EXPECT_THAT(automatic.checkpoint.options, Contains(Pair("warmup", "auto")));
+  EXPECT_THAT(automatic.checkpoint.options, Contains(Pair("chunks", "auto")));
+  EXPECT_EQ(parse({"--warmup", "0"}).pipeline.training.learning_rate.warmup, 0U);
   const LearningRate constant =
       parse({"--steps", "50", "--learning-rate-decay", "constant"}).pipeline.training.learning_rate;
   EXPECT_EQ(constant.steps, 0U);
