@@ -93,6 +93,7 @@ class StopRequest {
     saver_ = saver;
     if (saver != nullptr && asked_) saver->request_stop();
   }
+  [[nodiscard]] bool asked() const { return asked_; }
   void describe(std::uint64_t step, const std::filesystem::path& save) {
     if (signals_) signals_->describe(step, save);
   }
@@ -420,7 +421,10 @@ void Training::open_metrics() {
 }
 
 void Training::open_saver() {
-  if (options_.save.empty()) return;
+  if (options_.save.empty()) {
+    PipelineAccess::set_step_flags(*pipeline_, [this] { return stop_.asked() ? 1U : 0U; });
+    return;
+  }
   CheckpointOptions checkpoint = options_.checkpoint;
   checkpoint.data = data_;
   checkpoint.model = model_config_text(options_.model);
@@ -622,7 +626,7 @@ void Training::steps() {
 }
 
 void Training::one_step() {
-  if (saver_) stop_.describe(pipeline_->step() + 1, saver_->last_save());
+  stop_.describe(pipeline_->step() + 1, saver_ ? saver_->last_save() : std::filesystem::path());
   if (!options_.trace.empty() && pipeline_->step() + 1 == traced_from_) timeline_.begin(*pipeline_);
   if (options_.profile_operators && pipeline_->step() + 1 == traced_from_) {
     pipeline_->compute().profile_operators(true);
@@ -638,10 +642,13 @@ void Training::one_step() {
   if (options_.validate_every > 0 && step.step % options_.validate_every == 0 && !last) {
     validate(quick_samples_);
   }
-  if (!saver_) return;
-  saver_->after_step(step);
-  if (first()) events_.save(last_resumable());
-  stopped_ = saver_->stop_requested() && !last;
+  if (saver_) {
+    saver_->after_step(step);
+    if (first()) events_.save(last_resumable());
+  }
+  const bool asked =
+      saver_ ? saver_->stop_requested() : PipelineAccess::step_flags(*pipeline_) != 0;
+  stopped_ = asked && !last;
 }
 
 void Training::report(const StepReport& step) {
@@ -778,7 +785,9 @@ void Training::summarise() {
   };
   if (stopped_) {
     fmt::print("\nstopped as asked after step {}", pipeline_->step());
-    if (!options_.checkpoint.weights_only) {
+    if (!saver_) {
+      fmt::print("; nothing is saved");
+    } else if (!options_.checkpoint.weights_only) {
       fmt::print("; resume with --resume {} (or auto)", options_.save);
     }
     fmt::print("\n");
@@ -863,7 +872,7 @@ int train_command(int argc, char** argv) {
       "train", argc, argv,
       [&] {
         options = parse_train_options(arguments);
-        if (!options.save.empty() && !options.dry_run && options.help.empty()) stop.begin();
+        if (!options.dry_run && options.help.empty()) stop.begin();
         return options.help;
       },
       [&](Communicator& world) {

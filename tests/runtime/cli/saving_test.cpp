@@ -267,6 +267,18 @@ TEST_F(SavingTest, ASignalStopsTheJobAfterItsStep) {
   }
 }
 
+TEST_F(SavingTest, WithoutSavingASignalStopsTheJobTooAndBothAreSaid) {
+  const std::string wait = "while ! grep -sq grad_norm m.jsonl; do sleep 0.05; done; ";
+  const Outcome outcome =
+      shell("sh -c '" SLUICE_PROGRAM " " + train("--steps 1000000 --metrics m.jsonl ") + "& " +
+            wait + "kill -INT $!; wait $!'");
+  EXPECT_EQ(outcome.code, 12) << outcome.out << outcome.err;
+  EXPECT_EQ(lines_with(outcome.out, "nothing is saved: give --save DIR"), 1) << outcome.out;
+  EXPECT_EQ(lines_with(outcome.out, "stopped as asked after step "), 1) << outcome.out;
+  EXPECT_EQ(lines_with(outcome.out, "; nothing is saved"), 1) << outcome.out;
+  EXPECT_EQ(lines_with(outcome.out, "  training loss "), 1) << outcome.out;
+}
+
 TEST_F(SavingTest, MetricsHaveNoTornAndNoDoubledLine) {
   trained("--steps 4 --save run --save-every 2 --metrics m.jsonl");
   write("m.jsonl", read_file(path("m.jsonl")) + "{\"step\":5,\"lo");
