@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <optional>
 
 #include <sluice/checkpoint.hpp>
 #include <sluice/data.hpp>
@@ -18,6 +19,7 @@
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/saved_run.hpp"
 #include "runtime/cli/train_options.hpp"
+#include "runtime/cli/validation.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/models/model_config.hpp"
@@ -108,7 +110,8 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
   pipeline_options.devices.choices = parse_devices(options.device);
   pipeline_options.training.inference = true;
   pipeline_options.watch = options.watch;
-  pipeline_options.training.evaluations = {samples};
+  const std::int64_t part = validation_part(options.micro_batch_size, /*replicas=*/1);
+  pipeline_options.training.evaluations = validation_sizes(samples, part);
   Pipeline pipeline(
       world, pipeline_options,
       [&](int stage, int stages) {
@@ -117,7 +120,14 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
       },
       *source);
   load_model(pipeline, save);
-  const double loss = pipeline.evaluate(samples);
+  std::optional<Progress> progress;  // on a terminal
+  if (world.rank() == 0 && terminal_output()) progress.emplace(1, 1, /*terminal=*/true);
+  const auto shown = [&](std::int64_t done) {
+    if (progress) progress->validation(done, samples);
+    return true;
+  };
+  const double loss = *validate(pipeline, *source, samples, part, shown);
+  progress.reset();
   if (world.rank() == 0) {
     fmt::print("{}: loss {:.4f} nats, {:.4f} bits per {}, over {} of {} windows of '{}'\n",
                save.filename().string(), loss, loss / std::log(2.0),

@@ -33,6 +33,7 @@
 #include "runtime/cli/layout_report.hpp"
 #include "runtime/cli/schedule_choice.hpp"
 #include "runtime/cli/train_options.hpp"
+#include "runtime/cli/validation.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/job/activity.hpp"
@@ -59,11 +60,13 @@ namespace {
 
 // Steps at the end of a run that go into the trace.
 constexpr std::uint64_t kTracedSteps = 4;
-// Windows of a validation between steps, unless --validation-samples is given.
+// Windows of a validation at the end, unless --validation-samples is given: what share of those
+// that are trained between two validations, at least and at most.
+constexpr double kValidationShare = 0.05;
+constexpr double kLeastValidation = 32, kMostValidation = 1024;
+// The most of one between steps, likewise.
 constexpr std::int64_t kQuickValidation = 64;
-// Windows of the one at the end, likewise.
-constexpr std::int64_t kLastValidation = 1024;
-// The exit code of a run that was asked to stop, and saved.
+// The exit code of a run that was asked to stop.
 constexpr int kStopped = 12;
 
 ProductPrecision products_of(const TrainOptions& options) {
@@ -166,6 +169,9 @@ class Training {
   void load();
   [[nodiscard]] std::filesystem::path newest_model();
   void compare_with_saved();
+  // In windows.
+  [[nodiscard]] std::int64_t usual_validation() const;
+  [[nodiscard]] std::int64_t part_of_validation() const;
   void require_a_batch() const;
   void require_writable_outputs() const;
   void require_unused(const std::filesystem::path& directory) const;
@@ -195,6 +201,8 @@ class Training {
   void sum_profile();
   void read_gpus(std::uint64_t step);
   void look_for_stragglers();
+  // Collective. Whether a signal asked any rank to stop.
+  [[nodiscard]] bool asked_anywhere();
   void validate(std::int64_t samples);
   void note(const std::string& line);
   void summarise();
@@ -357,11 +365,24 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
                                 options_.pipeline.training.seed);
     require_a_batch();
     windows_ = validation_samples(*file_, options_.model.context);
-    last_samples_ = exactly                                ? samples
-                    : samples == TrainOptions::kAllWindows ? windows_
-                                                           : std::min(windows_, kLastValidation);
-    quick_samples_ = exactly ? samples : std::min(windows_, kQuickValidation);
+    last_samples_ = exactly ? samples : std::min(windows_, usual_validation());
+    quick_samples_ = exactly ? samples : std::min(last_samples_, kQuickValidation);
   });
+}
+
+std::int64_t Training::usual_validation() const {
+  if (options_.validation_samples == TrainOptions::kAllWindows) return windows_;
+  const std::uint64_t every = options_.validate_every;
+  const double steps =
+      static_cast<double>(every > 0 ? std::min(every, options_.steps) : options_.steps);
+  const double trained = steps * static_cast<double>(options_.pipeline.shape.batch_size);
+  return static_cast<std::int64_t>(
+      std::clamp(kValidationShare * trained, kLeastValidation, kMostValidation));
+}
+
+std::int64_t Training::part_of_validation() const {
+  const PipelineOptions::Shape& shape = options_.pipeline.shape;
+  return validation_part(shape.micro_batch_size, shape.replicas);
 }
 
 void Training::require_a_batch() const {
@@ -473,10 +494,10 @@ std::map<std::string, std::string> Training::model_files(DType precision) const 
 
 void Training::plan_evaluations() {
   std::vector<std::int64_t> evaluations;
-  if (last_samples_ > 0) {
-    evaluations.push_back(last_samples_);
-    if (options_.validate_every > 0 && quick_samples_ != last_samples_) {
-      evaluations.push_back(quick_samples_);
+  for (const std::int64_t samples :
+       {last_samples_, options_.validate_every > 0 ? quick_samples_ : 0}) {
+    for (const std::int64_t size : validation_sizes(samples, part_of_validation())) {
+      evaluations.push_back(size);
     }
   }
   pipeline_options_ = options_.pipeline;
@@ -766,8 +787,30 @@ StepRecord Training::record_of(const StepReport& report) const {
   return record;
 }
 
+bool Training::asked_anywhere() {
+  bool asked = false;
+  PipelineAccess::guarded(*pipeline_, [&] {
+    Collectives& world = PipelineAccess::world(*pipeline_);
+    for (const std::string& each : world.all_gather_strings(stop_.asked() ? "stop" : "")) {
+      asked = asked || !each.empty();
+    }
+  });
+  return asked;
+}
+
+// A stop ends it without a loss.
 void Training::validate(std::int64_t samples) {
-  validation_loss_ = pipeline_->evaluate(samples);
+  std::optional<Progress> of_the_last;
+  Progress& progress = progress_
+                           ? *progress_
+                           : of_the_last.emplace(options_.steps, options_.steps, terminal_output());
+  const auto goes_on = [&](std::int64_t done) {
+    const bool stop = asked_anywhere();
+    if (first()) progress.validation(stop ? samples : done, samples);
+    return !stop;
+  };
+  validation_loss_ = sluice::validate(*pipeline_, *source_, samples, part_of_validation(), goes_on);
+  if (!validation_loss_) return note("validation stopped as asked");
   if (!first()) return;
   if (metrics_) metrics_->validation(pipeline_->step(), *validation_loss_);
   if (progress_) {

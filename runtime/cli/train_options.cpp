@@ -238,8 +238,8 @@ void add_output_options(OptionTable& table, TrainOptions& options) {
   table.add_integer("validate-every", options.validate_every, 0, kMaxSteps,
                     "steps; 0: at the end only");
   table.add_integer("validation-samples", options.validation_samples, 1, TrainOptions::kAllWindows,
-                    "per validation; auto: at most 1024 at the end, at most 64 between steps; all: "
-                    "the whole validation part",
+                    "per validation; auto: a twentieth of the windows trained between two of them, "
+                    "32 to 1024 at the end, to 64 between steps; all: the whole validation part",
                     "auto", "all");
   table.add_text("metrics", options.metrics, "FILE", "JSON lines, one a step");
   table.add_text("trace", options.trace, "FILE", "timeline of a step, for Perfetto");

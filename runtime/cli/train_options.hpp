@@ -32,7 +32,7 @@ struct ResumeOptions {
 
 struct TrainOptions {
   // Values of validation_samples.
-  static constexpr std::int64_t kSomeWindows = 0;  // at most 1024, between steps at most 64
+  static constexpr std::int64_t kSomeWindows = 0;  // as many as the training justifies
   static constexpr std::int64_t kAllWindows = std::int64_t{1} << 40;
   // Of warmup: 100 steps, at most a tenth of all.
   static constexpr std::uint64_t kAutoWarmup = std::uint64_t{1} << 40;

@@ -237,8 +237,9 @@ class TokenFile {
 };
 
 // Next-token prediction: inputs i32 [samples, context], targets i32 [samples, context]. Training
-// sample i of step t starts at an offset drawn by Philox from (seed, t, i); validation sample i is
-// the i-th window of the validation part (wrapping around), for every step.
+// sample i of step t starts at an offset drawn by Philox from (seed, t, i). Validation samples are
+// windows of the validation part, the same for every step: n of them lie evenly over the part, and
+// as many as validation_samples() are each of its windows once.
 // Throws Error(kData): a split shorter than context + 1 (a validation split of share 0 may be
 // absent until it is asked for), a token >= vocabulary, or >= that of the file's header (naming its
 // place). Error(kUsage): no file, or a context or vocabulary below 1.

@@ -345,10 +345,12 @@ TEST_F(SavingTest, ADirectoryOfVersion01IsResumedAndRead) {
 
 TEST_F(SavingTest, TheLastValidationIsBounded) {
   const std::string small =
-      "train --device cpu --data text.txt --layers 1 --heads 1 --width 4 --context 1 --steps 1 "
+      "train --device cpu --data text.txt --layers 1 --heads 1 --width 4 --context 1 --steps 2 "
       "--validation-share 0.5 ";
-  const Outcome some = sluice(small);
-  EXPECT_EQ(lines_with(some.out, " (1024 of "), 1) << some.out << some.err;
+  const Outcome least = sluice(small);
+  EXPECT_EQ(lines_with(least.out, " (32 of 1999 windows)"), 1) << least.out << least.err;
+  const Outcome share = sluice(small + "--micro-batch-size 500");  // a twentieth of 1000
+  EXPECT_EQ(lines_with(share.out, " (50 of 1999 windows)"), 1) << share.out << share.err;
   const Outcome all = sluice(small + "--validation-samples all");
   EXPECT_EQ(all.code, 0) << all.err;
   EXPECT_EQ(lines_with(all.out, " windows)"), 0) << all.out;
