@@ -145,13 +145,18 @@ std::string to_config_text(const OptionValues& options) {
 std::string suggestion(std::string_view text, const std::vector<std::string>& known,
                        const char* otherwise, const char* dashes) {
   const std::string* best = nullptr;
-  int best_distance = std::max(2, static_cast<int>(text.size()) / 3) + 1;
+  // An edit in ten letters, or two that exchange letters: more gives another word.
+  const int most = 1 + static_cast<int>(text.size()) / 10;
+  int best_distance = std::max(2, most) + 1;
   for (const std::string& name : known) {
     // The lengths alone demand so many edits; this bounds the time for a long text.
     const auto least = std::max(text.size(), name.size()) - std::min(text.size(), name.size());
     if (least >= static_cast<std::size_t>(best_distance)) continue;
     const int distance = edit_distance(text, name);
     if (distance >= best_distance) continue;
+    const bool exchanged =
+        least == 0 && std::is_permutation(text.begin(), text.end(), name.begin());
+    if (distance > most && !exchanged) continue;
     best_distance = distance;
     best = &name;
   }

@@ -136,7 +136,7 @@ class OptionTable {
 [[nodiscard]] std::string to_config_text(const OptionValues& options);
 
 // "; did you mean 'train'?" with the one of `known` that is fewest edits away from `text`, and
-// `dashes` before it; `otherwise` where none is near.
+// `dashes` before it; `otherwise` where none is but for a slip.
 [[nodiscard]] std::string suggestion(std::string_view text, const std::vector<std::string>& known,
                                      const char* otherwise, const char* dashes = "");
 
