@@ -317,8 +317,9 @@ def main():
     try:
         # On the output's disk: standard input may be larger than /tmp.
         parent = pathlib.Path(options.output).parent
-        if not parent.is_dir():
-            raise Refusal(f"'{parent}' is no directory; --output needs one that is there")
+        if parent.exists() and not parent.is_dir():
+            raise Refusal(f"'{parent}' is no directory; --output needs one")
+        parent.mkdir(parents=True, exist_ok=True)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         with tempfile.TemporaryDirectory(prefix=".prepare_tokens-", dir=parent) as directory:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

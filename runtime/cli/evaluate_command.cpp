@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <optional>
 
 #include <sluice/checkpoint.hpp>
 #include <sluice/compute.hpp>
@@ -19,12 +20,15 @@
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/saved_run.hpp"
 #include "runtime/cli/train_options.hpp"
+#include "runtime/cli/validation.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/models/model_config.hpp"
 #include "runtime/models/model_tensors.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/report/metrics.hpp"
+#include "runtime/tokens/same_tokenizer.hpp"
 
 namespace sluice {
 namespace {
@@ -51,6 +55,7 @@ OptionTable make_table(EvaluateOptions& options) {
   table.add_text("weights", options.weights, "DIR",
                  "what 'sluice train --save' wrote, or one step of it; required");
   table.add_text("data", options.data, "FILE", "text or tokens; default: the training's");
+  table.take_once("data");
   table.add_real("validation-share", options.share, {.low = 0, .high = 1, .high_open = true},
                  "last part of the data; default: the training's");
   table.add_integer("validation-samples", options.samples, 1,
@@ -103,6 +108,7 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
     if (world.rank() == 0) fmt::print(stderr, "{}", change_since(saved, *file));
     Collectives collectives(*comm, 0, &control);
     require_same_configuration(collectives, file->identity("--data"));
+    require_same_tokenizer(*file, save);
     windows = validation_samples(*file, model.context);
     if (windows == 0) {
       throw_error(ErrorCode::kData, "data file '{}': its last {} of {} tokens hold no window of {}",
@@ -119,7 +125,8 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
   pipeline_options.devices.choices = parse_devices(options.device);
   pipeline_options.training.inference = true;
   pipeline_options.watch = options.watch;
-  pipeline_options.training.evaluations = {samples};
+  const std::int64_t part = validation_part(options.micro_batch_size, /*replicas=*/1);
+  pipeline_options.training.evaluations = validation_sizes(samples, part);
   Pipeline pipeline(
       world, pipeline_options,
       [&](int stage, int stages) {
@@ -128,7 +135,14 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
       },
       *source);
   load_model(pipeline, save);
-  const double loss = pipeline.evaluate(samples);
+  std::optional<Progress> progress;  // on a terminal
+  if (world.rank() == 0 && terminal_output()) progress.emplace(1, 1, /*terminal=*/true);
+  const auto shown = [&](std::int64_t done) {
+    if (progress) progress->validation(done, samples);
+    return true;
+  };
+  const double loss = *validate(pipeline, *source, samples, part, shown);
+  progress.reset();
   if (world.rank() == 0) {
     fmt::print("{}: loss {:.4f} nats, {:.4f} bits per {}, over {} of {} windows of '{}'\n",
                save.filename().string(), loss, loss / std::log(2.0),

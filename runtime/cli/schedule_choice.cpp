@@ -36,7 +36,7 @@ SearchRequest request_of(const TrainOptions& options, int ranks) {
   request.micro_batches = options.pipeline.shape.micro_batches;
   request.model.stages = layer_times(options.model);
   request.whole_layers = true;
-  if (options.pipeline.order.chunks > 1) request.chunks = {options.pipeline.order.chunks};
+  if (options.pipeline.order.chunks > 0) request.chunks = {options.pipeline.order.chunks};
   request.in_flight_limit = {static_cast<double>(ranks)};
   request.effort = kSearchEffort;
   return request;
@@ -91,10 +91,10 @@ ScheduleChoice search(const TrainOptions& options, int ranks, Collectives& world
 }
 
 // Once every layer, embedding and head included, has its own stage, more chunks only add stages
-// without layers. A schedule whose least number of chunks does so is accepted.
+// without layers. A schedule's own number of chunks is accepted.
 void require_layers_for_chunks(const TrainOptions& options, int ranks) {
   const std::int64_t most =
-      std::max(options.model.layers + 2, stages_of(options.pipeline.order.schedule, {ranks, 1, 1}));
+      std::max(options.model.layers + 2, stages_of(options.pipeline.order.schedule, {ranks, 1}));
   if (std::int64_t{ranks} * options.pipeline.order.chunks <= most) return;
   throw_usage(
       "option --chunks: {} on {} rank{} make {} stages, but --layers {} with "

@@ -34,6 +34,7 @@
 #include "runtime/cli/layout_report.hpp"
 #include "runtime/cli/schedule_choice.hpp"
 #include "runtime/cli/train_options.hpp"
+#include "runtime/cli/validation.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/job/activity.hpp"
@@ -62,11 +63,13 @@ namespace {
 
 // Steps at the end of a run that go into the trace.
 constexpr std::uint64_t kTracedSteps = 4;
-// Windows of a validation between steps, unless --validation-samples is given.
+// Windows of a validation at the end, unless --validation-samples is given: what share of those
+// that are trained between two validations, at least and at most.
+constexpr double kValidationShare = 0.05;
+constexpr double kLeastValidation = 32, kMostValidation = 1024;
+// The most of one between steps, likewise.
 constexpr std::int64_t kQuickValidation = 64;
-// Windows of the one at the end, likewise.
-constexpr std::int64_t kLastValidation = 1024;
-// The exit code of a run that was asked to stop, and saved.
+// The exit code of a run that was asked to stop.
 constexpr int kStopped = 12;
 
 ProductPrecision products_of(const TrainOptions& options) {
@@ -96,6 +99,7 @@ class StopRequest {
     saver_ = saver;
     if (saver != nullptr && asked_) saver->request_stop();
   }
+  [[nodiscard]] bool asked() const { return asked_; }
   void describe(std::uint64_t step, const std::filesystem::path& save) {
     if (signals_) signals_->describe(step, save);
   }
@@ -169,6 +173,9 @@ class Training {
   void load();
   [[nodiscard]] std::filesystem::path newest_model();
   void compare_with_saved();
+  // In windows.
+  [[nodiscard]] std::int64_t usual_validation() const;
+  [[nodiscard]] std::int64_t part_of_validation() const;
   void require_a_batch() const;
   void require_writable_outputs() const;
   void require_room(const JobLayout& layout) const;
@@ -199,6 +206,8 @@ class Training {
   void sum_profile();
   void read_gpus(std::uint64_t step);
   void look_for_stragglers();
+  // Collective. Whether a signal asked any rank to stop.
+  [[nodiscard]] bool asked_anywhere();
   void validate(std::int64_t samples);
   void note(const std::string& line);
   void summarise();
@@ -226,6 +235,7 @@ class Training {
   std::optional<Checkpointer> saver_;
   std::optional<SavedRun> resumed_;  // the save that was loaded
   std::vector<std::string> changes_, passed_over_;
+  std::string rate_jump_;
   std::vector<std::string> damaged_;    // names of saves in resumed_->root
   std::vector<std::uint64_t> skipped_;  // steps, of earlier runs as well
   bool stopped_ = false;
@@ -366,11 +376,24 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
                                 options_.pipeline.training.seed);
     require_a_batch();
     windows_ = validation_samples(*file_, options_.model.context);
-    last_samples_ = exactly                                ? samples
-                    : samples == TrainOptions::kAllWindows ? windows_
-                                                           : std::min(windows_, kLastValidation);
-    quick_samples_ = exactly ? samples : std::min(windows_, kQuickValidation);
+    last_samples_ = exactly ? samples : std::min(windows_, usual_validation());
+    quick_samples_ = exactly ? samples : std::min(last_samples_, kQuickValidation);
   });
+}
+
+std::int64_t Training::usual_validation() const {
+  if (options_.validation_samples == TrainOptions::kAllWindows) return windows_;
+  const std::uint64_t every = options_.validate_every;
+  const double steps =
+      static_cast<double>(every > 0 ? std::min(every, options_.steps) : options_.steps);
+  const double trained = steps * static_cast<double>(options_.pipeline.shape.batch_size);
+  return static_cast<std::int64_t>(
+      std::clamp(kValidationShare * trained, kLeastValidation, kMostValidation));
+}
+
+std::int64_t Training::part_of_validation() const {
+  const PipelineOptions::Shape& shape = options_.pipeline.shape;
+  return validation_part(shape.micro_batch_size, shape.replicas);
 }
 
 void Training::require_a_batch() const {
@@ -430,7 +453,10 @@ void Training::open_metrics() {
 }
 
 void Training::open_saver() {
-  if (options_.save.empty()) return;
+  if (options_.save.empty()) {
+    PipelineAccess::set_step_flags(*pipeline_, [this] { return stop_.asked() ? 1U : 0U; });
+    return;
+  }
   CheckpointOptions checkpoint = options_.checkpoint;
   checkpoint.data = data_;
   checkpoint.before_save = [this] { require_same_data(); };
@@ -490,10 +516,10 @@ std::map<std::string, std::string> Training::model_files(DType precision) const 
 
 void Training::plan_evaluations() {
   std::vector<std::int64_t> evaluations;
-  if (last_samples_ > 0) {
-    evaluations.push_back(last_samples_);
-    if (options_.validate_every > 0 && quick_samples_ != last_samples_) {
-      evaluations.push_back(quick_samples_);
+  for (const std::int64_t samples :
+       {last_samples_, options_.validate_every > 0 ? quick_samples_ : 0}) {
+    for (const std::int64_t size : validation_sizes(samples, part_of_validation())) {
+      evaluations.push_back(size);
     }
   }
   pipeline_options_ = options_.pipeline;
@@ -537,6 +563,8 @@ void Training::describe(const JobLayout& layout, const std::string& ranks) const
   for (const std::string& change : changes_) {
     fmt::print("changed since step {}: {}\n", resumed_->step, change);
   }
+  if (!rate_jump_.empty()) fmt::print("{}\n", rate_jump_);
+  if (options_.save.empty() && !options_.dry_run) fmt::print("nothing is saved: give --save DIR\n");
   std::fflush(stdout);
 }
 
@@ -630,6 +658,7 @@ void Training::load() {
 void Training::compare_with_saved() {
   changes_ = {changes_since(*resumed_, options_), data_changes_since(*resumed_, options_, data_)};
   std::erase(changes_, "");
+  rate_jump_ = rate_jump_since(*resumed_, options_);
 }
 
 void Training::require_steps_left(std::uint64_t done) const {
@@ -657,7 +686,7 @@ void Training::steps() {
 }
 
 void Training::one_step() {
-  if (saver_) stop_.describe(pipeline_->step() + 1, saver_->last_save());
+  stop_.describe(pipeline_->step() + 1, saver_ ? saver_->last_save() : std::filesystem::path());
   if (!options_.trace.empty() && pipeline_->step() + 1 == traced_from_) timeline_.begin(*pipeline_);
   if (options_.profile_operators && pipeline_->step() + 1 == traced_from_) {
     pipeline_->compute().profile_operators(true);
@@ -673,10 +702,13 @@ void Training::one_step() {
   if (options_.validate_every > 0 && step.step % options_.validate_every == 0 && !last) {
     validate(quick_samples_);
   }
-  if (!saver_) return;
-  saver_->after_step(step);
-  if (first()) events_.save(last_resumable());
-  stopped_ = saver_->stop_requested() && !last;
+  if (saver_) {
+    saver_->after_step(step);
+    if (first()) events_.save(last_resumable());
+  }
+  const bool asked =
+      saver_ ? saver_->stop_requested() : PipelineAccess::step_flags(*pipeline_) != 0;
+  stopped_ = asked && !last;
 }
 
 void Training::report(const StepReport& step) {
@@ -794,8 +826,30 @@ StepRecord Training::record_of(const StepReport& report) const {
   return record;
 }
 
+bool Training::asked_anywhere() {
+  bool asked = false;
+  PipelineAccess::guarded(*pipeline_, [&] {
+    Collectives& world = PipelineAccess::world(*pipeline_);
+    for (const std::string& each : world.all_gather_strings(stop_.asked() ? "stop" : "")) {
+      asked = asked || !each.empty();
+    }
+  });
+  return asked;
+}
+
+// A stop ends it without a loss.
 void Training::validate(std::int64_t samples) {
-  validation_loss_ = pipeline_->evaluate(samples);
+  std::optional<Progress> of_the_last;
+  Progress& progress = progress_
+                           ? *progress_
+                           : of_the_last.emplace(options_.steps, options_.steps, terminal_output());
+  const auto goes_on = [&](std::int64_t done) {
+    const bool stop = asked_anywhere();
+    if (first()) progress.validation(stop ? samples : done, samples);
+    return !stop;
+  };
+  validation_loss_ = sluice::validate(*pipeline_, *source_, samples, part_of_validation(), goes_on);
+  if (!validation_loss_) return note("validation stopped as asked");
   if (!first()) return;
   if (metrics_) metrics_->validation(pipeline_->step(), *validation_loss_);
   if (progress_) {
@@ -813,7 +867,9 @@ void Training::summarise() {
   };
   if (stopped_) {
     fmt::print("\nstopped as asked after step {}", pipeline_->step());
-    if (!options_.checkpoint.weights_only) {
+    if (!saver_) {
+      fmt::print("; nothing is saved");
+    } else if (!options_.checkpoint.weights_only) {
       fmt::print("; resume with --resume {} (or auto)", options_.save);
     }
     fmt::print("\n");
@@ -900,7 +956,7 @@ int train_command(int argc, char** argv) {
         options = parse_train_options(arguments);
         // A reader of the output that goes, and a file that may not grow, are errors of writing.
         for (const int each : {SIGPIPE, SIGXFSZ}) (void)std::signal(each, SIG_IGN);
-        if (!options.save.empty() && !options.dry_run && options.help.empty()) stop.begin();
+        if (!options.dry_run && options.help.empty()) stop.begin();
         return options.help;
       },
       [&](Communicator& world) {

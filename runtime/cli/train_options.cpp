@@ -45,7 +45,7 @@ constexpr const char* kAboutTrain =
     "\n"
     "  mpirun -n 4 sluice train --data text.txt --pipeline 2 --replicas 2 --save run\n"
     "\n"
-    "Of an option given twice the last one counts.";
+    "Of an option given twice the last one counts; --data is given once.";
 
 // Option values as text that decide on more than one field, or that are parsed together with
 // others.
@@ -174,7 +174,9 @@ void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText
   table.add_choice("schedule", order.schedule, training_schedules(),
                    "order of micro-batches; see 'sluice schedule'; auto: searched for this model");
   table.add_integer("chunks", order.chunks, 1, kMaxChunks,
-                    "stages per rank; auto: 1 leaves it open");
+                    "stages per rank; auto: 2 for schedules that take them; --schedule auto tries "
+                    "several",
+                    "auto");
   table.add_text("schedule-file", options.schedule_file, "PATH",
                  "the order from a file instead: Sluice's JSON or PyTorch's CSV");
   table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage");
@@ -204,8 +206,11 @@ void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText
 void add_training_options(OptionTable& table, TrainOptions& options) {
   PipelineOptions::Training& training = options.pipeline.training;
   table.heading("Training");
-  table.add_text("data", options.data, "FILE",
-                 "text (bytes), nanoGPT .bin or llm.c token file; required unless --dry-run");
+  table.add_text(
+      "data", options.data, "FILE",
+      "one text (bytes), or tokens of prepare_tokens.py, nanoGPT or llm.c; required unless "
+      "--dry-run");
+  table.take_once("data");
   table.add_real("validation-share", options.validation_share, kBelowOne,
                  "last part of the data, kept for validation");
   table.add_integer("steps", options.steps, 1, kMaxSteps, "optimizer steps");
@@ -219,8 +224,8 @@ void add_training_options(OptionTable& table, TrainOptions& options) {
                    "of AdamW's two moments, in memory and in saves; bf16: rounded at random, "
                    "without bias, to half the bytes; SGD's momentum is fp32");
   table.add_real("learning-rate", training.learning_rate.peak, kPositive, "peak");
-  table.add_integer("warmup", training.learning_rate.warmup, 0, kMaxSteps,
-                    "steps of linear warmup; default: 100, at most a tenth of the steps");
+  table.add_integer("warmup", options.warmup, 0, TrainOptions::kAutoWarmup,
+                    "steps of linear warmup; auto: 100, at most a tenth of the steps", "", "auto");
   table.add_choice("learning-rate-decay", options.constant_learning_rate,
                    {{"cosine", false}, {"constant", true}}, "after warmup");
   table.add_real("final-learning-rate-share", training.learning_rate.final_share, kShare,
@@ -239,8 +244,8 @@ void add_output_options(OptionTable& table, TrainOptions& options) {
   table.add_integer("validate-every", options.validate_every, 0, kMaxSteps,
                     "steps; 0: at the end only");
   table.add_integer("validation-samples", options.validation_samples, 1, TrainOptions::kAllWindows,
-                    "per validation; auto: at most 1024 at the end, at most 64 between steps; all: "
-                    "the whole validation part",
+                    "per validation; auto: a twentieth of the windows trained between two of them, "
+                    "32 to 1024 at the end, to 64 between steps; all: the whole validation part",
                     "auto", "all");
   table.add_text("metrics", options.metrics, "FILE", "JSON lines, one a step");
   table.add_text("trace", options.trace, "FILE", "timeline of a step, for Perfetto");
@@ -344,11 +349,13 @@ bool saves_in_place(const TrainTable& train, const SavedRun& saved) {
 void take_saved_options(TrainTable& train, const SavedRun& saved, int ranks) {
   const bool other_layout = of_other_layout(train, saved, ranks);
   const bool in_place = saves_in_place(train, saved);
+  const bool searched = value_of(saved.options, "schedule") == "auto";
   OptionValues values;
   for (const auto& [name, value] : saved.options) {
-    // The metrics of the saved run go on only where its saves do.
+    // The metrics of the saved run go on only where its saves do. Beside --schedule auto, 1 was how
+    // saves left the chunks open.
     if (contains(kOfOneRun, name) || (other_layout && contains(kOfLayout, name)) ||
-        (name == "metrics" && !in_place)) {
+        (name == "metrics" && !in_place) || (name == "chunks" && value == "1" && searched)) {
       continue;
     }
     values.emplace_back(name, name == "save" && !value.empty() ? saved.root.string() : value);
@@ -470,9 +477,14 @@ void resolve_raw_text(const RawOptionText& raw, TrainOptions& options) {
   take_ports(raw.watchdog_ports, options.pipeline.watch);
 }
 
+// A warmup of a save gives way to --steps of fewer.
 void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
+  constexpr std::uint64_t kUsual = 100;
+  const bool saved = table.source_of("warmup") == Source::kUnder;
+  if (saved && options.warmup > options.steps) options.warmup = TrainOptions::kAutoWarmup;
   LearningRate& rate = options.pipeline.training.learning_rate;
-  if (!table.given("warmup")) rate.warmup = std::min(rate.warmup, options.steps / 10);
+  rate.warmup = options.warmup == TrainOptions::kAutoWarmup ? std::min(kUsual, options.steps / 10)
+                                                            : options.warmup;
   if (rate.warmup > options.steps) {
     throw_usage("option --warmup: {} is more than --steps {}; at most {} is legal", rate.warmup,
                 options.steps, options.steps);
@@ -722,6 +734,24 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
         fmt::join(refused, ", "), saved.directory.string(), fmt::join(keys, ","));
   }
   return fmt::format("{}", fmt::join(changes, ", "));
+}
+
+std::string rate_jump_since(const SavedRun& saved, const TrainOptions& options) {
+  constexpr double kJump = 1.1;
+  if (value_of(saved.options, "steps").empty()) return "";
+  TrainTable before;
+  before.table.lay_under(saved.options, saved.directory.string());
+  resolve_learning_rate(before.table, before.options);
+  const std::uint64_t next = saved.step + 1;
+  const double was = before.options.pipeline.training.learning_rate.at(next);
+  const double is = options.pipeline.training.learning_rate.at(next);
+  if (before.options.steps == options.steps || std::max(was, is) <= kJump * std::min(was, is)) {
+    return "";
+  }
+  return fmt::format(
+      "--steps {0} takes the learning rate of step {1} from {2:.3g} to {3:.3g}; "
+      "--learning-rate-decay constant --warmup 0 --learning-rate {2:.3g} keeps it",
+      options.steps, next, was, is);
 }
 
 std::string data_changes_since(const SavedRun& saved, const TrainOptions& options,

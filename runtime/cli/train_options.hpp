@@ -32,8 +32,10 @@ struct ResumeOptions {
 
 struct TrainOptions {
   // Values of validation_samples.
-  static constexpr std::int64_t kSomeWindows = 0;  // at most 1024, between steps at most 64
+  static constexpr std::int64_t kSomeWindows = 0;  // as many as the training justifies
   static constexpr std::int64_t kAllWindows = std::int64_t{1} << 40;
+  // Of warmup: 100 steps, at most a tenth of all.
+  static constexpr std::uint64_t kAutoWarmup = std::uint64_t{1} << 40;
 
   TransformerConfig model;
   std::string weights;  // the model that the run starts from; of no effect where it goes on
@@ -41,9 +43,7 @@ struct TrainOptions {
   // option with its value, defaults included, in the order of the help. The trainer sets
   // Training::evaluations, the order of --schedule auto, and CheckpointOptions::data and model.
   PipelineOptions pipeline = {.shape = {.micro_batches = 0, .micro_batch_size = 0},
-                              .training = {.optimizer = {.weight_decay = 0.1F},
-                                           .learning_rate = {.warmup = 100},
-                                           .clip = 1},
+                              .training = {.optimizer = {.weight_decay = 0.1F}, .clip = 1},
                               .watch = {.on = true, .ends_process = true}};
   std::string schedule_file;
   std::optional<MadeFor> made_for;  // what schedule_file says of its search
@@ -51,6 +51,7 @@ struct TrainOptions {
   std::string data;
   double validation_share = 0.1;
   std::uint64_t steps = 2000;
+  std::uint64_t warmup = kAutoWarmup;   // as given; Training::learning_rate has the number
   bool constant_learning_rate = false;  // after warmup
   std::uint64_t validate_every = 0;     // 0: at the end only
   std::int64_t validation_samples = kSomeWindows;
@@ -87,6 +88,9 @@ void take_ports(const std::string& ports, PipelineOptions::Watch& watch);
 // The same for the data, whose key is "data". `now`: data_identity().
 [[nodiscard]] std::string data_changes_since(const SavedRun& saved, const TrainOptions& options,
                                              const OptionValues& now);
+// A sentence on the learning rate, and how to keep it, where other --steps than those of the save
+// make it jump in the next step; else empty.
+[[nodiscard]] std::string rate_jump_since(const SavedRun& saved, const TrainOptions& options);
 
 // "Configuration  model gpt2  layers 4 ...", in lines of at most 100 columns; options without a
 // value are left out.

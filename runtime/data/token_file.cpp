@@ -142,6 +142,12 @@ Layout layout_of(std::span<const std::byte> bytes, const std::filesystem::path& 
       return llm_c_layout(kind, bytes, path);
     }
   }
+  if (path.extension() == ".jsonl" || path.extension() == ".json") {
+    refuse(path,
+           "is JSON, whose names and braces would be trained as text; legal is text, which jq "
+           "-r .text takes out of the field 'text', or tokens; JSON as text needs another "
+           "suffix, such as .txt");
+  }
   if (path.extension() != ".bin") return {};
   if (bytes.size() % 2 != 0) {
     refuse(path, fmt::format("has {} bytes; a .bin holds two bytes a token, so its length is even "

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <utility>
 
 #include <sluice/data.hpp>
@@ -12,6 +15,31 @@ namespace {
 
 // Any number that differs from every layer's random_site().
 constexpr std::uint64_t kOffsetSite = 0xC3430BEE;
+
+// The largest quotient of Euclid's algorithm, for a > b; the most there is where both have a
+// divisor.
+std::int64_t largest_quotient(std::int64_t a, std::int64_t b) {
+  std::int64_t largest = 0;
+  while (b != 0) {
+    largest = std::max(largest, a / b);
+    a = std::exchange(b, a % b);
+  }
+  return a == 1 ? largest : std::numeric_limits<std::int64_t>::max();
+}
+
+// Steps of this many windows, around the end, visit each once, and any number of steps lie evenly
+// over all: quotients are small, as those of the golden section are, near which it is looked for.
+std::int64_t stride_over(std::int64_t windows) {
+  constexpr double kSection = 0.6180339887498949;
+  constexpr std::int64_t kAround = 32;
+  const std::int64_t middle = std::llround(static_cast<double>(windows) * kSection);
+  std::int64_t best = 1;
+  for (std::int64_t each = std::max<std::int64_t>(middle - kAround, 1);
+       each < std::min(windows, middle + kAround); ++each) {
+    if (largest_quotient(windows, each) < largest_quotient(windows, best)) best = each;
+  }
+  return best;
+}
 
 class TokenShapes : public DataSource {
  public:
@@ -38,6 +66,7 @@ class TokenSource final : public TokenShapes {
       : TokenShapes(context),
         file_(std::move(file)),
         windows_(sluice::validation_samples(*file_, context)),
+        stride_(stride_over(windows_)),
         key_{.seed = seed, .site = kOffsetSite, .step = 0} {}
 
   void inputs(Phase phase, std::uint64_t step, SampleRange range,
@@ -78,11 +107,13 @@ class TokenSource final : public TokenShapes {
       throw_error(ErrorCode::kData, "data file '{}' has no validation split to evaluate on",
                   file_->path().string());
     }
-    return file_->train_size() + sample % windows_ * context();
+    __extension__ using Wide = __int128;
+    const auto window = static_cast<std::int64_t>(Wide{sample} * stride_ % windows_);
+    return file_->train_size() + window * context();
   }
 
   std::shared_ptr<const TokenFile> file_;
-  std::int64_t windows_;
+  std::int64_t windows_, stride_;
   RandomKey key_;
 };
 

@@ -16,7 +16,8 @@ constexpr const char* kAbout =
     "Proves, simulates and draws a schedule: no MPI, no model. Time has the unit of the times "
     "given;\n"
     "a backward that is not split takes backward-input-time + backward-weight-time. Times and\n"
-    "bytes are one number for all stages, or one per stage, separated by commas.\n"
+    "bytes are one number for a rank, in equal parts on its stages, or one per stage, separated\n"
+    "by commas.\n"
     "\n"
     "  sluice schedule --schedule 1f1b --ranks 4 --micro-batches 8\n"
     "  sluice schedule --file mine.json --format svg --output mine.svg\n"
@@ -32,7 +33,7 @@ constexpr const char* kAbout =
 
 struct ScheduleOptions {
   std::string schedule = "1f1b";
-  ScheduleShape shape = {.ranks = 4, .micro_batches = 8, .chunks = 1};
+  ScheduleShape shape = {.ranks = 4, .micro_batches = 8};
   Costs costs;
   std::string file;
   ScheduleOutput output;
@@ -46,7 +47,8 @@ OptionTable make_table(ScheduleOptions& options) {
                    "which; auto: as 'sluice schedule auto', which has options of its own");
   table.add_integer("ranks", options.shape.ranks, 1, kMaxInt, "pipeline depth");
   table.add_integer("micro-batches", options.shape.micro_batches, 1, kMaxInt, "per step");
-  table.add_integer("chunks", options.shape.chunks, 1, kMaxChunks, "stages per rank");
+  table.add_integer("chunks", options.shape.chunks, 1, kMaxChunks,
+                    "stages per rank; auto: 2 for schedules that take them", "auto");
   table.add_text("file", options.file, "PATH",
                  "read this schedule instead: Sluice's JSON or PyTorch's CSV");
   table.add_choice("csv-alphabet", options.output.alphabet,

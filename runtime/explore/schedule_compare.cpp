@@ -31,7 +31,7 @@ constexpr const char* kAboutCompare =
     "  sluice schedule compare --schedules 1f1b,zb-v,auto --files mine.json,theirs.csv";
 
 struct CompareOptions {
-  ScheduleShape shape = {.ranks = 4, .micro_batches = 8, .chunks = 0};
+  ScheduleShape shape = {.ranks = 4, .micro_batches = 8};
   Costs costs;
   std::string format = "grid", schedules = "all", files;
   Objective objective = Objective::kMakespan;
@@ -50,19 +50,14 @@ int most_in_flight(const ScheduleReport& report) {
   return *std::max_element(peaks.begin(), peaks.end());
 }
 
-// The first number of chunks that `name` takes; the last refusal in `why` where it takes none.
+// Nothing where the shape does not suit `name`, with the refusal in `why`.
 std::optional<ScheduleReport> report_one(const std::string& name, const ScheduleShape& shape,
                                          const Costs& costs, std::string& why) {
-  const std::vector<int> candidates =
-      shape.chunks > 0 ? std::vector<int>{shape.chunks} : std::vector<int>{2, 1};
-  for (const int chunks : candidates) {
-    try {
-      return report_schedule(generate_schedule(name, {shape.ranks, shape.micro_batches, chunks}),
-                             costs, {.timeline = false});
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUsage && error.code() != ErrorCode::kPlan) throw;
-      why = error.what();
-    }
+  try {
+    return report_schedule(generate_schedule(name, shape), costs, {.timeline = false});
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kUsage && error.code() != ErrorCode::kPlan) throw;
+    why = error.what();
   }
   return std::nullopt;
 }
@@ -137,8 +132,7 @@ ScheduleReport report_auto(const CompareOptions& options) {
 }
 
 // Schedules that train, on the same work: the costs are of CostsOf::kRankShare. shape.chunks of 0:
-// for each schedule 2 where it takes them, otherwise 1; as many as are best for auto. Throws
-// Error(kUsage) where no schedule serves the shape.
+// as many as are best for auto. Throws Error(kUsage) where no schedule serves the shape.
 Comparison compare_schedules(const CompareOptions& options, const std::vector<std::string>& names,
                              std::vector<LoadedSchedule> files) {
   const Objective objective = options.objective;

@@ -97,10 +97,11 @@ void Costs::add_list(OptionTable& table, List list, const std::string& help) {
 
 void Costs::add_options(OptionTable& table, CostsOf scope) {
   constexpr RealRange kFromZero = {.low = 0, .high = std::numeric_limits<double>::infinity()};
-  const std::string piece = scope == CostsOf::kStage ? "stage" : "rank";
-  const std::string of = "of one micro-batch on one " + piece;
+  const std::string of = "of one micro-batch on one rank";
   table.heading("Costs");
-  add_list(table, kForward, of);
+  add_list(table, kForward,
+           of + (scope == CostsOf::kStage ? ", in equal parts on its stages; several: one a stage"
+                                          : ""));
   add_list(table, kBackwardInput, "likewise");
   add_list(table, kBackwardWeight, "likewise");
   table.add_text(
@@ -135,12 +136,11 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
   add_list(table, kOutputGradient, "of what comes back for it; not given: as much");
   add_list(table, kUntilInput, "kept from F until I or B has ended, " + of);
   add_list(table, kUntilWeight, "kept from F until W or B has ended, " + of);
-  add_list(table, kResident,
-           "held all the time (parameters, gradients, optimizer) by one " + piece);
+  add_list(table, kResident, "held all the time (parameters, gradients, optimizer) by one rank");
   table.add_text("memory-limit", limit_, kNumbers,
                  "bytes that a rank may hold at most; without bytes, micro-batches in flight; one "
                  "number for all ranks, or one per rank");
-  add_list(table, kReduce, "sum of the gradients of one " + piece + " over replicas");
+  add_list(table, kReduce, "sum of the gradients of one rank over replicas");
   add_list(table, kReduced, "that one replica moves for it; added to reduce-time");
   table.add_real("reduce-bandwidth", common_.reduce_link.bandwidth, kFromZero,
                  "for reduce-bytes; 0: without limit");
@@ -232,7 +232,7 @@ const std::vector<double>& Costs::in_flight_limit(int ranks) const {
   return in_flight_limit_;
 }
 
-SimulationTimes Costs::of_pieces(int pieces) const {
+SimulationTimes Costs::of_pieces(int pieces, double parts) const {
   std::size_t entries = 1;
   for (std::size_t list = 0; list < kLists; ++list) {
     const std::size_t size = values_[list].size();
@@ -247,7 +247,8 @@ SimulationTimes Costs::of_pieces(int pieces) const {
   for (std::size_t i = 0; i < entries; ++i) {
     const auto at = [&](List list) {
       const std::vector<double>& values = values_[list];
-      return values.empty() ? 0 : values[i % values.size()];
+      if (values.size() != 1) return values.empty() ? 0 : values[i];
+      return list == kOutput || list == kOutputGradient ? values[0] : values[0] / parts;
     };
     const auto bytes_at = [&](List list) { return std::int64_t{std::llround(at(list))}; };
     times.stages.push_back({.forward = at(kForward),
@@ -296,8 +297,9 @@ SimulationTimes Costs::times(const Placement& placement,
   const int ranks = placement.ranks(), stages = placement.stages();
   require_cluster_of(ranks);
   return usage_errors([&] {
-    SimulationTimes times =
-        scope_ == CostsOf::kRankShare ? recut(of_pieces(ranks), ranks, stages) : of_pieces(stages);
+    SimulationTimes times = scope_ == CostsOf::kRankShare
+                                ? recut(of_pieces(ranks, 1), ranks, stages)
+                                : of_pieces(stages, static_cast<double>(stages) / ranks);
     if (measured_.empty()) return times;
     SimulationTimes measured;
     measured.stages = measured_;
@@ -319,7 +321,7 @@ SimulationTimes Costs::of_shares(int ranks) const { return times(Placement::line
 SimulationTimes Costs::of_layers(int ranks, int layers) const {
   require_cluster_of(ranks);
   return usage_errors([&] {
-    SimulationTimes times = of_pieces(layers);
+    SimulationTimes times = of_pieces(layers, 1);
     if (times.stages.size() == 1) {
       times.stages.assign(static_cast<std::size_t>(layers), times.stages.front());
     }

@@ -16,7 +16,7 @@ namespace sluice {
 
 // What one number of a list refers to.
 enum class CostsOf {
-  kStage,      // one chunk: X for all stages, or one per stage
+  kStage,      // one chunk, one per stage; X alone: a rank's chunks in equal parts
   kRankShare,  // one p-th of the model: X for all, or p of them in the model's order
 };
 
@@ -93,8 +93,9 @@ class Costs {
   void require_cluster_of(int ranks) const;
   void require_limits_of(int ranks) const;
   // Of equal pieces of the model, or of its layers: what the options say, and for `measured`
-  // [piece] what the profile says, if any.
-  [[nodiscard]] SimulationTimes of_pieces(int pieces) const;
+  // [piece] what the profile says, if any. A number alone is of so many `parts`, pieces or not;
+  // messages have no parts.
+  [[nodiscard]] SimulationTimes of_pieces(int pieces, double parts) const;
   [[nodiscard]] static SimulationTimes with(const std::vector<StageTimes>& measured,
                                             SimulationTimes times);
 

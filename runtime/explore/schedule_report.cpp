@@ -249,7 +249,7 @@ LoadedSchedule load_schedule(const std::filesystem::path& path, CsvAlphabet alph
 }
 
 LoadedSchedule generate_schedule(std::string_view name, const ScheduleShape& shape) {
-  require_small_enough(std::int64_t{shape.ranks} * shape.chunks, shape.micro_batches);
+  require_small_enough(std::int64_t{shape.ranks} * std::max(shape.chunks, 1), shape.micro_batches);
   return usage_errors([&] { return LoadedSchedule{generate(name, shape), ""}; });
 }
 

@@ -145,13 +145,18 @@ std::string to_config_text(const OptionValues& options) {
 std::string suggestion(std::string_view text, const std::vector<std::string>& known,
                        const char* otherwise, const char* dashes) {
   const std::string* best = nullptr;
-  int best_distance = std::max(2, static_cast<int>(text.size()) / 3) + 1;
+  // An edit in ten letters, or two that exchange letters: more gives another word.
+  const int most = 1 + static_cast<int>(text.size()) / 10;
+  int best_distance = std::max(2, most) + 1;
   for (const std::string& name : known) {
     // The lengths alone demand so many edits; this bounds the time for a long text.
     const auto least = std::max(text.size(), name.size()) - std::min(text.size(), name.size());
     if (least >= static_cast<std::size_t>(best_distance)) continue;
     const int distance = edit_distance(text, name);
     if (distance >= best_distance) continue;
+    const bool exchanged =
+        least == 0 && std::is_permutation(text.begin(), text.end(), name.begin());
+    if (distance > most && !exchanged) continue;
     best_distance = distance;
     best = &name;
   }
@@ -275,6 +280,10 @@ void OptionTable::add_flag(std::string name, bool& target, std::string help, boo
       [&target, value] { return std::string(target == value ? "true" : "false"); });
 }
 
+void OptionTable::take_once(std::string_view name) {
+  for (Entry& entry : entries_) entry.once = entry.once || entry.name == name;
+}
+
 void OptionTable::add_argument(std::string placeholder, std::string& target) {
   arguments_.emplace_back(std::move(placeholder), &target);
 }
@@ -337,6 +346,10 @@ void OptionTable::require_known(const OptionValues& values, const std::string& w
 void OptionTable::assign(const Given& given, Source source, const std::string& where) {
   for (Entry& entry : entries_) {
     if (entry.name != given.first) continue;
+    if (entry.once && entry.source == source) {
+      throw_usage("{}{}: '{}' after '{}'; legal is one", where, given.first, given.second,
+                  entry.get());
+    }
     const std::string problem = entry.set(given.second);
     if (!problem.empty()) throw_usage("{}{}: {}", where, given.first, problem);
     entry.source = source;

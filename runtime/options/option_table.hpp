@@ -7,8 +7,8 @@
 // one.
 //
 // Targets are references that must outlive the table; the value of a target when it is added is the
-// default. Of an option given twice the last counts. The command line wins over the file, both win
-// over what lay_under() sets.
+// default. Of an option given twice the last counts, unless take_once() names it. The command line
+// wins over the file, both win over what lay_under() sets.
 #pragma once
 
 #include <functional>
@@ -74,6 +74,8 @@ class OptionTable {
   }
   // `target` becomes `value` where the flag is given, and !value where it is given as "false".
   void add_flag(std::string name, bool& target, std::string help, bool value = true);
+  // Of an option added before: given twice, it is refused.
+  void take_once(std::string_view name);
   // Adds --config FILE: `key = value` lines with these options' names, '#' starts a comment.
   void allow_config_file() { config_allowed_ = true; }
   // An argument without a name, e.g. "DIR"; required. Several are taken in this order.
@@ -105,6 +107,7 @@ class OptionTable {
     Set set;
     Get get;
     Source source = Source::kNone;
+    bool once = false;
   };
   using Given = std::pair<std::string, std::string>;  // name, value
 
@@ -133,7 +136,7 @@ class OptionTable {
 [[nodiscard]] std::string to_config_text(const OptionValues& options);
 
 // "; did you mean 'train'?" with the one of `known` that is fewest edits away from `text`, and
-// `dashes` before it; `otherwise` where none is near.
+// `dashes` before it; `otherwise` where none is but for a slip.
 [[nodiscard]] std::string suggestion(std::string_view text, const std::vector<std::string>& known,
                                      const char* otherwise, const char* dashes = "");
 

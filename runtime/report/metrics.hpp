@@ -71,6 +71,8 @@ class Progress {
   Progress(std::uint64_t first_step, std::uint64_t last_step, bool terminal,
            double plain_seconds = 5, std::ostream& out = std::cout);
   void step(const StepRecord& record);
+  // `done` of `all` windows of a validation, which begins with 0 and ends with `all`.
+  void validation(std::int64_t done, std::int64_t all);
   void note(const std::string& line);  // a line of its own, e.g. a validation loss
   void finish();                       // leaves the line on the screen and the cursor below it
   ~Progress() { finish(); }            // before an error is printed
@@ -78,11 +80,13 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 
  private:
+  void show(const std::string& line, double time, bool at_once);
   void clear();
 
   std::uint64_t first_, last_;
   bool terminal_;
   double plain_seconds_, started_;
+  double validation_started_ = 0;
   std::optional<double> last_plain_;  // none shown yet
   std::size_t width_ = 0;             // of the line on the terminal
   std::ostream& out_;

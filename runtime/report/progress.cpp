@@ -47,14 +47,33 @@ Progress::Progress(std::uint64_t first_step, std::uint64_t last_step, bool termi
 
 void Progress::step(const StepRecord& record) {
   const double time = now();
-  const std::string line = progress_line(record, first_, last_, time - started_);
+  show(progress_line(record, first_, last_, time - started_), time, record.step == last_);
+}
+
+void Progress::validation(std::int64_t done, std::int64_t all) {
+  const double time = now();
+  if (done == all) return clear();
+  if (done == 0) {
+    validation_started_ = time;
+    if (!last_plain_) last_plain_ = time;
+    if (terminal_) show(fmt::format("validation 0/{}", all), time, false);
+    return;
+  }
+  const double elapsed = time - validation_started_;
+  const double left = elapsed / static_cast<double>(done) * static_cast<double>(all - done);
+  show(fmt::format("validation {}/{}  {} elapsed  {} left", done, all, clock_text(elapsed),
+                   clock_text(left)),
+       time, false);
+}
+
+void Progress::show(const std::string& line, double time, bool at_once) {
   if (terminal_) {
     // Spaces cover the rest of a longer line.
     out_ << '\r' << line << std::string(width_ - std::min(width_, line.size()), ' ') << std::flush;
     width_ = line.size();
     return;
   }
-  if (last_plain_ && time - *last_plain_ < plain_seconds_ && record.step != last_) return;
+  if (last_plain_ && time - *last_plain_ < plain_seconds_ && !at_once) return;
   last_plain_ = time;
   out_ << line << '\n' << std::flush;
 }

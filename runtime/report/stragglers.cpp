@@ -74,8 +74,8 @@ Straggler Stragglers::compare(std::size_t rank, const std::vector<double>& recen
     const double theirs = median(same);
     if (theirs > 0) result = {result.rank, recent[rank] / theirs, true};
   }
-  if (own_.empty() || own_[rank] <= 0 || result.factor > kFactor) return result;
-  const double common = growth.empty() ? 1 : std::max(1.0, median(growth));
+  if (growth.empty() || own_[rank] <= 0 || result.factor > kFactor) return result;
+  const double common = std::max(1.0, median(growth));
   const double grown = recent[rank] / own_[rank] / common;
   if (grown > result.factor) result = {result.rank, grown, false};
   return result;

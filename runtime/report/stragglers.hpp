@@ -3,7 +3,7 @@
 //
 // The lower quartile of 100 steps stands for them: a rank that is slow is slow in nearly all of
 // them, while other programs of the machine disturb some. Where all ranks become slower together,
-// none is named: the machine or the batches have changed.
+// none is named: the machine or the batches have changed. So the only rank of a job is never named.
 #pragma once
 
 #include <cstddef>

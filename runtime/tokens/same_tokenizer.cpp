@@ -14,7 +14,14 @@ void require_same_tokenizer(const TokenFile& data, const std::filesystem::path& 
   const std::filesystem::path path = directory / "tokenizer.json";
   std::error_code ignored;
   const bool there = std::filesystem::exists(std::filesystem::symlink_status(path, ignored));
-  if (data.tokenizer_sha256().empty() || !there) return;
+  if (!there) return;
+  if (data.format() == TokenFormat::kText) {
+    throw_error(ErrorCode::kData,
+                "data file '{0}' is text, whose bytes are no tokens of the model's '{1}'; "
+                "examples/prepare_tokens.py --tokenizer {1} {0} --output tokens/{2}.bin makes them",
+                data.path().string(), path.string(), data.path().stem().string());
+  }
+  if (data.tokenizer_sha256().empty()) return;
   const std::string hash = sha256_hex(MappedFile(path, ErrorCode::kData).bytes());
   if (hash == data.tokenizer_sha256()) return;
   throw_error(ErrorCode::kData,

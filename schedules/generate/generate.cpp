@@ -15,31 +15,32 @@ namespace {
 enum class PlacementKind {
   kLinear,  // one chunk
   kLooped,  // any number of chunks
-  kVShape,  // two chunks; 1, the default of a shape, means two as well
+  kVShape,  // two chunks; 1 means two as well
 };
 
 struct GeneratorRow {
   std::string_view name;
   PlacementKind placement;
+  int chunks;  // of a shape that says none
   Schedule (*generate)(const ScheduleShape& shape);
 };
 
 // In the order users see them. A new schedule is one file and one line here.
 constexpr std::array kGenerators = {
-    GeneratorRow{"gpipe", PlacementKind::kLinear, generators::gpipe},
-    GeneratorRow{"gpipe-lifo", PlacementKind::kLinear, generators::gpipe_lifo},
-    GeneratorRow{"1f1b", PlacementKind::kLinear, generators::one_f_one_b},
-    GeneratorRow{"1f1b-eager", PlacementKind::kLinear, generators::one_f_one_b_eager},
-    GeneratorRow{"interleaved", PlacementKind::kLooped, generators::interleaved},
-    GeneratorRow{"looped-bfs", PlacementKind::kLooped, generators::looped_bfs},
-    GeneratorRow{"zb-h1", PlacementKind::kLinear, generators::zb_h1},
-    GeneratorRow{"zb-h2", PlacementKind::kLinear, generators::zb_h2},
-    GeneratorRow{"interleaved-zb", PlacementKind::kLooped, generators::interleaved_zb},
-    GeneratorRow{"zb-v", PlacementKind::kVShape, generators::zb_v},
-    GeneratorRow{"v-half", PlacementKind::kVShape, generators::v_half},
-    GeneratorRow{"v-min", PlacementKind::kVShape, generators::v_min},
-    GeneratorRow{"dualpipe-v", PlacementKind::kVShape, generators::dualpipe_v},
-    GeneratorRow{"forward-only", PlacementKind::kLooped, generators::forward_only},
+    GeneratorRow{"gpipe", PlacementKind::kLinear, 1, generators::gpipe},
+    GeneratorRow{"gpipe-lifo", PlacementKind::kLinear, 1, generators::gpipe_lifo},
+    GeneratorRow{"1f1b", PlacementKind::kLinear, 1, generators::one_f_one_b},
+    GeneratorRow{"1f1b-eager", PlacementKind::kLinear, 1, generators::one_f_one_b_eager},
+    GeneratorRow{"interleaved", PlacementKind::kLooped, 2, generators::interleaved},
+    GeneratorRow{"looped-bfs", PlacementKind::kLooped, 2, generators::looped_bfs},
+    GeneratorRow{"zb-h1", PlacementKind::kLinear, 1, generators::zb_h1},
+    GeneratorRow{"zb-h2", PlacementKind::kLinear, 1, generators::zb_h2},
+    GeneratorRow{"interleaved-zb", PlacementKind::kLooped, 2, generators::interleaved_zb},
+    GeneratorRow{"zb-v", PlacementKind::kVShape, 2, generators::zb_v},
+    GeneratorRow{"v-half", PlacementKind::kVShape, 2, generators::v_half},
+    GeneratorRow{"v-min", PlacementKind::kVShape, 2, generators::v_min},
+    GeneratorRow{"dualpipe-v", PlacementKind::kVShape, 2, generators::dualpipe_v},
+    GeneratorRow{"forward-only", PlacementKind::kLooped, 1, generators::forward_only},
 };
 
 const GeneratorRow& row_of(std::string_view name) {
@@ -55,6 +56,11 @@ void require_positive(std::string_view what, int value) {
   if (value < 1) {
     refuse("schedule shape: ", what, " is ", value, "; the nearest legal value is 1");
   }
+}
+
+ScheduleShape with_chunks(const GeneratorRow& row, ScheduleShape shape) {
+  if (shape.chunks == 0) shape.chunks = row.chunks;
+  return shape;
 }
 
 // The number of stages; refuses shapes that the placement does not allow.
@@ -93,11 +99,13 @@ const std::vector<std::string>& schedule_names() {
 }
 
 int stages_of(std::string_view name, const ScheduleShape& shape) {
-  return stages_of(row_of(name), shape);
+  const GeneratorRow& row = row_of(name);
+  return stages_of(row, with_chunks(row, shape));
 }
 
-Placement placement_of(std::string_view name, const ScheduleShape& shape) {
+Placement placement_of(std::string_view name, const ScheduleShape& given) {
   const GeneratorRow& row = row_of(name);
+  const ScheduleShape shape = with_chunks(row, given);
   (void)stages_of(row, shape);
   switch (row.placement) {
     case PlacementKind::kLooped:
@@ -110,8 +118,9 @@ Placement placement_of(std::string_view name, const ScheduleShape& shape) {
   return Placement::linear(shape.ranks);
 }
 
-Schedule generate(std::string_view name, const ScheduleShape& shape) {
+Schedule generate(std::string_view name, const ScheduleShape& given) {
   const GeneratorRow& row = row_of(name);
+  const ScheduleShape shape = with_chunks(row, given);
   (void)stages_of(row, shape);
   return row.generate(shape);
 }

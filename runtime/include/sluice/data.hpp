@@ -206,7 +206,9 @@ class TokenFile {
   // Format by content and name: the magic above, llm.c's magic 20240520 (version 1, uint16) or
   // 20240801 (version 7, uint32), else `.bin` is nanoGPT's, else text. The last `validation_share`
   // of the tokens (in [0, 1), else Error(kUsage)) validate.
-  // Throws Error(kData) naming the file: missing, empty, odd length, a field of its header.
+  // Throws Error(kData) naming the file: missing, empty, odd length, a field of its header, or
+  // named
+  // `.jsonl` or `.json`, whose bytes nobody means.
   explicit TokenFile(const std::filesystem::path& path, double validation_share = 0.1);
   ~TokenFile();
   TokenFile(TokenFile&&) noexcept;
@@ -239,8 +241,9 @@ class TokenFile {
 };
 
 // Next-token prediction: inputs i32 [samples, context], targets i32 [samples, context]. Training
-// sample i of step t starts at an offset drawn by Philox from (seed, t, i); validation sample i is
-// the i-th window of the validation part (wrapping around), for every step.
+// sample i of step t starts at an offset drawn by Philox from (seed, t, i). Validation samples are
+// windows of the validation part, the same for every step: n of them lie evenly over the part, and
+// as many as validation_samples() are each of its windows once.
 // Throws Error(kData): a split shorter than context + 1 (a validation split of share 0 may be
 // absent until it is asked for), a token >= vocabulary, or >= that of the file's header (naming its
 // place). Error(kUsage): no file, or a context or vocabulary below 1.

@@ -61,7 +61,7 @@ struct PipelineOptions {
   // The order in which each rank runs its micro-batches.
   struct Order {
     std::string schedule = "1f1b";  // a name of schedule_names()
-    int chunks = 1;                 // stages per rank
+    int chunks = 0;                 // stages per rank; 0: 2 if the schedule takes several, else 1
     // Unless null, replaces the two above: compute actions only, for `pipeline` ranks and
     // `micro_batches`.
     std::shared_ptr<const Schedule> given = nullptr;

@@ -124,7 +124,7 @@ inline constexpr int kMaxChunks = 1024;
 struct ScheduleShape {
   int ranks = 1;          // p >= 1
   int micro_batches = 1;  // m >= 1
-  int chunks = 1;         // v >= 1, stages per rank
+  int chunks = 0;         // v, stages per rank; 0: as the schedule has it, 2 if it takes several
 };
 
 struct Schedule {

@@ -259,6 +259,15 @@ TEST_F(TrainedTest, GeneratePrintsTheTextOfTheModelsTokenizer) {
   expect_refusal(mpirun(2, SLUICE_PROGRAM, base + "1"), 5, "tokenizer.json' is no object of JSON");
 }
 
+TEST_F(TrainedTest, TextIsRefusedWhereTheModelHasATokenizer) {
+  std::ofstream(path("run/step-00000002/tokenizer.json")) << "{}";
+  const std::string way_out =
+      "--tokenizer run/step-00000002/tokenizer.json text.txt --output tokens/text.bin";
+  expect_refusal(sluice(small("--weights run")), 3, way_out);
+  expect_refusal(sluice("train --resume run --steps 3"), 3, way_out);
+  expect_refusal(mpirun(2, SLUICE_PROGRAM, "evaluate --weights run"), 3, way_out);
+}
+
 TEST_F(TrainedTest, GenerateStopsWhereTheModelsConfigurationSays) {
   const Outcome exported = sluice("export run model");
   ASSERT_EQ(exported.code, 0) << exported.err;

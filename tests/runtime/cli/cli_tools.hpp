@@ -98,10 +98,12 @@ class CliTest : public ::testing::Test {
   fs::path directory_;
 };
 
-inline constexpr const char* kSmall =
-    "train --data text.txt --layers 2 --heads 2 --width 16 --context 16 --steps 2 ";
-
-inline std::string small(const std::string& more) { return kSmall + more; }
+// Of text.txt, unless `more` names the data.
+inline std::string small(const std::string& more) {
+  const char* data = more.find("--data ") == std::string::npos ? "--data text.txt " : "";
+  return std::string("train ") + data + "--layers 2 --heads 2 --width 16 --context 16 --steps 2 " +
+         more;
+}
 
 inline void expect_refusal(const Outcome& outcome, int code, const std::string& part) {
   EXPECT_EQ(outcome.code, code) << outcome.err;

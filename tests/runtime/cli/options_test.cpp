@@ -108,6 +108,11 @@ TEST(OptionsTest, TheLastOfRepeatedOptionsCounts) {
   EXPECT_EQ(parse({"--steps", "5", "--steps", "9"}).steps, 9U);
 }
 
+TEST(OptionsTest, RefusesASecondFileOfData) {
+  EXPECT_THAT(refusal({"--data", "a.txt", "--seed", "1", "--data=b.txt"}),
+              AllOf(HasSubstr("--data: 'b.txt' after 'a.txt'"), HasSubstr("legal is one")));
+}
+
 TEST(OptionsTest, RefusesNumbersThatAreNotWholeAndInRange) {
   for (const char* value :
        {"0", "-1", "4x", "", " 4", "4.0", "0x4", "2147483648", "99999999999999999999999", "four"}) {
@@ -160,6 +165,9 @@ TEST(OptionsTest, RefusesUnknownNamesWithTheNearest) {
   EXPECT_THAT(refusal({"--mikro-batches", "3"}), HasSubstr("'--micro-batches'"));
   EXPECT_THAT(refusal({"--qqqqqqqqqq"}),
               AllOf(HasSubstr("unknown option '--qqqqqqqqqq'"), Not(HasSubstr("did you mean"))));
+  for (const char* far : {"--max-steps", "--lr-scheduler"}) {
+    EXPECT_THAT(refusal({far, "3"}), Not(HasSubstr("did you mean")));
+  }
   EXPECT_THAT(refusal({"text.txt"}), HasSubstr("unexpected argument 'text.txt'"));
   EXPECT_THAT(refusal({"--schedule", "1b1f"}),
               AllOf(HasSubstr("1b1f"), HasSubstr("gpipe"), HasSubstr("did you mean '1f1b'")));
@@ -191,7 +199,11 @@ TEST(OptionsTest, RefusesAWidthThatHeadsDoNotDivide) {
 TEST(OptionsTest, RefusesAWarmupLongerThanTheRun) {
   EXPECT_THAT(refusal({"--steps", "10", "--warmup", "11"}),
               AllOf(HasSubstr("--warmup"), HasSubstr("at most 10")));
-  EXPECT_EQ(parse({"--steps", "50"}).pipeline.training.learning_rate.warmup, 5U);
+  const TrainOptions automatic = parse({"--steps", "50"});
+  EXPECT_EQ(automatic.pipeline.training.learning_rate.warmup, 5U);
+  EXPECT_THAT(automatic.checkpoint.options, Contains(Pair("warmup", "auto")));
+  EXPECT_THAT(automatic.checkpoint.options, Contains(Pair("chunks", "auto")));
+  EXPECT_EQ(parse({"--warmup", "0"}).pipeline.training.learning_rate.warmup, 0U);
   const LearningRate constant =
       parse({"--steps", "50", "--learning-rate-decay", "constant"}).pipeline.training.learning_rate;
   EXPECT_EQ(constant.steps, 0U);

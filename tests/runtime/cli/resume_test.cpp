@@ -140,6 +140,36 @@ TEST_F(ResumeOptionsTest, TheCommandLineAndTheFileWinAndDifferencesAreListed) {
                           HasSubstr("clip 2 -> 3"), Not(HasSubstr("warmup"))));
 }
 
+TEST_F(ResumeOptionsTest, WhatNobodyGaveSuitsTheStepsOfTheRunThatGoesOn) {
+  save(72, {"--steps", "100000"});
+  const TrainOptions shorter = resume({"--steps", "92"});
+  EXPECT_EQ(shorter.pipeline.training.learning_rate.warmup, 9U);
+  EXPECT_THAT(changes(shorter), Not(HasSubstr("warmup")));
+  // Saves of earlier versions have the number.
+  save(73, {"--steps", "100000", "--warmup", "100"});
+  EXPECT_EQ(resume({}).pipeline.training.learning_rate.warmup, 100U);
+  const TrainOptions older = resume({"--steps", "92"});
+  EXPECT_EQ(older.pipeline.training.learning_rate.warmup, 9U);
+  EXPECT_THAT(changes(older), HasSubstr("warmup 100 -> auto"));
+  EXPECT_THAT(refusal({"--steps", "92", "--warmup", "93"}), HasSubstr("at most 92"));
+}
+
+TEST_F(ResumeOptionsTest, ALearningRateThatJumpsIsNamedWithTheWayOut) {
+  const auto jump = [&](const Arguments& arguments) {
+    const TrainOptions options = resume(arguments);
+    return rate_jump_since(*options.resume.from, options);
+  };
+  save(50, {"--steps", "50", "--warmup", "5", "--learning-rate", "0.001"});
+  EXPECT_THAT(jump({"--steps", "2000"}),
+              AllOf(HasSubstr("rate of step 51 from 0.0001 to 0.000999; "),
+                    HasSubstr("--learning-rate-decay constant --warmup 0 --learning-rate 0.0001")));
+  EXPECT_EQ(jump({"--steps", "2000", "--learning-rate-decay", "constant", "--warmup", "0",
+                  "--learning-rate", "0.0001"}),
+            "");
+  save(51, {"--steps", "100", "--warmup", "5"});
+  EXPECT_EQ(jump({"--learning-rate", "0.1"}), "");
+}
+
 TEST_F(ResumeOptionsTest, WhatChangesTheFunctionIsRefusedUnlessNamed) {
   save(4, {"--steps", "10", "--heads", "4", "--width", "16"});
   for (const Arguments& given : std::vector<Arguments>{{"--model", "llama"},

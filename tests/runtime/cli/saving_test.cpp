@@ -320,6 +320,18 @@ TEST_F(SavingTest, DataThatChangesUnderAJobEndsIt) {
               AllOf(HasSubstr("SIGBUS on rank 0"), HasSubstr("; 'live.txt' has become shorter")));
 }
 
+TEST_F(SavingTest, WithoutSavingASignalStopsTheJobTooAndBothAreSaid) {
+  const std::string wait = "while ! grep -sq grad_norm m.jsonl; do sleep 0.05; done; ";
+  const Outcome outcome =
+      shell("sh -c '" SLUICE_PROGRAM " " + train("--steps 1000000 --metrics m.jsonl ") + "& " +
+            wait + "kill -INT $!; wait $!'");
+  EXPECT_EQ(outcome.code, 12) << outcome.out << outcome.err;
+  EXPECT_EQ(lines_with(outcome.out, "nothing is saved: give --save DIR"), 1) << outcome.out;
+  EXPECT_EQ(lines_with(outcome.out, "stopped as asked after step "), 1) << outcome.out;
+  EXPECT_EQ(lines_with(outcome.out, "; nothing is saved"), 1) << outcome.out;
+  EXPECT_EQ(lines_with(outcome.out, "  training loss "), 1) << outcome.out;
+}
+
 TEST_F(SavingTest, MetricsHaveNoTornAndNoDoubledLine) {
   trained("--steps 4 --save run --save-every 2 --metrics m.jsonl");
   write("m.jsonl", read_file(path("m.jsonl")) + "{\"step\":5,\"lo");
@@ -386,10 +398,12 @@ TEST_F(SavingTest, ADirectoryOfVersion01IsResumedAndRead) {
 
 TEST_F(SavingTest, TheLastValidationIsBounded) {
   const std::string small =
-      "train --device cpu --data text.txt --layers 1 --heads 1 --width 4 --context 1 --steps 1 "
+      "train --device cpu --data text.txt --layers 1 --heads 1 --width 4 --context 1 --steps 2 "
       "--validation-share 0.5 ";
-  const Outcome some = sluice(small);
-  EXPECT_EQ(lines_with(some.out, " (1024 of "), 1) << some.out << some.err;
+  const Outcome least = sluice(small);
+  EXPECT_EQ(lines_with(least.out, " (32 of 1999 windows)"), 1) << least.out << least.err;
+  const Outcome share = sluice(small + "--micro-batch-size 500");  // a twentieth of 1000
+  EXPECT_EQ(lines_with(share.out, " (50 of 1999 windows)"), 1) << share.out << share.err;
   const Outcome all = sluice(small + "--validation-samples all");
   EXPECT_EQ(all.code, 0) << all.err;
   EXPECT_EQ(lines_with(all.out, " windows)"), 0) << all.out;

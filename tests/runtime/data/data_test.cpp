@@ -169,6 +169,14 @@ TEST(TokenFileTest, ReadsTextAsBytes) {
   EXPECT_EQ(file.largest_token(), 255);
 }
 
+TEST(TokenFileTest, RefusesJsonAsText) {
+  const TemporaryDirectory dir;
+  for (const char* name : {"a.jsonl", "a.json"}) {
+    expect_error(ErrorCode::kData, {name, "is JSON", "jq -r .text", ".txt"},
+                 [&] { TokenFile(dir.write(name, "{\"text\": \"a\"}\n"), 0); });
+  }
+}
+
 TEST(TokenFileTest, ReadsNanoGptBinAsLittleEndianWords) {
   const TemporaryDirectory dir;
   const TokenFile file(dir.write("a.bin", words16({1, 50256, 300})), 0);
@@ -422,17 +430,30 @@ TEST(TokenSourceTest, TrainingCoversItsSplitAndNeverTouchesValidation) {
   EXPECT_EQ(*starts.rbegin(), 792);
 }
 
-TEST(TokenSourceTest, ValidationWindowsFollowEachOtherAndWrapAround) {
+TEST(TokenSourceTest, ValidationWindowsLieOverThePartAndWrapAround) {
   const TemporaryDirectory dir;
   const auto file = counting_file(dir);
   const auto source = make_token_source(file, kContext, 1000, 1);
   const std::int64_t windows = validation_samples(*file, kContext);
   EXPECT_EQ(windows, 28);  // (200 - 1) / 7
   const auto inputs = read(*source, Phase::kEvaluate, 9, {0, windows + 1});
-  for (std::int64_t i = 0; i < windows * kContext; ++i) {
-    ASSERT_EQ(inputs[static_cast<std::size_t>(i)], 800 + i);
+  std::vector<std::int64_t> order;
+  for (std::int64_t i = 0; i <= windows; ++i) {
+    const auto first = inputs.begin() + i * kContext;
+    order.push_back((*first - 800) / kContext);
+    for (std::int64_t k = 0; k < kContext; ++k)
+      ASSERT_EQ(first[k], 800 + order.back() * kContext + k);
   }
-  EXPECT_EQ(inputs[static_cast<std::size_t>(windows * kContext)], 800);
+  EXPECT_EQ(std::set(order.begin(), order.end()).size(), static_cast<std::size_t>(windows));
+  EXPECT_EQ(order.back(), order.front());
+  // Of any number of windows no gap is above three times the even one.
+  for (std::int64_t n = 2; n < windows; ++n) {
+    std::vector<std::int64_t> some(order.begin(), order.begin() + n);
+    std::sort(some.begin(), some.end());
+    for (std::size_t i = 1; i < some.size(); ++i)
+      EXPECT_LE((some[i] - some[i - 1]) * n, 3 * windows);
+    EXPECT_LE((windows - some.back()) * n, 3 * windows);
+  }
   const auto targets = read(*source, Phase::kEvaluate, 9, {0, windows}, true);
   EXPECT_LE(targets.back(), 999);
 }

@@ -113,6 +113,24 @@ TEST_F(CliTest, LinksBetweenNodesAreAsAllOthersUnlessGiven) {
   EXPECT_EQ(makespan("--links 0-1:1.5:8 --message-bytes 4"), 4);
 }
 
+TEST_F(CliTest, ScheduleAndCompareHaveTheSameChunksAndUnits) {
+  const std::string work =
+      " --ranks 3 --micro-batches 7 --forward-time 2 --message-time 0.25 --activation-bytes 12 "
+      "--format json ";
+  const auto rows = nlohmann::json::parse(sluice("schedule compare" + work).out).at("rows");
+  ASSERT_GE(rows.size(), 13U);
+  for (const auto& row : rows) {
+    const std::string name = row.at("schedule");
+    const auto alone = nlohmann::json::parse(sluice("schedule --schedule " + name + work).out);
+    for (const char* key : {"chunks", "messages", "peak_bytes"}) {
+      EXPECT_EQ(alone.at(key), row.at(key)) << name;
+    }
+    EXPECT_DOUBLE_EQ(alone.at("makespan").get<double>(), row.at("makespan").get<double>()) << name;
+  }
+  const auto one = sluice("schedule --schedule interleaved --chunks 1" + work);
+  EXPECT_EQ(nlohmann::json::parse(one.out).at("chunks"), 1);
+}
+
 TEST_F(CliTest, CompareSortsByTheObjectiveAndSaysWhatTheBarrierCosts) {
   const auto compare = [&](const std::string& more) {
     const Outcome outcome =
@@ -243,6 +261,8 @@ TEST_F(CliTest, ChunksBeyondTheLayersAreRefusedWithTheMostThatAreLegal) {
                  "legal value is 4");
   EXPECT_EQ(sluice(dry + "--chunks 8 --layers 6").code, 0);
   EXPECT_EQ(mpirun(3, SLUICE_PROGRAM, "train --dry-run --schedule zb-v --layers 1").code, 0);
+  EXPECT_THAT(mpirun(3, SLUICE_PROGRAM, dry + "--layers 2").out,
+              HasSubstr("warning: 2 of 6 stages have no layers"));
   expect_refusal(sluice("schedule --chunks 100000000"), 2, "from 1 to 1024");
   expect_refusal(sluice("schedule compare --chunks 100000000"), 2, "from 1 to 1024");
   expect_refusal(sluice("schedule auto --chunks 1000"), 2, "from 1 to 64");

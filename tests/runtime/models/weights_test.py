@@ -105,8 +105,8 @@ class Weights(unittest.TestCase):
         self.assertEqual(len(lines), 1, done.stderr)
         return lines[0]
 
-    def train(self, ranks, *words, steps=4, code=0):
-        return self.call(ranks, "train", "--data", "text.txt", *DATA, "--steps", steps, *words, code=code)
+    def train(self, ranks, *words, data="text.txt", steps=4, code=0):
+        return self.call(ranks, "train", "--data", data, *DATA, "--steps", steps, *words, code=code)
 
     def digest(self, directory):
         return self.call(0, "digest", directory).splitlines()[-1]
@@ -317,7 +317,9 @@ class Weights(unittest.TestCase):
     def test_a_changed_file_beside_the_weights_is_found(self):
         model(self.place / "m", LLAMA)
         (self.place / "m" / "tokenizer.json").write_text('{"version": "1.0"}')
-        self.train(2, "--weights", "m", "--save", "run", steps=1)
+        text = (self.place / "text.txt").read_text()
+        (self.place / "text.bin").write_bytes(text.encode("utf-16-le"))  # numbers of 16 bits, as in nanoGPT's files
+        self.train(2, "--weights", "m", "--save", "run", data="text.bin", steps=1)
         for name in ("config.json", "tokenizer.json"):
             file = self.place / "run/step-00000001" / name
             sound = file.read_text()

@@ -23,8 +23,10 @@ namespace sluice {
 namespace {
 
 using nlohmann::ordered_json;
+using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::Not;
 
 StepRecord sample_record(std::uint64_t step) {
   return {.step = step,
@@ -257,6 +259,18 @@ TEST(ProgressTest, PlainLinesAreFewButTheFirstAndTheLastStepShow) {
   EXPECT_THAT(lines[0], HasSubstr("step 1/50"));
   EXPECT_THAT(lines[1], HasSubstr("step 50/50"));
   EXPECT_EQ(out.str().find('\r'), std::string::npos);
+}
+
+TEST(ProgressTest, AValidationShowsHowFarItIs) {
+  for (const bool terminal : {false, true}) {
+    std::ostringstream out;
+    Progress progress(1, 1, terminal, 0, out);
+    for (const std::int64_t done : {0, 16, 32, 40}) progress.validation(done, 40);
+    EXPECT_THAT(out.str(), AllOf(HasSubstr("validation 16/40  "), HasSubstr("validation 32/40  "),
+                                 Not(HasSubstr("40/40"))));
+    progress.finish();
+    EXPECT_EQ(out.str().back(), terminal ? '\r' : '\n');
+  }
 }
 
 TEST(ProgressTest, WhatComesAfterAnErrorStartsALine) {

@@ -73,6 +73,12 @@ TEST(StragglersTest, NameNobodyWhereAllAreEquallySlowOrStagesDiffer) {
               IsEmpty());
 }
 
+TEST(StragglersTest, NeverNameTheOnlyRank) {
+  Stragglers stragglers({0});
+  EXPECT_THAT(run(stragglers, 1, 600, [](int, int step) { return step > 250 ? 0.02 : 0.01; }),
+              IsEmpty());
+}
+
 TEST(StragglersTest, NameNobodyInQuietRuns) {
   for (unsigned seed = 1; seed <= 10; ++seed) {
     Stragglers stragglers(kTwoReplicas);

@@ -80,6 +80,11 @@ class PrepareTokensTest(unittest.TestCase):
         self.assertEqual(self.load().decode(tokens), text)
         self.assertEqual(sorted(p.name for p in self.directory.iterdir()), ["a.txt", "out.bin", "tokenizer.json"])
 
+    def test_makes_the_folder_of_the_output(self):
+        self.write("a.txt", "some text")
+        self.made("--vocabulary", 300, "a.txt", "--output", "new/tokens/out.bin")
+        self.assertEqual(sorted(p.name for p in (self.directory / "new/tokens").iterdir()), ["out.bin", "tokenizer.json"])
+
     def test_pieces_of_any_size_and_standard_input_give_the_same_file(self):
         text = text_of(2, 20000)
         self.write("a.txt", text)
@@ -147,7 +152,7 @@ class PrepareTokensTest(unittest.TestCase):
         self.refused("'none.json' cannot be read", "--tokenizer", "none.json", "a.txt", *output)
         self.refused("legal are 256", "--vocabulary", 255, "a.txt", *output)
         self.refused("legal are 257", "--vocabulary", 256, "a.txt", "--end-of-text", "<e>", *output)
-        self.refused("is no directory", "--vocabulary", 300, "a.txt", "--output", "none/out.bin")
+        self.refused("is no directory", "--vocabulary", 300, "a.txt", "--output", "a.txt/out.bin")
         self.refused("--piece is 10", "--vocabulary", 300, "a.txt", "--piece", 10, *output)
         self.refused("--separator", "--vocabulary", 300, "a.txt", "--separator", "", *output)
         self.refused("--tokenizer", "a.txt", *output)

@@ -192,12 +192,21 @@ TEST(GenerateTest, IllegalShapeIsRefusedWithTheNearestLegalValue) {
     EXPECT_THAT(refusal_of(name, {0, 4, 1}), HasSubstr("ranks is 0; the nearest legal value is 1"));
     EXPECT_THAT(refusal_of(name, {2, -3, 1}),
                 HasSubstr("micro-batches is -3; the nearest legal value is 1"));
-    EXPECT_THAT(refusal_of(name, {2, 4, 0}),
-                HasSubstr("chunks is 0; the nearest legal value is 1"));
+    EXPECT_THAT(refusal_of(name, {2, 4, -1}),
+                HasSubstr("chunks is -1; the nearest legal value is 1"));
     const int most = std::numeric_limits<std::int32_t>::max() / stages_of(name, {1 << 16, 1, 1});
     EXPECT_THAT(refusal_of(name, {1 << 16, 1 << 16, 1}),
                 HasSubstr("here " + std::to_string(most) + " micro-batches or fewer"));
-    EXPECT_THROW((void)stages_of(name, {2, 4, 0}), std::invalid_argument);
+    EXPECT_THROW((void)stages_of(name, {2, 4, -1}), std::invalid_argument);
+  }
+}
+
+TEST(GenerateTest, AShapeWithoutChunksHasTwoWhereTheScheduleTakesSeveral) {
+  for (const std::string& name : schedule_names()) {
+    const bool several = name != "forward-only" && refusal_of(name, {2, 4, 2}) == "accepted";
+    const ScheduleShape shape{.ranks = 2, .micro_batches = 4};
+    EXPECT_EQ(stages_of(name, shape), several ? 4 : 2) << name;
+    EXPECT_EQ(generate(name, shape).placement, placement_of(name, shape)) << name;
   }
 }
 
