@@ -41,7 +41,7 @@ class CpuBackend final : public Backend {
   return static_cast<CpuBackend&>(ctx.backend()).row_products();
 }
 [[nodiscard]] inline const RowBlocks& row_blocks_of(const ComputeContext& ctx, DType operands) {
-  return row_products_of(ctx).blocks(operands, ctx.threads());
+  return row_products_of(ctx).blocks(ctx, operands);
 }
 
 }  // namespace sluice

@@ -4,7 +4,6 @@
 
 #include <dnnl.hpp>
 
-#include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/kernel_set.hpp"
 
 namespace sluice {
@@ -35,12 +34,6 @@ const char* matmul_instruction_set() {
 }
 
 }  // namespace
-
-std::string row_warning(const ComputeContext& ctx, DType operands) {
-  if (row_blocks_of(ctx, operands).invariant) return {};
-  return fmt::format("rows: their bits depend on their place with {} and {} threads",
-                     matmul_library(), ctx.threads());
-}
 
 std::string kernel_set() { return choose_kernels().name; }
 

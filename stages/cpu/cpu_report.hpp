@@ -3,8 +3,6 @@
 
 #include <string>
 
-#include <sluice/compute.hpp>
-
 namespace sluice {
 
 // "avx512" | "avx2" | "baseline": which build of the element-wise loops a context made now would
@@ -13,9 +11,6 @@ namespace sluice {
 // The matrix library with version and its instruction set, for reports; and, where products of bf16
 // are widened, that they are.
 [[nodiscard]] std::string matmul_library();
-// Empty where products of these operands treat rows alike on this context (row_products.hpp), else
-// a line that says that they do not. Requires a CPU.
-[[nodiscard]] std::string row_warning(const ComputeContext& ctx, DType operands);
 // Whether this CPU has instructions that make products of bf16 faster than those of f32: AMX, or
 // AVX512_BF16 at twice the rate of f32. Intel's processors run the latter at half of f32's rate
 // (0.49 of it seen on a 5th generation Xeon without AMX); AMD's are taken to run it at twice.

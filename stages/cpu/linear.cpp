@@ -17,8 +17,9 @@ LinearShape linear_shape_of(const Tensor& weight, const Tensor& x) {
 
 // work(first, rows) for each block of rows of a product that keeps them apart, in order.
 template <typename Work>
-void for_row_blocks(const RowBlocks& blocks, std::int64_t rows, const Work& work) {
-  const std::int64_t block = blocks.block(rows);
+void for_row_blocks(ComputeContext& ctx, DType operands, std::int64_t rows, const Work& work) {
+  if (rows == 0) return;
+  const std::int64_t block = row_blocks_of(ctx, operands).block(rows);
   for (std::int64_t first = 0; first < rows; first += block) {
     work(first, std::min(block, rows - first));
   }
@@ -81,46 +82,41 @@ std::size_t linear_activation_backward_input_workspace(ComputeContext& ctx, Acti
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
   const LinearShape shape = linear_shape_of(weight, x);
-  for_row_blocks(row_blocks_of(ctx, x.spec.dtype), shape.rows,
-                 [&](std::int64_t first, std::int64_t rows) {
-                   forward_rows(ctx, shape, first, rows, x, weight, bias, y);
-                 });
+  for_row_blocks(ctx, x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    forward_rows(ctx, shape, first, rows, x, weight, bias, y);
+  });
 }
 
 void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
                              const Tensor& bias, const Tensor& residual, const Tensor& y) {
   const LinearShape shape = linear_shape_of(weight, x);
-  for_row_blocks(row_blocks_of(ctx, x.spec.dtype), shape.rows,
-                 [&](std::int64_t first, std::int64_t rows) {
-                   forward_rows(ctx, shape, first, rows, x, weight, bias, y);
-                   cpu::add(ctx, rows_of(residual, first, rows, shape.out),
-                            rows_of(y, first, rows, shape.out));
-                 });
+  for_row_blocks(ctx, x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    forward_rows(ctx, shape, first, rows, x, weight, bias, y);
+    cpu::add(ctx, rows_of(residual, first, rows, shape.out), rows_of(y, first, rows, shape.out));
+  });
 }
 
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
   const LinearShape shape = linear_shape_of(weight, dx);
-  for_row_blocks(row_blocks_of(ctx, dy.spec.dtype), shape.rows,
-                 [&](std::int64_t first, std::int64_t rows) {
-                   backward_rows(ctx, shape, first, rows, dy, weight, dx);
-                 });
+  for_row_blocks(ctx, dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    backward_rows(ctx, shape, first, rows, dy, weight, dx);
+  });
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y) {
   const LinearShape shape = linear_shape_of(weight, x);
-  for_row_blocks(row_blocks_of(ctx, x.spec.dtype), shape.rows,
-                 [&](std::int64_t first, std::int64_t rows) {
-                   forward_rows(ctx, shape, first, rows, x, weight, bias, raised);
-                   const Tensor raised_rows = rows_of(raised, first, rows, shape.out);
-                   if (activation == Activation::kGelu) {
-                     cpu::gelu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out));
-                   } else {
-                     cpu::swiglu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out / 2));
-                   }
-                 });
+  for_row_blocks(ctx, x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    forward_rows(ctx, shape, first, rows, x, weight, bias, raised);
+    const Tensor raised_rows = rows_of(raised, first, rows, shape.out);
+    if (activation == Activation::kGelu) {
+      cpu::gelu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out));
+    } else {
+      cpu::swiglu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out / 2));
+    }
+  });
 }
 
 void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
@@ -135,19 +131,18 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
       bytes > 0) {
     block.data = ctx.workspace(bytes);
   }
-  for_row_blocks(
-      row_blocks_of(ctx, dy.spec.dtype), shape.rows, [&](std::int64_t first, std::int64_t rows) {
-        if (activation == Activation::kGelu) {
-          backward_rows(ctx, shape, first, rows, dy, weight, draised);
-          const Tensor gradient = rows_of(draised, first, rows, width);
-          cpu::gelu_backward(ctx, rows_of(raised, first, rows, width), gradient, gradient);
-          return;
-        }
-        const Tensor gradient = rows_of(block, 0, rows, width);
-        backward_rows(ctx, shape, 0, rows, rows_of(dy, first, rows, shape.out), weight, gradient);
-        cpu::swiglu_backward(ctx, rows_of(raised, first, rows, 2 * width), gradient,
-                             rows_of(draised, first, rows, 2 * width));
-      });
+  for_row_blocks(ctx, dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    if (activation == Activation::kGelu) {
+      backward_rows(ctx, shape, first, rows, dy, weight, draised);
+      const Tensor gradient = rows_of(draised, first, rows, width);
+      cpu::gelu_backward(ctx, rows_of(raised, first, rows, width), gradient, gradient);
+      return;
+    }
+    const Tensor gradient = rows_of(block, 0, rows, width);
+    backward_rows(ctx, shape, 0, rows, rows_of(dy, first, rows, shape.out), weight, gradient);
+    cpu::swiglu_backward(ctx, rows_of(raised, first, rows, 2 * width), gradient,
+                         rows_of(draised, first, rows, 2 * width));
+  });
 }
 
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,

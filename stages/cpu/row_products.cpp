@@ -1,5 +1,7 @@
 #include "stages/cpu/row_products.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -9,18 +11,23 @@
 #include <utility>
 #include <vector>
 
+#include "stages/compute/thread_team.hpp"
+#include "stages/cpu/cpu_report.hpp"
+
 namespace sluice {
 
 namespace {
 
-// In the order of trial. With more threads the library shares rows out, and each share has its own
-// last rows.
+// In the order of trial; sizes that pass with oneDNN 2.6 on AVX2, and what suits AVX-512's vectors.
+// The library shares rows out among threads, and each share has its own last rows: so with n
+// threads steps are n times as large. Of other numbers of threads no sizes are known.
 std::vector<RowBlocks> candidates(int threads) {
-  const std::int64_t n = threads;
-  std::vector<RowBlocks> table = {{240, 12}, {192, 12}, {48 * n, 12 * n}};
+  if (threads != 1 && threads != 2 && threads != 4) return {};
+  std::vector<RowBlocks> table = {{240, 12 * std::int64_t{threads}},
+                                  {192, 12 * std::int64_t{threads}}};
   if (static_cast<unsigned>(dnnl::get_effective_cpu_isa()) >=
       static_cast<unsigned>(dnnl::cpu_isa::avx512_core)) {
-    table.insert(table.begin(), {256, 16});
+    table.insert(table.begin(), {256, 16 * std::int64_t{threads}});
   }
   return table;
 }
@@ -30,18 +37,17 @@ class RowCheck {
  public:
   RowCheck(DType operands, const RowBlocks& blocks) : operands_(operands), blocks_(blocks) {}
 
-  // Whether each row of a product [in, out] is the same in blocks of several sizes, at several
-  // places. `transposed`: as in the forward product, else as in the input gradient.
+  // Whether each row of a product [in, out] is the same in blocks of all sizes, at two places; of
+  // large products, of some sizes. `transposed`: as in the forward product, else as in the input
+  // gradient.
   bool passes(std::int64_t in, std::int64_t out, bool transposed) {
     a_ = numbers(blocks_.most * in);
     b_ = numbers(in * out);
     const std::vector<float> whole = product(0, blocks_.most, in, out, transposed);
-    for (const std::int64_t rows : {blocks_.step, 3 * blocks_.step, blocks_.most / 2}) {
-      const std::int64_t count = rows / blocks_.step * blocks_.step;
-      if (count < 1 || count > blocks_.most) continue;
-      for (const std::int64_t first :
-           {std::int64_t{0}, (blocks_.most - count) / 2, blocks_.most - count}) {
-        const std::vector<float> part = product(first, count, in, out, transposed);
+    const std::int64_t stride = blocks_.step * (in * out < 50'000 ? 1 : 7);
+    for (std::int64_t rows = blocks_.step; rows < blocks_.most; rows += stride) {
+      for (const std::int64_t first : {std::int64_t{0}, blocks_.most - rows}) {
+        const std::vector<float> part = product(first, rows, in, out, transposed);
         if (std::memcmp(part.data(), whole.data() + first * out, part.size() * 4) != 0)
           return false;
       }
@@ -88,8 +94,7 @@ RowBlocks find_row_blocks(DType operands, int threads) {
   // Narrow, wide and odd ones; those that take the library's other kernels at more rows.
   constexpr std::array<std::pair<std::int64_t, std::int64_t>, 6> kShapes = {
       {{64, 16}, {64, 64}, {256, 64}, {100, 10}, {96, 384}, {320, 1280}}};
-  const std::vector<RowBlocks> table = candidates(threads);
-  for (const RowBlocks& blocks : table) {
+  for (const RowBlocks& blocks : candidates(threads)) {
     RowCheck check(operands, blocks);
     if (std::ranges::all_of(kShapes, [&](const auto& shape) {
           return check.passes(shape.first, shape.second, true) &&
@@ -113,20 +118,28 @@ std::int64_t RowBlocks::block(std::int64_t rows) const {
   return std::max(step, (rows + blocks * step - 1) / (blocks * step) * step);
 }
 
-RowBlocks row_blocks(DType operands, int threads) {
+RowBlocks row_blocks(const ComputeContext& ctx, DType operands) {
+  const int threads = ctx.threads();
   // A fact of the library and the processor, so one for the process.
   static std::mutex mutex;
   static std::map<std::pair<DType, int>, RowBlocks> known;
   const std::lock_guard lock(mutex);
   const auto found = known.find({operands, threads});
   if (found != known.end()) return found->second;
+  const ThreadTeam team(ctx);
   return known.emplace(std::pair(operands, threads), find_row_blocks(operands, threads))
       .first->second;
 }
 
-const RowBlocks& RowProducts::blocks(DType operands, int threads) {
+std::string row_warning(const ComputeContext& ctx, DType operands) {
+  if (row_blocks(ctx, operands).invariant) return {};
+  return fmt::format("rows: their bits depend on their place with {} and {} threads",
+                     matmul_library(), ctx.threads());
+}
+
+const RowBlocks& RowProducts::blocks(const ComputeContext& ctx, DType operands) {
   std::optional<RowBlocks>& blocks = known(operands);
-  if (!blocks) blocks = row_blocks(operands, threads);
+  if (!blocks) blocks = row_blocks(ctx, operands);
   return *blocks;
 }
 

@@ -7,6 +7,9 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+
+#include <sluice/compute.hpp>
 
 #include "stages/cpu/matmul.hpp"
 
@@ -22,9 +25,11 @@ struct RowBlocks {
 };
 
 // The first row of the table that passes the check with this many threads; where none does,
-// blocks that the caches like. Takes up to 0.1 s at the first call of a process with these
-// arguments; the result is kept. Requires: the calling thread's OpenMP team has `threads`.
-[[nodiscard]] RowBlocks row_blocks(DType operands, int threads);
+// blocks that the caches like. Takes up to 0.2 s at the first call of a process with these
+// arguments; the result is kept. Requires a CPU.
+[[nodiscard]] RowBlocks row_blocks(const ComputeContext& ctx, DType operands);
+// Empty where these are invariant, else a line for reports that says that they are not.
+[[nodiscard]] std::string row_warning(const ComputeContext& ctx, DType operands);
 
 // Runs products of a cache over padded rows. Used from one thread.
 class RowProducts {
@@ -32,7 +37,7 @@ class RowProducts {
   explicit RowProducts(MatMulCache& products) : products_(products) {}
 
   // row_blocks(), found once.
-  [[nodiscard]] const RowBlocks& blocks(DType operands, int threads);
+  [[nodiscard]] const RowBlocks& blocks(const ComputeContext& ctx, DType operands);
   // As MatMulCache::run() of one product of adjacent rows, after blocks() of its operands. Requires
   // spec.m <= most.
   void run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c);

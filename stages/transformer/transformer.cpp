@@ -130,7 +130,7 @@ void refuse_of_llama(const TransformerConfig& config) {
           fmt::format("{} is an option of --model llama; legal with --model gpt2: none", option));
     }
   };
-  refuse_option("--kv-heads", config.kv_heads != 0);
+  refuse_option("--kv-heads", config.kv_heads != 0 && config.kv_heads != config.heads);
   refuse_option("--head-dim", config.head_dim != 0);
   refuse_option("--rotary-base", config.rotary_base != TransformerConfig{}.rotary_base);
   refuse_option("--rotary-scaling", config.rotary_scaling.kind != RotaryScaling::Kind::kNone);

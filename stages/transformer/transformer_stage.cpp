@@ -7,7 +7,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/byte_sums.hpp"
-#include "stages/cpu/cpu_report.hpp"
+#include "stages/cpu/row_products.hpp"
 
 namespace sluice {
 

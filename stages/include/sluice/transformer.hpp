@@ -72,8 +72,8 @@ struct TransformerConfig {
   // Above 1 the last stage never has all logits of a micro-batch: LossStage::loss() makes them for
   // a part of its rows after the other, with the head's gradients. Its outputs are then the final
   // norm's results, and infer() is Error(kUsage). A part has a multiple of 512 rows, so that there
-  // may be fewer parts. On a CPU the bits are those of 1; on a GPU, whose products then have other
-  // shapes, they are a function of it.
+  // may be fewer parts; with sums_by_sample() at most those of one sample. On a CPU the bits are
+  // those of 1; on a GPU, whose products then have other shapes, they are a function of it.
   int logit_chunks = 1;
   // On a CPU, sums over rows (gradients of weights, biases and gains) start anew at each sample,
   // and samples are added in ascending order. So the bits do not depend on how a batch is cut into
@@ -86,8 +86,8 @@ struct TransformerConfig {
 // enough, width a multiple of heads unless head_dim is given, heads of kv_heads, even head size for
 // llama, dropout in [0, 1), epsilon and scaling factors above 0 and finite, low_frequency_factor
 // below high_frequency_factor, full_layers ascending blocks of a model with a window. With gpt2, a
-// field of llama that is not at its initial value is refused: head_dim, kv_heads, the rotary ones,
-// biases, qk_norm, window, full_layers.
+// field of llama that is not at its initial value is refused: head_dim, kv_heads other than heads,
+// the rotary ones, biases, qk_norm, window, full_layers.
 void validate(const TransformerConfig& config);
 
 // Floating-point operations of one sample's forward, per layer (embedding, blocks, head): the costs

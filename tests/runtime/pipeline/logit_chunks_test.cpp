@@ -20,13 +20,13 @@ namespace {
 
 void with_chunks(int chunks, const std::function<void(Pipeline&)>& body, bool inference = false) {
   TransformerConfig model = small_model();
-  model.context = 256;
+  model.context = 128;
   model.vocabulary = 4096;
   model.logit_chunks = chunks;
   const auto source = synthetic_tokens(model);
   const std::vector<double> costs = layer_costs(model);
   PipelineOptions options;
-  options.shape = {.micro_batch_size = 8};
+  options.shape = {.micro_batch_size = 16};
   options.training.inference = inference;
   run_loopback(1, [&](Communicator& comm) {
     Pipeline pipeline(

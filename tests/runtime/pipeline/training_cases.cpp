@@ -36,11 +36,13 @@ class SyntheticTokens : public DataSource {
               std::span<const Tensor> into) const override {
     fill(phase, step, range, 0, into[0]);
   }
-  // The next token; every seventh target does not count.
+  // The next token; every seventh target of a sample does not count.
   void targets(Phase phase, std::uint64_t step, SampleRange range,
                std::span<const Tensor> into) const override {
     fill(phase, step, range, 1, into[0]);
-    for (std::int64_t i = 6; i < into[0].elements(); i += 7) into[0].as<std::int32_t>()[i] = -1;
+    for (std::int64_t i = 0; i < into[0].elements(); ++i) {
+      if (i % context_ % 7 == 6) into[0].as<std::int32_t>()[i] = -1;
+    }
   }
 
  private:

@@ -37,7 +37,7 @@ TransformerConfig config_of(const Variant& variant) {
   config.kind = variant.kind;
   config.layers = 3;
   config.heads = 4;
-  config.kv_heads = 2;
+  if (variant.kind == TransformerKind::kLlama) config.kv_heads = 2;
   config.width = 48;
   config.context = 80;  // more than one block of the attention kernel
   config.vocabulary = 61;
