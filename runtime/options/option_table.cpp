@@ -346,7 +346,7 @@ void OptionTable::require_known(const OptionValues& values, const std::string& w
 void OptionTable::assign(const Given& given, Source source, const std::string& where) {
   for (Entry& entry : entries_) {
     if (entry.name != given.first) continue;
-    if (entry.once && entry.source == source) {
+    if (entry.once && entry.source == source && entry.get() != given.second) {
       throw_usage("{}{}: '{}' after '{}'; legal is one", where, given.first, given.second,
                   entry.get());
     }

@@ -771,8 +771,8 @@ void Pipeline::Impl::require_idle() const {
 
 // Not guarded: the answer is the same on all ranks, and some may still be closing.
 void Pipeline::Impl::require_open() const {
-  job.world.ranks->require_this_thread();
   require_idle();
+  job.world.ranks->require_this_thread();
   if (closed) throw_usage("the pipeline is closed");
   if (!failed) return;
   throw Error(failed->code(),

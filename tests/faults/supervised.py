@@ -98,8 +98,8 @@ def always_fails(setup):
 
 def refused(setup):
     """An error that a restart does not mend: one start, and Sluice's own line."""
-    run = Supervised(setup, "refused", 5, training=("--data", "/no/such/file"))
-    output = run.job.expect(3, "^sluice: error: .*'/no/such/file'", "giving up: exit code 3: an input file")
+    run = Supervised(setup, "refused", 5, training=("--weights", "/no/such/file"))
+    output = run.job.expect(5, "^sluice: error: .*'/no/such/file'", "giving up: exit code 5: saved weights")
     require("non-zero status" not in output, output)
 
 

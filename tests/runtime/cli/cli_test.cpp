@@ -520,7 +520,7 @@ TEST_F(CliTest, DoctorNamesALauncherThatMpiDoesNotMeet) {
 
 TEST_F(CliTest, AJobIsRefusedOnceByAllItsRanks) {
   const Outcome layout = mpirun(3, SLUICE_PROGRAM, small("--pipeline 2"));
-  expect_refusal(layout, 2, "--pipeline 3");
+  expect_refusal(layout, 2, "use pipeline 3");
   const Outcome option = mpirun(3, SLUICE_PROGRAM, small("--layer 2"));
   expect_refusal(option, 2, "'--layers'");
 }

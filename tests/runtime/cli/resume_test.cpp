@@ -175,7 +175,6 @@ TEST_F(ResumeOptionsTest, WhatChangesTheFunctionIsRefusedUnlessNamed) {
   for (const Arguments& given : std::vector<Arguments>{{"--model", "llama"},
                                                        {"--layers", "3"},
                                                        {"--heads", "2"},
-                                                       {"--kv-heads", "2"},
                                                        {"--width", "32"},
                                                        {"--context", "8"},
                                                        {"--vocabulary", "300"},

@@ -38,9 +38,9 @@ class SavingTest : public CliTest {
     for (int i = 0; i < 1000; ++i) text += std::to_string(i * i % 977) + ' ';
     write("text.txt", text);
   }
-  std::string train(const std::string& more) const {
-    return "train --device cpu --data text.txt --layers 2 --heads 2 --width 16 --context 16 " +
-           more;
+  std::string train(const std::string& more, const char* data = "text.txt") const {
+    return std::string("train --device cpu --data ") + data +
+           " --layers 2 --heads 2 --width 16 --context 16 " + more;
   }
   Outcome trained(const std::string& more) const {
     const Outcome outcome = sluice(train(more));
@@ -298,9 +298,9 @@ TEST_F(SavingTest, AReaderOfTheOutputThatGoesAndAFileThatMayNotGrowEndNoProcess)
 TEST_F(SavingTest, DataThatChangesUnderAJobEndsIt) {
   const auto changed = [&](const std::string& options, const std::string& how) {
     write("live.txt", read_file(path("text.txt")));
-    return shell("sh -c '" SLUICE_PROGRAM " " +
-                 train("--data live.txt --steps 1000000 --save run ") + options +
-                 " & while ! [ -e run/latest ]; do sleep 0.05; done; " + how + "; wait $!'");
+    return shell("sh -c '" SLUICE_PROGRAM " " + train("--steps 1000000 --save run ", "live.txt") +
+                 options + " & while ! [ -e run/latest ]; do sleep 0.05; done; " + how +
+                 "; wait $!'");
   };
   const Outcome other =
       changed("--save-every 20", "printf zzzz | dd of=live.txt conv=notrunc status=none");
@@ -401,9 +401,9 @@ TEST_F(SavingTest, TheLastValidationIsBounded) {
       "train --device cpu --data text.txt --layers 1 --heads 1 --width 4 --context 1 --steps 2 "
       "--validation-share 0.5 ";
   const Outcome least = sluice(small);
-  EXPECT_EQ(lines_with(least.out, " (32 of 1999 windows)"), 1) << least.out << least.err;
+  EXPECT_EQ(lines_with(least.out, " (32 of 1933 windows)"), 1) << least.out << least.err;
   const Outcome share = sluice(small + "--micro-batch-size 500");  // a twentieth of 1000
-  EXPECT_EQ(lines_with(share.out, " (50 of 1999 windows)"), 1) << share.out << share.err;
+  EXPECT_EQ(lines_with(share.out, " (50 of 1933 windows)"), 1) << share.out << share.err;
   const Outcome all = sluice(small + "--validation-samples all");
   EXPECT_EQ(all.code, 0) << all.err;
   EXPECT_EQ(lines_with(all.out, " windows)"), 0) << all.out;

@@ -274,7 +274,7 @@ TEST(DataLoaderTest, NumbersThatTheFirstItemLeavesUnwrittenAreNamed) {
       const std::string text = of_target ? "leaves 1 of the 1 numbers of target 0"
                                          : "leaves 1 of the 2 numbers of input 0, f32 [2]";
       for (int attempt = 0; attempt < 2; ++attempt) {
-        expect_error(ErrorCode::kUsage, {"item 0 of the data set: " + text},
+        expect_error(ErrorCode::kUsage, {"item 0 of the data set", text},
                      [&] { (void)loader.next(); });
       }
     }

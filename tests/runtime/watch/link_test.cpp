@@ -197,7 +197,7 @@ TEST(TcpLinkTest, TakesAPortOfItsRangeOrSaysThatNoneIsFree) {
     const TcpLink link(context, plan);
     FAIL() << "it listens at " << link.endpoints();
   } catch (const Error& error) {
-    EXPECT_THAT(error.what(), HasSubstr("--watchdog-ports"));
+    EXPECT_THAT(error.what(), HasSubstr("at port " + std::to_string(port)));
   }
   taken.close();
   EXPECT_EQ(TcpLink(context, plan).endpoints(), "127.0.0.1:" + std::to_string(port));
