@@ -559,6 +559,7 @@ void Checkpointer::Impl::gather_facts() {
                   {"replicas", topology.replicas},
                   {"stages", layout.plans.num_stages()}};
   if (options.local) state.layout["local"] = 1;
+  for (const auto& [text, ranks] : layout.arithmetic) state.arithmetic.push_back(text);
   state.options = options.options;
   state.data = options.data;
   state.model = options.model;

@@ -219,6 +219,15 @@ bool is_save_file_name(std::string_view name) {
   return false;
 }
 
+std::string arithmetic_change(const std::vector<std::string>& saved,
+                              const std::map<std::string, std::vector<int>>& now) {
+  std::vector<std::string> ours;
+  for (const auto& [text, ranks] : now) ours.push_back(text);
+  if (saved.empty() || ours.empty() || saved == ours) return "";
+  return fmt::format("arithmetic: {} -> {}; bits may differ", fmt::join(saved, " and "),
+                     fmt::join(ours, " and "));
+}
+
 bool is_state_json(std::string_view text) {
   return !parse_bounded(text, kMostLevels, kMostKeys).is_discarded();
 }
@@ -234,6 +243,7 @@ std::string to_json_text(const SaveState& state) {
   json["weights_only"] = state.weights_only;
   json["layout"] = Json::object();
   for (const auto& [name, value] : state.layout) json["layout"][name] = value;
+  json["arithmetic"] = state.arithmetic;
   json["options"] = Json::object();
   for (const auto& [name, value] : state.options) json["options"][name] = value;
   json["model"] = state.model.empty() ? Json() : Json::parse(state.model);
@@ -306,6 +316,12 @@ SaveState parse_save_state(std::string_view text, const std::filesystem::path& p
       reader.refuse("'{}' of 'layout' is no number of ranks", name);
     }
     state.layout[name] = value.get<int>();
+  }
+  if (json.contains("arithmetic")) {  // version 0.2 did not record it
+    for (const Json& each : reader.array(json, "arithmetic")) {
+      if (!each.is_string()) reader.refuse("'arithmetic' holds what is no text");
+      state.arithmetic.push_back(each.get<std::string>());
+    }
   }
   state.options = reader.values(json, "options");
   const Json& model = reader.field(json, "model");

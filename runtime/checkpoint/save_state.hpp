@@ -46,13 +46,14 @@ struct SaveState {
   std::string run;             // random, of the run that began it; resumed runs keep it
   std::uint64_t sequence = 0;  // grows with every save in a directory: the newest has the largest
   std::uint64_t step = 0;
-  std::string time;                    // UTC, "2026-01-31T12:00:00Z"
-  bool weights_only = false;           // no optimizer state: cannot be resumed
-  std::map<std::string, int> layout;   // "ranks", "pipeline", "replicas", "stages": for people
-  Values options;                      // of the program, in the order of its help
-  std::string model;                   // JSON text of what builds the model; may be empty
-  Values data;                         // TokenFile::identity() and the like
-  std::vector<std::uint64_t> skipped;  // steps that changed nothing: their loss was not finite
+  std::string time;                     // UTC, "2026-01-31T12:00:00Z"
+  bool weights_only = false;            // no optimizer state: cannot be resumed
+  std::map<std::string, int> layout;    // "ranks", "pipeline", "replicas", "stages": for people
+  std::vector<std::string> arithmetic;  // as JobLayout's, of all ranks; none: not recorded
+  Values options;                       // of the program, in the order of its help
+  std::string model;                    // JSON text of what builds the model; may be empty
+  Values data;                          // TokenFile::identity() and the like
+  std::vector<std::uint64_t> skipped;   // steps that changed nothing: their loss was not finite
   // JSON text by name, of the data source and of an embedding program; their tensors are in
   // user.safetensors as "<name>.<tensor>".
   std::map<std::string, std::string> user;
@@ -68,6 +69,11 @@ struct SaveState {
 // model.safetensors.index.json, likewise optimizer, user.safetensors, model_file_names().
 // (state.json cannot name itself.)
 [[nodiscard]] bool is_save_file_name(std::string_view name);
+
+// A line where ranks that saved computed otherwise than `now`, which is JobLayout's; empty where
+// all compute alike, or it was not recorded.
+[[nodiscard]] std::string arithmetic_change(const std::vector<std::string>& saved,
+                                            const std::map<std::string, std::vector<int>>& now);
 
 // Whether `text` can be a value of SaveState::user: JSON of at most 100 levels and 4,000 keys an
 // object.

@@ -47,6 +47,17 @@ std::string describe_connections(const JobLayout& layout) {
   return text + describe_sums(layout.wires.sums, layout.wires.all_reduce);
 }
 
+// What the bits depend on, with the ranks of the job unless all compute alike.
+std::string describe_arithmetic(const JobLayout& layout) {
+  std::string text;
+  for (const auto& [arithmetic, ranks] : layout.arithmetic) {
+    const bool all = static_cast<int>(ranks.size()) == layout.place.topology.ranks();
+    text += all ? fmt::format("  arithmetic: {}\n", arithmetic)
+                : fmt::format("  arithmetic of ranks {}: {}\n", fmt::join(ranks, ","), arithmetic);
+  }
+  return text;
+}
+
 // Notes of stages: each once, with the numbers of the stages unless all have it.
 std::string describe_notes(const JobLayout& layout) {
   std::map<std::string, std::vector<int>> stages_by_note;
@@ -140,7 +151,8 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
       "  (layers: E embedding, H head, numbers are blocks, - none; outside: of the total, what\n"
       "  a rank allocates outside its arena; each replica holds the same)\n";
   return text + describe_empty_stages(partition) + describe_connections(layout) +
-         describe_notes(layout) + describe_save_copy(layout) + describe_graphs(layout);
+         describe_arithmetic(layout) + describe_notes(layout) + describe_save_copy(layout) +
+         describe_graphs(layout);
 }
 
 }  // namespace sluice

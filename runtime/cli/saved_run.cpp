@@ -74,6 +74,7 @@ std::optional<SavedRun> find_saved_run(const fs::path& path) {
                   .options = state.options,
                   .data = state.data,
                   .model = {},
+                  .arithmetic = state.arithmetic,
                   .ranks = ranks != state.layout.end() ? ranks->second : 0};
 }
 

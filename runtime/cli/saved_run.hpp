@@ -26,6 +26,7 @@ struct SavedRun {
   OptionValues options;  // as saved; empty where a program other than `sluice train` saved
   OptionValues data;     // data_identity() at the save; may be empty
   std::optional<TransformerConfig> model;  // of a save of version 0.1 with a config.json
+  std::vector<std::string> arithmetic;     // SaveState's
   int ranks = 0;                           // of the job that saved; 0: not known
 };
 

@@ -172,7 +172,7 @@ class Training {
   void make_pipeline();
   void load();
   [[nodiscard]] std::filesystem::path newest_model();
-  void compare_with_saved();
+  void compare_with_saved(const std::string& arithmetic_change);
   // In windows.
   [[nodiscard]] std::int64_t usual_validation() const;
   [[nodiscard]] std::int64_t part_of_validation() const;
@@ -594,7 +594,7 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
     if (first()) require_room(layout);
     if (!options_.resume.from) return;
     resumed_ = options_.resume.from;
-    compare_with_saved();
+    compare_with_saved(arithmetic_change(resumed_->arithmetic, layout.arithmetic));
     if (first()) require_steps_left(require_fitting_save(layout, options_.resume.path));
   });
   if (!first()) return;
@@ -651,12 +651,13 @@ void Training::load() {
   }
   PipelineAccess::guarded(*pipeline_, [&] {
     require_steps_left(resumed_->step);
-    compare_with_saved();
+    compare_with_saved(loaded.arithmetic);
   });
 }
 
-void Training::compare_with_saved() {
-  changes_ = {changes_since(*resumed_, options_), data_changes_since(*resumed_, options_, data_)};
+void Training::compare_with_saved(const std::string& arithmetic_change) {
+  changes_ = {changes_since(*resumed_, options_), data_changes_since(*resumed_, options_, data_),
+              arithmetic_change};
   std::erase(changes_, "");
   rate_jump_ = rate_jump_since(*resumed_, options_);
 }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -154,6 +155,8 @@ struct MemoryTable {
 
 struct JobLayout {
   RankPlace place;
+  // As ComputeContext::arithmetic(), with the ranks of the job that compute so; of GPUs nothing.
+  std::map<std::string, std::vector<int>> arithmetic;
   StepPlans plans;
   Wires wires;
   ParameterTable parameters;

@@ -203,6 +203,18 @@ void require_same_replicas(Collectives& replicas, const std::vector<StageEntry>&
   }
 }
 
+// After the stages are described: their operators have chosen then.
+std::map<std::string, std::vector<int>> gather_arithmetic(Collectives& world,
+                                                          const ComputeContext& compute) {
+  std::map<std::string, std::vector<int>> arithmetic;
+  int rank = 0;
+  for (const std::string& text : world.all_gather_strings(compute.arithmetic())) {
+    if (!text.empty()) arithmetic[text].push_back(rank);
+    ++rank;
+  }
+  return arithmetic;
+}
+
 // What the stages say of micro-batches of some sizes.
 struct StageReports {
   std::vector<StageEntry> entries;                          // [stage]
@@ -387,6 +399,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
                       });
   require_same_model(*job.world.collectives, reports.model, "rank");
   require_same_replicas(*job.replicas.collectives, reports.entries);
+  layout.arithmetic = gather_arithmetic(*job.world.collectives, compute);
   layout.wires.edges = EdgeTable(division.sizes, std::move(reports.edges));
   layout.parameters.stages = std::move(reports.entries);
   require_countable(layout.parameters.stages);

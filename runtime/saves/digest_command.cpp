@@ -19,7 +19,9 @@ constexpr const char* kAboutDigest =
     "step,\n"
     "or a directory of Hugging Face. Two runs ended with the same parameters, to the bit, where "
     "the\n"
-    "last lines agree.";
+    "last lines agree. How the ranks that saved computed (kernels, matrix library, threads, blocks "
+    "of\n"
+    "rows) goes to standard error.";
 
 }  // namespace
 
@@ -31,7 +33,14 @@ int digest_command(const std::vector<std::string>& arguments) {
   table.add_choice("verify", verify, {{"full", Verify::kFull}, {"off", Verify::kOff}},
                    "what is compared with the hashes of a save: all its files, or nothing");
   return run_guarded(table, arguments, [&] {
-    SavedTensors tensors = open_model_tensors(newest_save(directory), verify);
+    const std::filesystem::path save = newest_save(directory);
+    SavedTensors tensors = open_model_tensors(save, verify);
+    const SaveSelection found = select_saves(save);
+    if (!found.candidates.empty()) {
+      for (const std::string& arithmetic : found.candidates.front().state.arithmetic) {
+        fmt::print(stderr, "computed with {}\n", arithmetic);
+      }
+    }
     tensors.prefer_masters();
     std::vector<ParameterDigest> digests;
     std::vector<float> values;

@@ -4,6 +4,8 @@
 // a backend, as its context.
 #pragma once
 
+#include <string>
+
 namespace sluice {
 
 struct OperatorTable;  // stages/compute/operator_table.hpp
@@ -20,6 +22,7 @@ class Backend {
   // As in ComputeContext.
   virtual void set_tf32(bool /*allowed*/) {}
   [[nodiscard]] virtual void* native_blas() { return nullptr; }
+  [[nodiscard]] virtual std::string arithmetic(int /*threads*/) const { return {}; }
 
  private:
   const OperatorTable& operators_;

@@ -37,6 +37,8 @@ void ComputeContext::set_tf32(bool allowed) { backend_->set_tf32(allowed); }
 
 void* ComputeContext::native_blas() const { return backend_->native_blas(); }
 
+std::string ComputeContext::arithmetic() const { return backend_->arithmetic(threads()); }
+
 std::byte* ComputeContext::workspace(std::size_t bytes) {
   workspace_peak_ = std::max(workspace_peak_, bytes);
   reserve_workspace(bytes);

@@ -2,9 +2,14 @@
 // products prepared so far. Requires of the contexts given here: device().kind == kCpu.
 #pragma once
 
+#include <fmt/format.h>
+
+#include <string>
+
 #include <sluice/compute.hpp>
 
 #include "stages/compute/backend.hpp"
+#include "stages/cpu/cpu_report.hpp"
 #include "stages/cpu/kernel_set.hpp"
 #include "stages/cpu/matmul.hpp"
 #include "stages/cpu/row_products.hpp"
@@ -15,6 +20,12 @@ class CpuBackend final : public Backend {
  public:
   // Throws as choose_kernels().
   explicit CpuBackend(const OperatorTable& operators) : Backend(operators) {}
+
+  [[nodiscard]] std::string arithmetic(int threads) const override {
+    const std::string rows = row_products_.describe();
+    return fmt::format("{} kernels, {}, threads {}{}{}", kernels_.name, matmul_library(), threads,
+                       rows.empty() ? "" : ", ", rows);
+  }
 
   [[nodiscard]] const Kernels& kernels() const { return kernels_; }
   [[nodiscard]] MatMulCache& matmuls() { return matmuls_; }

@@ -1,6 +1,7 @@
 #include "stages/cpu/row_products.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -12,7 +13,6 @@
 #include <vector>
 
 #include "stages/compute/thread_team.hpp"
-#include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {
 
@@ -131,16 +131,24 @@ RowBlocks row_blocks(const ComputeContext& ctx, DType operands) {
       .first->second;
 }
 
-std::string row_warning(const ComputeContext& ctx, DType operands) {
-  if (row_blocks(ctx, operands).invariant) return {};
-  return fmt::format("rows: their bits depend on their place with {} and {} threads",
-                     matmul_library(), ctx.threads());
-}
-
 const RowBlocks& RowProducts::blocks(const ComputeContext& ctx, DType operands) {
   std::optional<RowBlocks>& blocks = known(operands);
   if (!blocks) blocks = row_blocks(ctx, operands);
   return *blocks;
+}
+
+std::string RowProducts::describe() const {
+  std::vector<std::string> texts;
+  const auto add = [&](const char* type, const std::optional<RowBlocks>& blocks) {
+    if (!blocks) return;
+    texts.push_back(
+        blocks->invariant
+            ? fmt::format("{} rows in blocks of {} by {}", type, blocks->most, blocks->step)
+            : fmt::format("{} rows whose bits depend on their place", type));
+  };
+  add("f32", f32_);
+  add("bf16", bf16_);
+  return fmt::format("{}", fmt::join(texts, ", "));
 }
 
 void RowProducts::run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c) {

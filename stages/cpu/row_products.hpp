@@ -28,8 +28,6 @@ struct RowBlocks {
 // blocks that the caches like. Takes up to 0.2 s at the first call of a process with these
 // arguments; the result is kept. Requires a CPU.
 [[nodiscard]] RowBlocks row_blocks(const ComputeContext& ctx, DType operands);
-// Empty where these are invariant, else a line for reports that says that they are not.
-[[nodiscard]] std::string row_warning(const ComputeContext& ctx, DType operands);
 
 // Runs products of a cache over padded rows. Used from one thread.
 class RowProducts {
@@ -38,6 +36,9 @@ class RowProducts {
 
   // row_blocks(), found once.
   [[nodiscard]] const RowBlocks& blocks(const ComputeContext& ctx, DType operands);
+  // Which blocks products have taken so far, such as "f32 rows in blocks of 240 by 12"; empty:
+  // none.
+  [[nodiscard]] std::string describe() const;
   // As MatMulCache::run() of one product of adjacent rows, after blocks() of its operands. Requires
   // spec.m <= most.
   void run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c);

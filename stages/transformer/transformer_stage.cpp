@@ -7,7 +7,6 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/byte_sums.hpp"
-#include "stages/cpu/row_products.hpp"
 
 namespace sluice {
 
@@ -117,9 +116,6 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
   description.outputs = {output_spec(shape)};
   description.input_gradients = {!takes_tokens()};
   description.copy_bytes = copies_.bytes(compute.device().kind);
-  if (shape.device == DeviceKind::kCpu) {
-    add_note(description.note, row_warning(compute, config_.precision));
-  }
   LayerMemory most;
   OperatorMemory operators;
   if (gives_logits()) operators.workspace = softmax_cross_entropy_workspace(shape.rows());

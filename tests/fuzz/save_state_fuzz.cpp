@@ -26,7 +26,8 @@ auto fields(const SavedTensor& tensor) {
 }
 auto fields(const SaveState& state) {
   return std::tie(state.save, state.run, state.sequence, state.step, state.time, state.weights_only,
-                  state.layout, state.options, state.model, state.data, state.skipped, state.user);
+                  state.layout, state.arithmetic, state.options, state.model, state.data,
+                  state.skipped, state.user);
 }
 
 template <class Items>

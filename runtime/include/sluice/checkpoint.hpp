@@ -142,6 +142,9 @@ struct LoadedCheckpoint {
   std::vector<std::pair<std::string, std::string>> options, data;  // as recorded
   std::map<std::string, ProgramState> states;                      // by name
   std::vector<std::uint64_t> skipped;                              // steps that changed nothing
+  // A line where CPUs that saved computed otherwise than these: with other kernels, another matrix
+  // library, other threads or blocks of rows. The bits of an uninterrupted run may differ then.
+  std::string arithmetic;
   std::vector<std::string> notes;        // saves that were broken and passed over: why
   std::vector<std::string> passed_over;  // the directories' names of those with a state.json
 };

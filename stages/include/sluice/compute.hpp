@@ -96,6 +96,10 @@ class ComputeContext {
   // context owns it. Callers pass stream() and scratch from workspace().
   [[nodiscard]] void* native_blas() const;
 
+  // A line on what the bits of a CPU's results depend on: kernels, matrix library, threads, and how
+  // products take rows once a stage with some has been described. Empty for a GPU.
+  [[nodiscard]] std::string arithmetic() const;
+
   // Blocks until all work put on the stream so far is done, as stream().synchronize() does. Throws
   // what the pipeline's DeviceWait throws: where another rank has failed, the work may never end.
   void wait();

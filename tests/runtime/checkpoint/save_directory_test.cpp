@@ -51,6 +51,7 @@ SaveState state_of(std::uint64_t step, std::uint64_t sequence, const std::string
   state.step = step;
   state.time = "2026-01-31T12:00:00Z";
   state.layout = {{"ranks", 2}};
+  state.arithmetic = {"avx2 kernels", "avx512 kernels"};
   state.options = {{"heads", "4"}, {"data", "a \"text\".txt"}};
   state.model = R"({"layers":2})";
   state.data = {{"tokens", "4000"}};
@@ -135,6 +136,7 @@ TEST_F(SaveDirectoryTest, AStateComesBackAsItWas) {
   EXPECT_EQ(read.model, written.model);
   EXPECT_EQ(read.user, written.user);
   EXPECT_EQ(read.skipped, written.skipped);
+  EXPECT_EQ(read.arithmetic, written.arithmetic);
   ASSERT_THAT(read.tensors, SizeIs(2));
   EXPECT_EQ(read.tensors[1].spec, (TensorSpec{DType::kF32, {2, 5}}));
 }

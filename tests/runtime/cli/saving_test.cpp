@@ -149,6 +149,23 @@ TEST_F(SavingTest, AResumedRunHasTheBitsOfOneThatWasNotCut) {
   EXPECT_EQ(digest("third"), whole);
 }
 
+TEST_F(SavingTest, AResumeOnAnotherProcessorIsSaid) {
+  const std::string other = "env ONEDNN_MAX_CPU_ISA=SSE41 " SLUICE_PROGRAM;
+  EXPECT_EQ(lines_with(trained("--steps 2 --save run").out, "arithmetic: "), 1);
+  const Outcome resumed = shell(other + " train --resume run --steps 3");
+  EXPECT_EQ(resumed.code, 0) << resumed.err;
+  EXPECT_EQ(lines_with(resumed.out, "changed since step 2: arithmetic: "), 1) << resumed.out;
+  EXPECT_THAT(shell(other + " digest run").err,
+              AllOf(HasSubstr("computed with "), HasSubstr(" (sse41"), HasSubstr("f32 rows")));
+
+  const std::string both = train("--steps 4 --resume run --save mixed");
+  const Outcome mixed = mpirun_beside(SLUICE_PROGRAM " " + both, other + " " + both);
+  EXPECT_EQ(mixed.code, 0) << mixed.err;
+  EXPECT_EQ(lines_with(mixed.out, "arithmetic of ranks 0: "), 1) << mixed.out;
+  EXPECT_EQ(lines_with(mixed.out, "arithmetic of ranks 1: "), 1) << mixed.out;
+  EXPECT_EQ(lines_with(sluice("digest mixed").err, "computed with "), 2);
+}
+
 TEST_F(SavingTest, OneCommandStartsGoesOnAndEnds) {
   for (const int ranks : {1, 2}) {
     const std::string save = "run" + std::to_string(ranks);
