@@ -125,7 +125,7 @@ int train_on_two_threads(int argc, char** argv) {
     const auto world = MpiSession(nullptr, nullptr).world();
     const auto first = world->duplicate(), second = world->duplicate();
     const auto work = [](Communicator& own) {
-      for (int i = 0; i < 20; ++i) train(own, "", false, false);
+      for (int i = 0; i < 4; ++i) train(own, "", false, false);
       std::printf("rank %d has trained\n", own.rank());
     };
     std::thread one([&] { work(*first); });
