@@ -3,6 +3,7 @@
 // Two batches of host memory: the caller reads one, the worker fills the other. Only the slot index
 // is shared between them, under the mutex. The state lives as long as either.
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -93,16 +94,18 @@ struct BatchLoader::State {
     changed.notify_all();
   }
 
-  std::exception_ptr fill(const BatchSlot& slot, std::uint64_t step) const {
+  // Makes no call of the source once the loader is being destroyed.
+  std::exception_ptr fill(const BatchSlot& slot, std::uint64_t step) {
     try {
       for (std::size_t i = 0; i < ranges.size(); ++i) {
-        if (!slot.batch.inputs[i].empty()) {
-          read_inputs(source, phase, step, ranges[i], slot.batch.inputs[i]);
+        if (!slot.batch.inputs[i].empty() && !stopping) {
+          read_inputs(source, phase, step, ranges[i], slot.batch.inputs[i], first);
         }
-        if (!slot.batch.targets[i].empty()) {
-          read_targets(source, phase, step, ranges[i], slot.batch.targets[i]);
+        if (!slot.batch.targets[i].empty() && !stopping) {
+          read_targets(source, phase, step, ranges[i], slot.batch.targets[i], first);
         }
       }
+      first = false;
     } catch (...) {
       return std::current_exception();
     }
@@ -145,9 +148,11 @@ struct BatchLoader::State {
 
   std::mutex mutex;
   std::condition_variable changed;
-  std::size_t reading = 0;               // the slot the caller reads; the other is the worker's
-  std::optional<std::uint64_t> wanted;   // set: the worker is loading it
-  bool stopping = false, ended = false;  // the worker
+  std::size_t reading = 0;              // the slot the caller reads; the other is the worker's
+  std::optional<std::uint64_t> wanted;  // set: the worker is loading it
+  std::atomic<bool> stopping = false;   // written under the mutex
+  bool ended = false;                   // the worker
+  bool first = true;                    // the worker's: no batch has been read
 };
 
 BatchLoader::BatchLoader(const DataSource& source, Phase phase,

@@ -31,6 +31,9 @@
 namespace sluice {
 namespace {
 
+// The loader for which this thread reads an item.
+thread_local const void* reading_for = nullptr;
+
 // Numbers that differ from every layer's random_site() and from the token source's.
 constexpr std::uint64_t kOrderSite = 0xDA7A04DE, kItemSite = 0xDA7A17E3;
 constexpr int kMostWorkers = 1024, kMostAhead = 4096;
@@ -300,7 +303,9 @@ struct DataLoader::Impl {
     slot.batch.workers[static_cast<std::size_t>(task.item)] = worker;
     ++active;
     lock.unlock();
+    const void* const before = std::exchange(reading_for, this);
     std::exception_ptr error = read(task, worker, of_worker);
+    reading_for = before;
     lock.lock();
     --active;
     if (error != nullptr && (slot.failed < 0 || task.item < slot.failed)) {
@@ -323,7 +328,7 @@ struct DataLoader::Impl {
 
   // --- the caller's side ---
   std::unique_lock<std::mutex> begin_call() {
-    if (threads.empty() && active > 0) throw_usage("a loader is called by the item that it reads");
+    if (reading_for == this) throw_usage("a loader is called by the item that it reads");
     return std::unique_lock(mutex);
   }
 

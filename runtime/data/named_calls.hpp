@@ -10,6 +10,7 @@
 #include <sluice/data.hpp>
 
 #include "comm/group/rethrow_from.hpp"
+#include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
 
@@ -17,16 +18,33 @@ inline std::string batch_name(Phase phase, std::uint64_t step) {
   return phase == Phase::kTrain ? fmt::format("step {}", step) : "an evaluation";
 }
 
+// `read` writes into these; where `watched`, numbers that it leaves unwritten are Error(kUsage).
+template <typename Read>
+void watch_reading(std::span<const Tensor> into, bool watched, const char* what, const Read& read) {
+  for (const Tensor& tensor : into) {
+    if (watched) mark_unwritten(tensor);
+  }
+  read();
+  for (std::size_t i = 0; watched && i < into.size(); ++i) {
+    require_written(into[i], fmt::format("{} {}", what, i));
+  }
+}
+
 inline void read_inputs(const DataSource& source, Phase phase, std::uint64_t step,
-                        SampleRange range, std::span<const Tensor> into) {
+                        SampleRange range, std::span<const Tensor> into, bool watched) {
   calling([&] { return "the source, inputs() of " + batch_name(phase, step); },
-          [&] { source.inputs(phase, step, range, into); });
+          [&] {
+            watch_reading(into, watched, "input", [&] { source.inputs(phase, step, range, into); });
+          });
 }
 
 inline void read_targets(const DataSource& source, Phase phase, std::uint64_t step,
-                         SampleRange range, std::span<const Tensor> into) {
+                         SampleRange range, std::span<const Tensor> into, bool watched) {
   calling([&] { return "the source, targets() of " + batch_name(phase, step); },
-          [&] { source.targets(phase, step, range, into); });
+          [&] {
+            watch_reading(into, watched, "target",
+                          [&] { source.targets(phase, step, range, into); });
+          });
 }
 
 [[nodiscard]] inline std::int64_t size_of(const Dataset& data) {

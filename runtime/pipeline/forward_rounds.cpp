@@ -80,13 +80,14 @@ const BatchLoader::Batch& SourceRounds::load(const DataSource& source,
   for (std::size_t m = 0; m < ranges.size(); ++m) {
     if (first_) {
       place(source.input_specs(ranges[m].count), memory_[m].inputs, batch_.inputs[m]);
-      read_inputs(source, Phase::kEvaluate, 0, ranges[m], batch_.inputs[m]);
+      read_inputs(source, Phase::kEvaluate, 0, ranges[m], batch_.inputs[m], first_batch_);
     }
     if (last_) {
       place(source.target_specs(ranges[m].count), memory_[m].targets, batch_.targets[m]);
-      read_targets(source, Phase::kEvaluate, 0, ranges[m], batch_.targets[m]);
+      read_targets(source, Phase::kEvaluate, 0, ranges[m], batch_.targets[m], first_batch_);
     }
   }
+  first_batch_ = false;
   return batch_;
 }
 

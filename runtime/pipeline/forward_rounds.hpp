@@ -61,6 +61,7 @@ class SourceRounds {
              std::vector<Tensor>& tensors) const;
 
   bool first_, last_;
+  bool first_batch_ = true;  // none has been read
   Device device_;
   BatchLoader::Batch batch_;
   std::vector<Memory> memory_;  // [micro_batch] of batch_

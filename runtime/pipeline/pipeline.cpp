@@ -61,13 +61,14 @@ Doing doing_of(Call call) {
 // A call that runs functions of the caller's.
 class InCall {
  public:
-  explicit InCall(std::atomic<bool>& busy) : busy_(busy) { busy_ = true; }
-  ~InCall() { busy_ = false; }
+  explicit InCall(std::atomic<bool>& busy) : busy_(busy), before_(busy.exchange(true)) {}
+  ~InCall() { busy_ = before_; }
   InCall(const InCall&) = delete;
   InCall& operator=(const InCall&) = delete;
 
  private:
   std::atomic<bool>& busy_;
+  const bool before_;
 };
 
 // Sums a stage's batch statistics over its replicas.
@@ -1027,6 +1028,7 @@ void Pipeline::values_changed() {
 
 std::vector<OptimizerState> Pipeline::optimizer_state() {
   if (impl_->gradients == nullptr) return {};
+  const InCall in_call(impl_->busy);
   return impl_->gradients->optimizer_state();
 }
 

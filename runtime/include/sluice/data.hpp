@@ -26,7 +26,9 @@ struct SampleRange {
 class DataSource {
  public:
   virtual ~DataSource() = default;
-  // Host tensors of one micro-batch of `samples` samples; dimension 0 is the sample.
+  // Host tensors of one micro-batch of `samples` samples; dimension 0 is the sample. inputs() and
+  // targets() write all of them: numbers of floats that a first batch leaves unwritten are
+  // Error(kUsage).
   [[nodiscard]] virtual std::vector<TensorSpec> input_specs(std::int64_t samples) const = 0;
   [[nodiscard]] virtual std::vector<TensorSpec> target_specs(std::int64_t samples) const = 0;
   virtual void inputs(Phase phase, std::uint64_t step, SampleRange range,

@@ -15,8 +15,8 @@
 // Callbacks: what a pipeline calls of the program's while it works, such as a stage, a loss, an
 // optimizer, a source, on_outputs, or ProgramState of a Checkpointer, may only read from it:
 // step(), usable(), failure(), share(), parameters(), buffers(), optimizer_state(), compute(). All
-// other calls of it are Error(kUsage) there, those of <sluice/checkpoint.hpp> too, and none may
-// destroy it.
+// other calls of it are Error(kUsage) there, collective ones of <sluice/checkpoint.hpp> too, and
+// none may destroy it.
 //
 // Errors: some calls are refused. All ranks throw the same Error before or after the work of the
 // call, and the pipeline is as it was before:
@@ -156,7 +156,7 @@ class Pipeline {
   // Forgets the step's batches so far: the next call begins the step anew.
   void drop_gradients();
 
-  // The learning rate from the next step on, in place of options.training.learning_rate; as a
+  // The learning rate from the next update on, in place of options.training.learning_rate; as a
   // number it is constant. Not collective, but every rank sets the same: a step before which they
   // differ is Error(kMismatch) on all ranks and changes nothing. Throws Error(kUsage) for a value
   // that is not finite or below 0, or that f32 cannot hold, also times the factor of a group; a

@@ -300,18 +300,21 @@ TEST(DataLoaderTest, AnItemMayNotCallItsLoader) {
   const auto ask = [&](const ItemRequest&) {
     if (called != nullptr) call();
   };
-  DataLoader loader(numbers(4, ask), {.batch_size = 2});
-  const std::string state = loader.state();
-  for (const auto& each :
-       std::vector<std::function<void()>>{[&] { (void)called->next(); }, [&] { called->skip(); },
-                                          [&] { called->set_state(state); }}) {
-    called = &loader;
-    call = each;
-    expect_error(ErrorCode::kUsage, {"item 0 of the data set", ": a loader is called by the item"},
-                 [&] { (void)loader.next(); });
-    called = nullptr;
+  for (const int workers : {0, 1}) {
+    DataLoader loader(numbers(4, ask), {.batch_size = 2, .workers = workers});
+    const std::string state = loader.state();
+    for (const auto& each :
+         std::vector<std::function<void()>>{[&] { (void)called->next(); }, [&] { called->skip(); },
+                                            [&] { called->set_state(state); }}) {
+      called = &loader;
+      call = each;
+      expect_error(ErrorCode::kUsage,
+                   {"item 0 of the data set", ": a loader is called by the item"},
+                   [&] { (void)loader.next(); });
+      called = nullptr;
+    }
+    EXPECT_THAT(checked(*loader.next()), ElementsAre(0, 1));
   }
-  EXPECT_THAT(checked(*loader.next()), ElementsAre(0, 1));
 }
 
 TEST(DataLoaderTest, EndsWithoutWaitingWhereverTheWorkersAre) {

@@ -646,30 +646,72 @@ class Stream final : public DataSource {
   void inputs(Phase, std::uint64_t step, SampleRange, std::span<const Tensor> into) const override {
     into[0].at(0) = static_cast<float>(step);
     if (step < 3) return;
+    struct AtEnd {
+      ~AtEnd() { left->count_down(); }
+      std::latch* left;
+    };
+    thread_local const AtEnd of_thread{&left_};
+    if (late_calls_++ > 0) return;
     asked.count_down();
     more_.wait();
-    left_.count_down();
   }
   void targets(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {}
+  // Returns when the thread that asked ends.
   void go_on() const {
     more_.count_down();
     left_.wait();
   }
+  [[nodiscard]] int late_calls() const { return late_calls_; }
 
   mutable std::latch asked{1};  // for step 3
 
  private:
   mutable std::latch more_{1}, left_{1};
+  mutable std::atomic<int> late_calls_ = 0;
 };
 
 TEST(BatchLoaderTest, DoesNotWaitForASourceThatDoesNotReturn) {
   const Stream source;
   {
-    BatchLoader loader(source, Phase::kTrain, {{0, 1}}, true, false, {}, std::chrono::seconds(0));
+    BatchLoader loader(source, Phase::kTrain, {{0, 1}, {1, 1}}, true, false, {},
+                       std::chrono::seconds(0));
     EXPECT_EQ(loader.load(2).inputs[0][0].at(0), 2);
     source.asked.wait();
   }
   source.go_on();
+  EXPECT_EQ(source.late_calls(), 1);  // none of the second micro-batch
+}
+
+// Writes all numbers of the first micro-batch, and leaves out one of the second.
+class Leaving final : public DataSource {
+ public:
+  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
+    return {{DType::kF32, {samples, 2}}};
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
+    return input_specs(samples);
+  }
+  void inputs(Phase, std::uint64_t, SampleRange range,
+              std::span<const Tensor> into) const override {
+    into[0].at(0) = 1;
+    if (range.first == 0) into[0].at(1) = 1;
+  }
+  void targets(Phase phase, std::uint64_t step, SampleRange range,
+               std::span<const Tensor> into) const override {
+    inputs(phase, step, range, into);
+  }
+};
+
+TEST(BatchLoaderTest, NamesWhatASourceLeavesUnwritten) {
+  const Leaving source;
+  BatchLoader inputs(source, Phase::kTrain, {{0, 1}, {1, 1}}, true, false);
+  expect_error(ErrorCode::kUsage,
+               {"the source, inputs() of step 3: leaves 1 of the 2 numbers of input 0"},
+               [&] { (void)inputs.load(3); });
+  BatchLoader targets(source, Phase::kTrain, {{0, 1}, {1, 1}}, false, true);
+  expect_error(ErrorCode::kUsage,
+               {"the source, targets() of step 3: leaves 1 of the 2 numbers of target 0"},
+               [&] { (void)targets.load(3); });
 }
 
 TEST(BatchLoaderTest, AnInterruptEndsTheWaitForASource) {
