@@ -33,6 +33,10 @@ using Tensors = std::span<const Tensor>;
 
 constexpr int kWidth = 2 << 20;  // floats
 
+void clear(Tensors tensors) {
+  for (const Tensor& each : tensors) std::fill(each.floats().begin(), each.floats().end(), 0.0F);
+}
+
 struct NoData : DataSource {
   std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
     return {{DType::kF32, Shape{samples, 1}}};
@@ -40,13 +44,9 @@ struct NoData : DataSource {
   std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
     return input_specs(samples);
   }
-  void inputs(Phase, std::uint64_t, SampleRange, Tensors) const override {}
-  void targets(Phase, std::uint64_t, SampleRange, Tensors) const override {}
+  void inputs(Phase, std::uint64_t, SampleRange, Tensors into) const override { clear(into); }
+  void targets(Phase, std::uint64_t, SampleRange, Tensors into) const override { clear(into); }
 };
-
-void clear(Tensors tensors) {
-  for (const Tensor& each : tensors) std::fill(each.floats().begin(), each.floats().end(), 0.0F);
-}
 
 class First : public Stage {
  public:
