@@ -82,7 +82,8 @@ class PrepareTokensTest(unittest.TestCase):
 
     def test_makes_the_folder_of_the_output(self):
         self.write("a.txt", "some text")
-        self.made("--vocabulary", 300, "a.txt", "--output", "new/tokens/out.bin")
+        done = self.run_it("--vocabulary", 300, "a.txt", "--output", "new/tokens/out.bin")
+        self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(sorted(p.name for p in (self.directory / "new/tokens").iterdir()), ["out.bin", "tokenizer.json"])
 
     def test_pieces_of_any_size_and_standard_input_give_the_same_file(self):
