@@ -26,7 +26,6 @@
 #include "runtime/data/draw_below.hpp"
 #include "runtime/data/named_calls.hpp"
 #include "runtime/data/sample_specs.hpp"
-#include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
 namespace {
@@ -259,18 +258,10 @@ struct DataLoader::Impl {
   // Numbers that the first item leaves unwritten are Error(kUsage).
   void get(const ItemRequest& request, const ItemViews& item) const {
     const bool first = !watched;
-    for (const auto* tensors : {&item.inputs, &item.targets}) {
-      for (std::size_t i = 0; first && i < tensors->size(); ++i) mark_unwritten((*tensors)[i]);
-    }
-    data->get(request, item.inputs, item.targets);
-    if (!first) return;
-    const auto require = [](const std::vector<Tensor>& tensors, const char* what) {
-      for (std::size_t i = 0; i < tensors.size(); ++i) {
-        require_written(tensors[i], fmt::format("{} {}", what, i));
-      }
-    };
-    require(item.inputs, "input");
-    require(item.targets, "target");
+    watch_reading(item.inputs, first, "input", [&] {
+      watch_reading(item.targets, first, "target",
+                    [&] { data->get(request, item.inputs, item.targets); });
+    });
     watched = true;
   }
 

@@ -4,9 +4,8 @@
 // no scheduling rules. It refuses an op whose slot is not in the state that the op needs:
 // Error(kPlan). A stage's first forward and first backward on a CPU must write every number of its
 // outputs and of its inputs' gradients and no input, and a loss its sum and gradient, else
-// Error(kUsage). The constructor allocates everything;
-// run() allocates nothing. Threads: only the one that constructed it. Only waits block; they
-// progress the transport and poll the interrupt.
+// Error(kUsage). The constructor allocates everything; run() allocates nothing. Threads: only the
+// one that constructed it. Only waits block; they progress the transport and poll the interrupt.
 //
 // On a GPU, compute runs on the context's stream, and the host runs ahead of it. The host blocks
 // for messages that arrive, for buffers that it reuses, and once before the optimizer, to read the

@@ -4,14 +4,13 @@
 #include <fmt/format.h>
 
 #include <latch>
-#include <system_error>
 #include <thread>
 #include <vector>
 
 #include <sluice/compute.hpp>
 #include <sluice/error.hpp>
 
-#include "comm/base/held_signals.hpp"
+#include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/compute/backend.hpp"
 #include "stages/compute/operator_profile.hpp"
@@ -32,18 +31,17 @@ int checked_threads(int threads) {
   if (threads < 1 || threads > ComputeContext::kMostThreads) {
     throw_usage("{} compute threads; legal are 1 to {}", threads, ComputeContext::kMostThreads);
   }
-  const HeldSignals held;
   std::latch all_started(1);
   std::vector<std::jthread> team;
   team.reserve(static_cast<std::size_t>(threads));
   try {
-    for (int i = 1; i < threads; ++i) team.emplace_back([&] { all_started.wait(); });
-  } catch (const std::system_error& error) {
+    for (int i = 1; i < threads; ++i) {
+      team.push_back(start_thread<std::jthread>(
+          fmt::format("{} of {} that compute", i + 1, threads), [&] { all_started.wait(); }));
+    }
+  } catch (...) {
     all_started.count_down();
-    throw_usage(
-        "cannot start {} compute threads: {}; legal are fewer, or a higher limit (ulimit -u, pids "
-        "of the container)",
-        threads, error.code().message());
+    throw;
   }
   all_started.count_down();
   return threads;

@@ -208,9 +208,8 @@ class TokenFile {
   // Format by content and name: the magic above, llm.c's magic 20240520 (version 1, uint16) or
   // 20240801 (version 7, uint32), else `.bin` is nanoGPT's, else text. The last `validation_share`
   // of the tokens (in [0, 1), else Error(kUsage)) validate.
-  // Throws Error(kData) naming the file: missing, empty, odd length, a field of its header, or
-  // named
-  // `.jsonl` or `.json`, whose bytes nobody means.
+  // Throws Error(kData) naming the file: missing, empty, odd length, a field of its header, or a
+  // name in `.jsonl` or `.json`, whose bytes nobody means.
   explicit TokenFile(const std::filesystem::path& path, double validation_share = 0.1);
   ~TokenFile();
   TokenFile(TokenFile&&) noexcept;

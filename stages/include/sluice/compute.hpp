@@ -74,9 +74,9 @@ class ComputeContext {
  public:
   // Operators compute in a team of `threads`. The size of the calling thread's own OpenMP team is
   // another one outside them. On a GPU, makes the device the calling thread's current one. Throws
-  // Error(kUsage) for threads below 1 and above kMostThreads, for more than this machine starts
-  // now, for a SLUICE_KERNELS that it does not have, and for a device that cannot be used
-  // (require_device).
+  // Error(kUsage) for threads below 1 and above kMostThreads, for a SLUICE_KERNELS that this
+  // machine does not have, and for a device that cannot be used (require_device); Error(kDevice)
+  // for more threads than the machine starts now.
   static constexpr int kMostThreads = 1024;
   ComputeContext(Device device, int threads);
   ~ComputeContext();  // waits for what is on the stream

@@ -338,7 +338,10 @@ class AskingOptimizer final : public Optimizer {
  public:
   explicit AskingOptimizer(std::function<void()> ask) : ask_(std::move(ask)) {}
   void update(ComputeContext&, std::uint64_t, float, float) override { ask_(); }
-  std::vector<OptimizerState> state() override { return {}; }
+  std::vector<OptimizerState> state() override {
+    ask_();
+    return {};
+  }
 
  private:
   std::function<void()> ask_;
@@ -361,6 +364,7 @@ TEST_P(StageMistakesTest, ACallFromAnyCallbackIsRefusedOnAllRanks) {
         [&](Pipeline& p) { (void)p.train_step(); },         // the source's own thread
         [&](Pipeline& p) { (void)p.evaluate(source, 4); },  // the source
         [&](Pipeline& p) { (void)p.optimizer_step(); },     // the optimizer
+        [](Pipeline& p) { (void)p.optimizer_state(); },
         [&](Pipeline& p) {
           (void)p.infer(std::span(&input, 1),
                         {.on_outputs = [&](SampleRange, std::span<const Tensor>) { ask(); }});
@@ -377,6 +381,41 @@ TEST_P(StageMistakesTest, ACallFromAnyCallbackIsRefusedOnAllRanks) {
       });
       called = nullptr;
     }
+  });
+}
+
+// Gives inputs, and leaves targets as they are.
+class SilentSource final : public DataSource {
+ public:
+  std::vector<TensorSpec> input_specs(std::int64_t n) const override {
+    return whole_->input_specs(n);
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t n) const override {
+    return whole_->target_specs(n);
+  }
+  void inputs(Phase phase, std::uint64_t step, SampleRange range,
+              std::span<const Tensor> into) const override {
+    whole_->inputs(phase, step, range, into);
+  }
+  void targets(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {}
+
+ private:
+  std::unique_ptr<DataSource> whole_ = counting_source(4);
+};
+
+TEST_P(StageMistakesTest, ASourceThatWritesNoTargetsIsRefused) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const SilentSource silent;
+    const auto source = counting_source(4);
+    Pipeline pipeline(comm, options_of(comm.size()), factory_of({}), *source);
+    for (int again = 0; again < 2; ++again) {
+      expect_error(ErrorCode::kUsage, {"the source, targets() of an evaluation: leaves 2 of the 2"},
+                   [&] { (void)pipeline.evaluate(silent, 4); });
+    }
+    (void)pipeline.train_step();
+    Pipeline other(comm, options_of(comm.size()), factory_of({}), silent);
+    expect_error(ErrorCode::kUsage, {"the source, targets() of step 1: leaves 2 of the 2"},
+                 [&] { (void)other.train_step(); });
   });
 }
 

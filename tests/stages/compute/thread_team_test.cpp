@@ -45,24 +45,26 @@ TEST(ThreadTeamTest, TheProgramKeepsItsTeam) {
 }
 
 TEST(ThreadTeamTest, MoreThreadsThanALimitAllowsAreRefused) {
-  const auto refused = [](int threads, const std::string& text) {
+  const auto refused = [](int threads, ErrorCode code, const std::string& text) {
     try {
       const ComputeContext none(Device{}, threads);
       ADD_FAILURE() << threads << " threads";
     } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kUsage);
+      EXPECT_EQ(error.code(), code);
       EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
     }
   };
-  refused(0, "0 compute threads; legal are 1 to 1024");
-  refused(2147483647, "2147483647 compute threads; legal are 1 to 1024");
+  refused(0, ErrorCode::kUsage, "0 compute threads; legal are 1 to 1024");
+  refused(2147483647, ErrorCode::kUsage, "2147483647 compute threads; legal are 1 to 1024");
   // Stacks as large as the address space.
   pthread_attr_t usual, large;
   ASSERT_EQ(pthread_getattr_default_np(&usual), 0);
   ASSERT_EQ(pthread_getattr_default_np(&large), 0);
   ASSERT_EQ(pthread_attr_setstacksize(&large, std::size_t{1} << 47), 0);
   ASSERT_EQ(pthread_setattr_default_np(&large), 0);
-  refused(8, "cannot start 8 compute threads: Resource temporarily unavailable; legal are fewer");
+  refused(8, ErrorCode::kDevice,
+          "cannot start a thread (2 of 8 that compute): Resource temporarily unavailable; its "
+          "limits are ulimit -u");
   ASSERT_EQ(pthread_setattr_default_np(&usual), 0);
   const ComputeContext some(Device{}, 8);
 }
