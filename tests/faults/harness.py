@@ -207,7 +207,8 @@ class Job:
         """Exit code, once every process is gone; a job that is stuck is killed and a violation.
 
         Not so where only the launcher is left and says that it ended the job: Open MPI 4.1 hangs if a rank is killed
-        while it connects to it ("PMIX ERROR: UNREACHABLE"). It is killed, and `launcher_hung` is set.
+        while it connects to it ("PMIX ERROR: UNREACHABLE"), and so does the daemon that a rank without a launcher
+        starts for itself. It is killed, and `launcher_hung` is set.
         """
         if not self.wait(within):
             left = self.processes()
@@ -219,7 +220,10 @@ class Job:
         deadline = time.monotonic() + PATIENCE
         while left := self.processes():
             if time.monotonic() > deadline:
+                self.launcher_hung = set(left.values()) == {None} and "PMIX ERROR: UNREACHABLE" in self.output
                 self.end()
+                if self.launcher_hung:
+                    return self.process.returncode
                 raise Violation(f"processes {left} outlive their launcher\n{self.tail()}")
             time.sleep(POLL)
         return self.process.returncode

@@ -158,10 +158,10 @@ class Story:
         require(not different, f"losses of steps {different} differ from those of a run without kills")
         files, wanted = names_below(self.directory), reference.files
         if self.complete:
-            # Killed after its last save: nothing removes older saves and the lock. A job of less than a second has no
-            # status.json.
-            older = tuple(f"step-{step:08d}" for step in range(STEPS - 2))
-            files = [name for name in files if name in wanted or name != "lock" and not name.startswith(older)]
+            # Killed after its last save: nothing removes older saves, the lock and a status.json that is not yet
+            # named so. A job of less than a second has no status.json.
+            left = ("lock", "status.json.partial", *(f"step-{step:08d}" for step in range(STEPS - 2)))
+            files = [name for name in files if name in wanted or not name.startswith(left)]
             wanted = [name for name in wanted if name in files or name != "status.json"]
         require(files == wanted, f"files {files} instead of {wanted}")
 
