@@ -41,16 +41,12 @@ int main(int argc, char** argv) {
     const auto order = std::make_shared<const Schedule>(waves(world.size(), 5));
     if (world.rank() == 0) judge(*order);
     if (world.rank() == 0) judge(generate("1f1b", {world.size(), order->micro_batches}));
-    const TransformerConfig model{.layers = 2, .heads = 2, .width = 32, .context = 32};
+    const Transformer model({.layers = 2, .heads = 2, .width = 32, .context = 32});
     const auto text = make_token_dataset(std::make_shared<TokenFile>(argv[1]), 32, 256);
-    const StageFactory make_stage = [&](int stage, int stages) {
-      const Partition partition = partition_by_cost(layer_costs(model), stages);
-      return make_transformer_stage(model, partition, stage);
-    };
     PipelineOptions options;
     options.shape.micro_batches = order->micro_batches;  // of one window each
     options.order.given = order;
-    Pipeline pipeline(world, options, make_stage, text->spec());
+    Pipeline pipeline(world, options, model, text->spec());
     DataLoader loader = pipeline.loader(text, {.batch_size = 5, .shuffle = true});
     double loss = 0;
     for (int step = 0; step < 3; ++step) loss = pipeline.train_step(*loader.next()).loss;

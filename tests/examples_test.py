@@ -64,6 +64,18 @@ class CustomLayer(unittest.TestCase):
         self.assertEqual(output, run(1, "custom_layer"))
 
 
+class OwnMlp(unittest.TestCase):
+    def test_learns_with_the_bits_of_one_rank(self):
+        output = run(2, "own_mlp", f"{SOURCES}/own_loop.cpp")
+        losses = numbers(r"loss (\S+)", output)
+        self.assertEqual(len(losses), 4)
+        self.assertLess(losses[-1], losses[0])
+        self.assertEqual(output, run(1, "own_mlp", f"{SOURCES}/own_loop.cpp"))
+
+    def test_stays_small(self):
+        self.assertLess(lines_of("own_mlp.cpp"), 60)
+
+
 class OwnLoop(unittest.TestCase):
     def test_stops_early_and_answers(self):
         output = run(2, "own_loop")

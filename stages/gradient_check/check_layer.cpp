@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <memory>
@@ -16,6 +17,7 @@
 #include "stages/compute/thread_team.hpp"
 #include "stages/gradient_check/finite_differences.hpp"
 #include "stages/gradient_check/guarded_memory.hpp"
+#include "stages/network/layer_run.hpp"
 #include "stages/network/naming.hpp"
 #include "stages/tensor/unwritten.hpp"
 
@@ -28,7 +30,7 @@ using Bytes = std::vector<std::byte>;
 struct MicroBatch {
   int number;
   GuardedTensor x, y, dy, dx;
-  GuardedMemory until_input, until_weight, gradients;
+  GuardedMemory until_input, until_weight, lasting, gradients;
   Bytes x_had, dy_had;
   bool wants_dx;
 
@@ -40,17 +42,19 @@ struct MicroBatch {
         dx("dx", in),
         until_input("LayerMemory::until_input", memory.until_input),
         until_weight("LayerMemory::until_weight", memory.until_weight),
+        lasting("LayerMemory::lasting", memory.lasting),
         gradients("LayerMemory::gradients", memory.gradients),
         wants_dx(is_float(in.dtype)) {}
 
+  [[nodiscard]] std::array<const GuardedMemory*, 4> all() const {
+    return {&until_input, &until_weight, &lasting, &gradients};
+  }
   void soil() const {
-    for (const GuardedMemory* each : {&until_input, &until_weight, &gradients}) each->soil();
+    for (const GuardedMemory* each : all()) each->soil();
   }
   void require_intact(const char* call) const {
     for (const GuardedTensor* each : {&x, &y, &dy, &dx}) each->require_intact(call);
-    for (const GuardedMemory* each : {&until_input, &until_weight, &gradients}) {
-      each->require_intact(call);
-    }
+    for (const GuardedMemory* each : all()) each->require_intact(call);
     x.require_same(call, x_had);
     dy.require_same(call, dy_had);
   }
@@ -65,7 +69,7 @@ struct Made {
 class LayerCheck {
  public:
   LayerCheck(const LayerSpec& spec, const TensorSpec& input, const GradientCheck& options)
-      : options_(options), input_(input), compute_(Device{}, 1), layer_(spec.make(0)) {
+      : options_(options), input_(input), compute_(Device{}, 1), layer_(make_layer(spec, 0)) {
     if (layer_ == nullptr) throw_usage("made nothing");
     output_ = layer_->output(input);
     if (!samples_agree(input, output_)) {
@@ -102,6 +106,8 @@ class LayerCheck {
     gradients_are_overwritten(first);
     in_flight(first, second);
     without_input_gradient(first);
+    in_one_call(first);
+    made_again(first);
     fewer_samples();
     differences(first);
   }
@@ -142,6 +148,14 @@ class LayerCheck {
     return made;
   }
 
+  // What a forward that runs again may not use.
+  class NoSum : public Collective {
+   public:
+    void sum(std::span<double> /*values*/) override {
+      throw_usage("makes a sum over replicas where LayerCall::again is set; legal: none");
+    }
+  };
+
   // body(the call); then looks at everything that it may not change.
   template <typename Body>
   void call(MicroBatch& batch, Phase phase, const char* name, const Body& body) {
@@ -155,13 +169,17 @@ class LayerCheck {
     ctx.samples = x.shape()[0];
     ctx.first_sample = batch.number * ctx.samples;
     ctx.inputs = {&x, 1};
+    NoSum no_sum;
+    if (again_) ctx.collective = &no_sum;
     scratch_->soil();
     LayerCall made{.stage = ctx,
                    .x = x,
                    .until_input = batch.until_input.data(),
                    .until_weight = batch.until_weight.data(),
-                   .gradients = batch.gradients.data(),
-                   .scratch = scratch_->data()};
+                   .lasting = batch.lasting.data(),
+                   .gradients = needs_.memory.gradients > 0 ? batch.gradients.data() : nullptr,
+                   .scratch = scratch_->data(),
+                   .again = again_};
     body(made);
     batch.require_intact(name);
     scratch_->require_intact(name);
@@ -194,26 +212,31 @@ class LayerCheck {
   // From gradients of `start`; returns all of them.
   // `old`: they are those of an earlier step.
   std::vector<float> backward_weight(MicroBatch& batch, float start = 0, bool old = false) {
+    return weight_gradients(batch, start, old, "backward_weight", [&](LayerCall& made) {
+      layer_->backward_weight(made, batch.dy.tensor());
+    });
+  }
+  template <typename Body>
+  std::vector<float> weight_gradients(MicroBatch& batch, float start, bool old, const char* name,
+                                      const Body& body) {
     set_.zero_grads(compute_.stream());
     for (const Parameter* each : set_.all())
       std::fill_n(each->grad.as<float>(), each->grad.elements(), start);
     set_.set_old_grads(old);
-    call(batch, Phase::kTrain, "backward_weight",
-         [&](LayerCall& made) { layer_->backward_weight(made, batch.dy.tensor()); });
+    call(batch, Phase::kTrain, name, body);
     set_.settle_grads(compute_.stream());
     std::vector<float> grads;
     double all = 0, of_parameters = 0;
     for (const float g : set_.flat_grads()) all += std::abs(static_cast<double>(g));
     for (const Parameter* each : set_.all()) {
-      require_finite(each->grad, "backward_weight",
-                     fmt::format("the gradient of '{}'", each->name));
+      require_finite(each->grad, name, fmt::format("the gradient of '{}'", each->name));
       for (const float g : each->grad.floats()) {
         grads.push_back(g);
         of_parameters += std::abs(static_cast<double>(g));
       }
     }
     if (std::abs(all - of_parameters) > 1e-9 * of_parameters) {
-      throw_usage("backward_weight writes beyond the gradients of its parameters");
+      throw_usage("{} writes beyond the gradients of its parameters", name);
     }
     return grads;
   }
@@ -330,6 +353,66 @@ class LayerCheck {
                    "backward_weight needs nothing of backward_input but LayerMemory::gradients");
   }
 
+  void same_tensor(const char* when, const TensorSpec& spec, const char* what,
+                   const Bytes& expected, const Bytes& found) const {
+    const std::int64_t at = first_difference(spec, expected, found);
+    if (at < 0) return;
+    throw_usage("{} {} is {} at {}, otherwise {}; legal: the same", when, what,
+                number_in(spec, found, at), place_of(spec.shape, at),
+                number_in(spec, expected, at));
+  }
+
+  // backward(), and over the gradient of the output where that is promised.
+  void in_one_call(const Made& expected) {
+    MicroBatch& batch = *batches_[0];
+    for (const bool over : {false, true}) {
+      if (over && !(layer_->promises().in_place && input_ == output_)) continue;
+      batch.soil();
+      forward(batch);
+      Tensor dx = batch.dx.tensor();
+      if (!batch.wants_dx) dx.data = nullptr;
+      if (over) batch.dx.set_bytes(batch.dy_had);
+      const Tensor dy = over ? dx : batch.dy.tensor();
+      const char* const when =
+          over ? "where dx is dy's memory, as in_place promises," : "of one call of backward";
+      const auto grads = weight_gradients(batch, 0, false, "backward",
+                                          [&](LayerCall& made) { layer_->backward(made, dy, dx); });
+      if (batch.wants_dx) same_tensor(when, input_, "dx", expected.dx, batch.dx.bytes());
+      same_gradients(expected, grads, when, "backward equals its two halves");
+    }
+  }
+
+  // As inside recompute(): all memory is gone but what lasts.
+  void made_again(const Made& expected) {
+    if (!layer_->promises().recomputes) return;
+    constexpr const char* kWhen = "where LayerCall::again is set, as `recomputes` promises,";
+    MicroBatch& batch = *batches_[0];
+    const auto forget = [&] {
+      for (const auto* each : {&batch.until_input, &batch.until_weight, &batch.gradients}) {
+        each->soil();
+      }
+    };
+    batch.soil();
+    forward(batch);
+    forget();
+    const auto buffers = set_.flat_buffers();
+    const std::vector<float> had(buffers.begin(), buffers.end());
+    again_ = true;
+    forward(batch);
+    same_tensor(kWhen, output_, "y", expected.y, batch.y.bytes());
+    forget();
+    Tensor y = batch.y.tensor();
+    if (layer_->promises().keeps_alone) y.data = nullptr;
+    call(batch, Phase::kTrain, "keep_again", [&](LayerCall& made) { layer_->keep_again(made, y); });
+    again_ = false;
+    if (!std::equal(had.begin(), had.end(), buffers.begin())) {
+      throw_usage("forward moves a buffer where LayerCall::again is set; legal: to leave it alone");
+    }
+    naming("after keep_again", [&] { backward_input(batch); });
+    if (batch.wants_dx) same_tensor(kWhen, input_, "dx", expected.dx, batch.dx.bytes());
+    same_gradients(expected, backward_weight(batch), kWhen, "what forward kept is kept again");
+  }
+
   // The last micro-batch of a step may be smaller.
   void fewer_samples() {
     const std::int64_t samples = input_.shape[0] - 1;
@@ -409,6 +492,7 @@ class LayerCheck {
   std::unique_ptr<Layer> layer_;
   ParameterSet set_;
   LayerNeeds needs_;
+  bool again_ = false;  // LayerCall::again
   std::vector<std::unique_ptr<MicroBatch>> batches_;
   std::unique_ptr<GuardedMemory> scratch_;
   std::vector<float> values_had_, reference_;

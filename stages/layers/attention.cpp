@@ -1,23 +1,126 @@
-#include "stages/layers/attention.hpp"
+// attention(): self-attention as a layer of a Sequential.
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <optional>
+
+#include "comm/base/throw_error.hpp"
+#include "stages/layers/self_attention.hpp"
+#include "stages/network/specs.hpp"
 
 namespace sluice {
 namespace {
 
-SelfAttention::Options branch_of(const ResidualOptions& options, SelfAttention::Options attention) {
-  attention.name = options.name + ".attention";
-  attention.width = options.width;
-  attention.output_deviation = options.output_deviation;
-  attention.precision = options.precision;
-  attention.result = options.result();
-  attention.sum = options.stream;
-  return attention;
+void require_legal(std::int64_t width, int heads, const AttentionOptions& options) {
+  if (width < 1 || heads < 1 || width % heads != 0) {
+    throw_usage("a width of {} in {} heads; legal: a multiple of the heads, from 1", width, heads);
+  }
+  constexpr int kMost = std::numeric_limits<int>::max();
+  if (width / heads > kMost || heads > kMost / 3) {
+    throw_usage("a width of {} in {} heads; legal: at most {} heads of at most {} numbers", width,
+                heads, kMost / 3, kMost);
+  }
+  const int kv_heads = options.kv_heads;
+  if (kv_heads < 0 || (kv_heads > 0 && heads % kv_heads != 0)) {
+    throw_usage("kv_heads is {}; legal with {} heads: 0 and their divisors", kv_heads, heads);
+  }
+  if (!(options.dropout >= 0 && options.dropout < 1)) {
+    throw_usage("dropout is {}; legal: at least 0 and below 1", options.dropout);
+  }
+  if (!options.rotary_base) return;
+  if (!std::isfinite(*options.rotary_base) || *options.rotary_base <= 1) {
+    throw_usage("rotary_base is {}; legal: above 1", *options.rotary_base);
+  }
+  if (width / heads % 2 != 0) {
+    throw_usage("heads of {} numbers with rotary positions; legal: an even number", width / heads);
+  }
 }
+
+class AttentionSpecLayer final : public Layer {
+ public:
+  AttentionSpecLayer(std::int64_t width, int heads, const AttentionOptions& options, int number)
+      : width_(width), heads_(heads), options_(options), number_(number) {
+    require_legal(width, heads, options);
+  }
+
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    require_stream(input, DType::kF32, width_);
+    return input;
+  }
+  void add_parameters(ParameterSet& set, const std::string& name) override {
+    branch_.emplace(
+        SelfAttention::Options{
+            .width = width_,
+            .heads = heads_,
+            .kv_heads = options_.kv_heads > 0 ? options_.kv_heads : heads_,
+            .head_dim = static_cast<int>(width_ / heads_),
+            .positions = rotary_positions(),
+            .probabilities = {static_cast<float>(options_.dropout),
+                              random_site(static_cast<std::uint32_t>(number_), 1)},
+            .qkv_bias = options_.bias,
+            .output_bias = options_.bias},
+        name, set);
+  }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
+    const BlockShape shape = block_shape(input, compute.device().kind);
+    LayerAllocators memory;
+    branch_->measure(shape, memory);
+    const OperatorMemory operators = branch_->operators(compute, shape);
+    return {.memory = memory.used(),
+            .operator_bytes = operators.workspace,
+            .table_bytes = operators.tables,
+            .note = branch_->note(compute, shape)};
+  }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
+  [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] double cost(const TensorSpec& input) const override {
+    const auto rows = static_cast<double>(input.shape[0] * input.shape[1]);
+    const auto width = static_cast<double>(width_), places = static_cast<double>(input.shape[1]);
+    return rows * width * (4 * width + places);
+  }
+  [[nodiscard]] LayerPromises promises() const override {
+    return {.recomputes = true, .keeps_alone = true, .capturable = true};
+  }
+  void forward(LayerCall& call, const Tensor& y) override {
+    keep_again(call, y);
+    branch_->result(inner(call), {}, as_rows(y));
+  }
+  void keep_again(LayerCall& call, const Tensor& /*y*/) override {
+    branch_->keep(inner(call), as_rows(call.x));
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    branch_->backward_input(inner(call), as_rows(dy), as_rows(dx));
+  }
+  void backward_weight(LayerCall& call, const Tensor& dy) override {
+    branch_->backward_weight(inner(call), as_rows(call.x), as_rows(dy));
+  }
+
+ private:
+  static BranchCall inner(LayerCall& call) {
+    return {call, block_shape(call.x.spec, call.compute().device().kind), LayerAllocators(call)};
+  }
+  [[nodiscard]] std::optional<RotaryPositions> rotary_positions() const {
+    if (!options_.rotary_base) return std::nullopt;
+    return RotaryPositions{.base = *options_.rotary_base};
+  }
+
+  std::int64_t width_;
+  int heads_;
+  AttentionOptions options_;
+  int number_;
+  std::optional<SelfAttention> branch_;  // once there are parameters
+};
 
 }  // namespace
 
-AttentionLayer::AttentionLayer(const ResidualOptions& options, SelfAttention::Options attention,
-                               ParameterSet& parameters, WeightCopies& copies)
-    : ResidualLayer(options, ".norm1", parameters),
-      branch_(branch_of(options, std::move(attention)), parameters, copies) {}
+LayerSpec attention(std::int64_t width, int heads, const AttentionOptions& options) {
+  return {"attention",
+          [=](int number) {
+            return std::make_unique<AttentionSpecLayer>(width, heads, options, number);
+          },
+          {},
+          settings_of(width, heads, options.kv_heads, options.rotary_base.value_or(0.0F),
+                      options.dropout, options.bias)};
+}
 
 }  // namespace sluice

@@ -1,170 +1,269 @@
 #include "stages/layers/ends.hpp"
 
-namespace sluice {
+#include <algorithm>
 
+#include <sluice/error.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "stages/network/specs.hpp"
+
+namespace sluice {
 namespace {
 
-constexpr const char* kTokenEmbedding = "token_embedding";
+Linear::Options projection_of(const HeadOptions& options) {
+  return {.in = options.width,
+          .out = options.vocabulary,
+          .tied = options.tied,
+          .precision = options.precision};
+}
+
+std::string name_of_projection(const HeadOptions& options) {
+  return options.tied ? kTokenEmbedding : "head.";
+}
 
 }  // namespace
 
-EmbeddingLayer::EmbeddingLayer(const Options& options, ParameterSet& parameters)
-    : tokens_(&parameters.add(std::string(kTokenEmbedding) + ".weight",
-                              Shape{options.vocabulary, options.width}, Init::normal(0.02), true,
-                              options.tied)),
-      width_(options.width),
-      dropout_(options.dropout),
-      stream_(options.stream) {
-  if (options.positions > 0) {
-    positions_ = &parameters.add("position_embedding.weight",
-                                 Shape{options.positions, options.width}, Init::normal(0.02));
+TensorSpec EmbeddingLayer::output(const TensorSpec& input) const {
+  const Shape& shape = input.shape;
+  if (input.dtype != DType::kI32 || shape.rank() != 2 || shape[0] < 1 || shape[1] < 1 ||
+      shape[1] > options_.context) {
+    throw_usage(
+        "the input is {}; legal: i32 [samples, sequence] with at least 1 sample and 1 to {} "
+        "positions",
+        to_string(input), options_.context);
   }
+  return {options_.stream, Shape{shape[0], shape[1], options_.width}};
 }
 
-LayerMemory EmbeddingLayer::memory(const BlockShape& shape) const {
-  BumpAllocator gradients;
-  if (dropout_.probability > 0) {
-    (void)gradients.tensor(stream_, shape.rows(), width_);
+void EmbeddingLayer::add_parameters(ParameterSet& set, const std::string& name) {
+  tokens_ = &set.add(name + kTokenEmbedding + "weight", Shape{options_.vocabulary, options_.width},
+                     Init::normal(0.02), true, options_.tied);
+  if (options_.positions == 0) return;
+  positions_ = &set.add(name + "position_embedding.weight",
+                        Shape{options_.positions, options_.width}, Init::normal(0.02));
+}
+
+LayerNeeds EmbeddingLayer::needs(const TensorSpec& input, ComputeContext& compute) const {
+  return {.memory = {.gradients = options_.dropout.probability > 0 ? output(input).bytes() : 0},
+          .operator_bytes = embedding_backward_weight_workspace(
+              compute, input.shape.elements(), options_.vocabulary, options_.width)};
+}
+
+double EmbeddingLayer::cost(const TensorSpec& input) const {
+  return static_cast<double>(input.shape.elements() * options_.width);
+}
+
+void EmbeddingLayer::check_inputs(const Tensor& x) const {
+  const auto* const begin = x.as<const std::int32_t>();
+  std::uint32_t most = 0;
+  for (const auto* token = begin; token != begin + x.elements(); ++token) {
+    most = std::max(most, static_cast<std::uint32_t>(*token));
   }
-  return {.gradients = gradients.used()};
+  if (most < static_cast<std::uint32_t>(options_.vocabulary)) return;
+  throw_error(ErrorCode::kData, "token {} is outside the vocabulary; legal: 0 to {}",
+              static_cast<std::int32_t>(most), options_.vocabulary - 1);
 }
 
-OperatorMemory EmbeddingLayer::operators(ComputeContext& compute, const BlockShape& shape) const {
-  return {.workspace = embedding_backward_weight_workspace(compute, shape.rows(), tokens_->shape[0],
-                                                           width_)};
+Dropout EmbeddingLayer::dropped(const LayerCall& call) const {
+  return options_.dropout.at(call, call.x.shape()[1] * options_.width);
 }
 
-Tensor EmbeddingLayer::dropped(const StreamCall& call) const {
-  return BumpAllocator(call.gradients).tensor(stream_, call.shape.rows(), width_);
+void EmbeddingLayer::forward(LayerCall& call, const Tensor& y) {
+  const Tensor rows = as_rows(y);
+  embedding_forward(call.compute(), call.x, tokens_->value,
+                    positions_ != nullptr ? positions_->value : Tensor{}, rows);
+  if (options_.dropout.active(call)) dropout(call.compute(), rows, dropped(call), rows);
 }
 
-void EmbeddingLayer::forward(StreamCall& call, const Tensor& in, const Tensor& out) {
-  ComputeContext& compute = call.compute();
-  embedding_forward(compute, in, tokens_->value,
-                    positions_ != nullptr ? positions_->value : Tensor{}, out);
-  if (dropout_.active(call)) {
-    dropout(compute, out, dropout_.at(call, call.shape.sequence * width_), out);
-  }
+void EmbeddingLayer::backward_input(LayerCall& call, const Tensor& dy, const Tensor& /*dx*/) {
+  if (!options_.dropout.active(call)) return;
+  dropout(call.compute(), as_rows(dy), dropped(call), as_rows({call.gradients, dy.spec}));
 }
 
-void EmbeddingLayer::backward_input(StreamCall& call, const Tensor& /*in*/,
-                                    const StreamGradient& dout, const StreamGradient& /*din*/) {
-  if (dropout_.active(call)) {
-    dropout(call.compute(), dout.value, dropout_.at(call, call.shape.sequence * width_),
-            dropped(call));
-  }
-}
-
-void EmbeddingLayer::backward_weight(StreamCall& call, const Tensor& in,
-                                     const StreamGradient& dout) {
-  embedding_backward_weight(call.compute(), in, dropout_.active(call) ? dropped(call) : dout.value,
-                            tokens_->grad, positions_ != nullptr ? positions_->grad : Tensor{},
+void EmbeddingLayer::backward_weight(LayerCall& call, const Tensor& dy) {
+  const Tensor& from = options_.dropout.active(call) ? Tensor{call.gradients, dy.spec} : dy;
+  embedding_backward_weight(call.compute(), call.x, as_rows(from), tokens_->grad,
+                            positions_ != nullptr ? positions_->grad : Tensor{},
                             next_write({tokens_, positions_}, call.compute().stream()));
 }
 
-HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies)
-    : norm_(options.norm, "final_norm", options.width, options.norm_epsilon, parameters),
-      projection_(options.tied ? kTokenEmbedding : "head",
-                  {.in = options.width, .out = options.vocabulary, .tied = options.tied},
-                  parameters, copies),
-      width_(options.width),
-      precision_(options.precision),
-      chunks_(options.chunks) {}
-
-std::int64_t HeadLayer::chunk_rows(const BlockShape& shape) const {
-  if (!in_chunks()) return shape.rows();
-  const std::int64_t rows = shape.by_sample ? shape.sequence : shape.rows();  // in chunks
-  const auto share = static_cast<std::size_t>((rows + chunks_ - 1) / chunks_);
-  return std::min(rows, static_cast<std::int64_t>(round_up(share, kChunkRows)));
+TensorSpec HeadLayer::output(const TensorSpec& input) const {
+  require_stream(input, options_.stream, options_.width, options_.context);
+  return {options_.precision, Shape{input.shape[0], input.shape[1],
+                                    in_chunks() ? options_.width : options_.vocabulary}};
 }
 
-HeadLayer::Kept HeadLayer::allocate(const BlockShape& shape, LayerAllocators& memory) const {
-  const std::int64_t rows = shape.rows();
+void HeadLayer::add_parameters(ParameterSet& set, const std::string& name) {
+  norm_.emplace(options_.norm, name + "final_norm.", options_.width, options_.norm_epsilon, set);
+  if (in_chunks()) return;
+  projection_.emplace(name + name_of_projection(options_), projection_of(options_), set);
+}
+
+HeadLayer::Kept HeadLayer::allocate(const TensorSpec& input, DeviceKind device,
+                                    LayerAllocators& memory) const {
   Kept kept;
-  if (in_chunks()) {
-    kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
-    kept.logits = memory.scratch.tensor(precision_, chunk_rows(shape), projection_.out());
-    kept.losses = memory.scratch.take<double>(rows);
-    return kept;
+  kept.shape = block_shape(input, device, options_.by_sample_from);
+  const std::int64_t rows = kept.shape.rows();
+  if (!in_chunks()) {
+    kept.normed = memory.until_weight.tensor(options_.precision, rows, options_.width);
+    kept.dnormed = memory.gradients.tensor(options_.precision, rows, options_.width);
   }
-  kept.normed = memory.until_weight.tensor(precision_, rows, width_);
-  kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
-  kept.dnormed = memory.gradients.tensor(precision_, rows, width_);
+  kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_->stats_per_row());
   return kept;
 }
 
-HeadLayer::Kept HeadLayer::kept_of(const StreamCall& call) const {
-  LayerAllocators memory = call.allocators();
-  return allocate(call.shape, memory);
+HeadLayer::Kept HeadLayer::kept_of(const LayerCall& call) const {
+  LayerAllocators memory(call);
+  Kept kept = allocate(call.x.spec, call.compute().device().kind, memory);
+  kept.x = as_rows(call.x);
+  return kept;
 }
 
-LayerMemory HeadLayer::memory(const BlockShape& shape) const {
+LayerNeeds HeadLayer::needs(const TensorSpec& input, ComputeContext& compute) const {
   LayerAllocators memory;
-  (void)allocate(shape, memory);
-  return memory.used();
+  const std::int64_t rows = allocate(input, compute.device().kind, memory).shape.rows();
+  std::size_t operators = norm_->workspace(compute, rows);
+  if (projection_) {
+    operators = std::max(operators, projection_->workspace(compute, rows, options_.precision));
+  }
+  return {.memory = memory.used(), .operator_bytes = operators};
 }
 
-OperatorMemory HeadLayer::operators(ComputeContext& compute, const BlockShape& shape) const {
-  return {.workspace = std::max(norm_.workspace(compute, shape.rows()),
-                                projection_.workspace(compute, chunk_rows(shape), precision_))};
+double HeadLayer::cost(const TensorSpec& input) const {
+  return static_cast<double>(input.shape.elements() * options_.vocabulary);
 }
 
-void HeadLayer::forward(StreamCall& call, const Tensor& in, const Tensor& out) {
+void HeadLayer::forward(LayerCall& call, const Tensor& y) {
   const Kept kept = kept_of(call);
-  norm_.forward(call.compute(), in, in_chunks() ? out : kept.normed, kept.stats);
-  if (!in_chunks()) projection_.forward(call.compute(), kept.normed, out);
+  norm_->forward(call.compute(), kept.x, in_chunks() ? as_rows(y) : kept.normed, kept.stats);
+  if (!in_chunks()) projection_->forward(call.compute(), kept.normed, as_rows(y));
 }
 
-void HeadLayer::loss(ComputeContext& compute, const BlockShape& shape, std::byte* scratch,
-                     const Loss& loss) const {
-  LayerAllocators memory;
-  memory.scratch = BumpAllocator(scratch);
-  const Kept kept = allocate(shape, memory);
+void HeadLayer::keep_again(LayerCall& call, const Tensor& /*y*/) {
+  const Kept kept = kept_of(call);
+  norm_->forward(call.compute(), kept.x, kept.normed, kept.stats);
+}
+
+void HeadLayer::backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) {
+  const Kept kept = kept_of(call);
+  if (!in_chunks()) projection_->backward_input(call.compute(), as_rows(dy), kept.dnormed);
+  norm_->backward_input(call.compute(), normed_gradient(kept, dy), kept.x, kept.stats, {},
+                        {as_rows(dx), as_rows(call.rounded_dx)});
+}
+
+void HeadLayer::backward_weight(LayerCall& call, const Tensor& dy) {
+  const Kept kept = kept_of(call);
+  if (!in_chunks()) {
+    projection_->backward_weight(call.compute(), kept.shape, kept.normed, as_rows(dy));
+  }
+  norm_->backward_weight(call.compute(), kept.shape, normed_gradient(kept, dy), kept.x, kept.stats);
+}
+
+void HeadLayer::backward(LayerCall& call, const Tensor& dy, const Tensor& dx) {
+  const Kept kept = kept_of(call);
+  if (!in_chunks()) {
+    projection_->backward_input(call.compute(), as_rows(dy), kept.dnormed);
+    projection_->backward_weight(call.compute(), kept.shape, kept.normed, as_rows(dy));
+  }
+  norm_->backward(call.compute(), kept.shape, normed_gradient(kept, dy), kept.x, kept.stats, {},
+                  {as_rows(dx), as_rows(call.rounded_dx)});
+}
+
+TensorSpec TokenLoss::targets(const TensorSpec& outputs) const {
+  const std::int64_t width = options_.chunks > 1 ? options_.width : options_.vocabulary;
+  if (outputs.dtype != options_.precision || outputs.shape.rank() != 3 ||
+      outputs.shape[2] != width) {
+    throw_usage("the outputs are {}; legal: {} [samples, sequence, {}]", to_string(outputs),
+                name_of(options_.precision), width);
+  }
+  return {DType::kI32, Shape{outputs.shape[0], outputs.shape[1]}};
+}
+
+void TokenLoss::add_parameters(ParameterSet& set) {
+  if (options_.chunks == 1) return;
+  projection_.emplace(name_of_projection(options_), projection_of(options_), set);
+}
+
+BlockShape TokenLoss::shape_of(const TensorSpec& outputs, DeviceKind device) const {
+  return block_shape(outputs, device, options_.by_sample_from);
+}
+
+std::int64_t TokenLoss::chunk_rows(const BlockShape& shape) const {
+  const std::int64_t rows = shape.by_sample ? shape.sequence : shape.rows();  // in chunks
+  const auto share = static_cast<std::size_t>((rows + options_.chunks - 1) / options_.chunks);
+  return std::min(rows, static_cast<std::int64_t>(round_up(share, kChunkRows)));
+}
+
+TokenLoss::Scratch TokenLoss::allocate(const BlockShape& shape, BumpAllocator& memory) const {
+  Scratch scratch;
+  if (!projection_) return scratch;
+  scratch.logits = memory.tensor(options_.precision, chunk_rows(shape), projection_->out());
+  scratch.losses = memory.take<double>(shape.rows());
+  return scratch;
+}
+
+LayerNeeds TokenLoss::needs(const TensorSpec& outputs, ComputeContext& compute) const {
+  const BlockShape shape = shape_of(outputs, compute.device().kind);
+  if (!projection_) return {.operator_bytes = softmax_cross_entropy_workspace(shape.rows())};
+  BumpAllocator memory;
+  (void)allocate(shape, memory);
+  return {.memory = {.scratch = memory.used()},
+          .operator_bytes = projection_->workspace(compute, chunk_rows(shape), options_.precision)};
+}
+
+double TokenLoss::weight(const TensorSpec& /*outputs*/, const Tensor& targets) const {
+  const std::span<const std::int32_t> values{targets.as<const std::int32_t>(),
+                                             static_cast<std::size_t>(targets.elements())};
+  std::int64_t counted = 0;
+  std::int32_t most = -1;
+  for (const std::int32_t target : values) {
+    counted += target >= 0 ? 1 : 0;
+    most = std::max(most, target);
+  }
+  if (most < options_.vocabulary) return static_cast<double>(counted);
+  throw_error(ErrorCode::kData,
+              "target {} is outside the vocabulary; legal: 0 to {}, or negative for none", most,
+              options_.vocabulary - 1);
+}
+
+void TokenLoss::compute(StageContext& ctx, const Tensor& outputs, const Tensor& targets,
+                        double* sum) {
+  softmax_cross_entropy(ctx.compute, as_rows(outputs),
+                        {targets.data, {DType::kI32, Shape{targets.elements()}}}, ctx.loss_scale,
+                        ctx.phase == Phase::kTrain, sum);
+}
+
+void TokenLoss::compute_in(std::byte* memory, StageContext& ctx, const Tensor& outputs,
+                           const Tensor& targets, double* sum) {
+  if (!projection_) return compute(ctx, outputs, targets, sum);
+  const BlockShape shape = shape_of(outputs.spec, ctx.compute.device().kind);
+  BumpAllocator allocator(memory);
+  const Scratch scratch = allocate(shape, allocator);
+  const Tensor normed = as_rows(outputs);
+  const bool trains = ctx.phase == Phase::kTrain;
   for_summed_rows(shape, [&](std::int64_t begin, std::int64_t rows) {
     for (std::int64_t first = begin; first < begin + rows; first += chunk_rows(shape)) {
       const std::int64_t count = std::min(chunk_rows(shape), begin + rows - first);
-      const Tensor x = rows_from(loss.normed, first, count);
-      const Tensor logits = rows_from(kept.logits, 0, count);
-      const Tensor targets{loss.targets.as<std::int32_t>() + first, {DType::kI32, Shape{count}}};
-      projection_.forward(compute, x, logits);
-      row_cross_entropy(compute, logits, targets, loss.scale, loss.gradient, kept.losses + first);
-      if (!loss.gradient) continue;
-      projection_.backward_weight(compute, {.samples = 1, .sequence = count}, x, logits);
-      projection_.backward_input(compute, logits, x);
+      const Tensor x = rows_from(normed, first, count);
+      const Tensor logits = rows_from(scratch.logits, 0, count);
+      const Tensor wanted{targets.as<std::int32_t>() + first, {DType::kI32, Shape{count}}};
+      projection_->forward(ctx.compute, x, logits);
+      row_cross_entropy(ctx.compute, logits, wanted, ctx.loss_scale, trains,
+                        scratch.losses + first);
+      if (!trains) continue;
+      projection_->backward_weight(ctx.compute, {.samples = 1, .sequence = count}, x, logits);
+      projection_->backward_input(ctx.compute, logits, x);
     }
   });
-  sum_of_losses(compute, kept.losses, shape.rows(), loss.sum);
+  sum_of_losses(ctx.compute, scratch.losses, shape.rows(), sum);
 }
 
-void HeadLayer::recompute(StreamCall& call, const Tensor& in) {
-  if (in_chunks()) return;  // the statistics are kept
-  const Kept kept = kept_of(call);
-  norm_.forward(call.compute(), in, kept.normed, kept.stats);
-}
-
-void HeadLayer::backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
-                               const StreamGradient& din) {
-  const Kept kept = kept_of(call);
-  if (!in_chunks()) projection_.backward_input(call.compute(), dout.value, kept.dnormed);
-  norm_.backward_input(call.compute(), normed_gradient(kept, dout), in, kept.stats, {}, din);
-}
-
-void HeadLayer::backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) {
-  const Kept kept = kept_of(call);
-  if (!in_chunks()) {
-    projection_.backward_weight(call.compute(), call.shape, kept.normed, dout.value);
-  }
-  norm_.backward_weight(call.compute(), call.shape, normed_gradient(kept, dout), in, kept.stats);
-}
-
-void HeadLayer::backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
-                         const StreamGradient& din) {
-  const Kept kept = kept_of(call);
-  if (!in_chunks()) {
-    projection_.backward_input(call.compute(), dout.value, kept.dnormed);
-    projection_.backward_weight(call.compute(), call.shape, kept.normed, dout.value);
-  }
-  norm_.backward(call.compute(), call.shape, normed_gradient(kept, dout), in, kept.stats, {}, din);
+std::string TokenLoss::why_no_answers() const {
+  if (options_.chunks == 1) return {};
+  return fmt::format(
+      "a transformer with {} chunks of logits (TransformerConfig::logit_chunks) gives none to "
+      "infer(); legal there is 1",
+      options_.chunks);
 }
 
 }  // namespace sluice

@@ -1,104 +1,140 @@
-// The two ends of a transformer: embedding of tokens and positions, and the head (final norm and
-// projection to the vocabulary).
+// The two ends of a transformer: embedding of tokens and positions; final norm and projection to
+// the vocabulary; and the loss, which makes the logits itself where they are cut into chunks.
 #pragma once
 
-#include "stages/layers/layer.hpp"
-#include "stages/layers/parts.hpp"
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "stages/network/parts.hpp"
 
 namespace sluice {
 
-// Its input: tokens i32 [samples, sequence], without a gradient. Keeps nothing.
-class EmbeddingLayer final : public StreamLayer {
+inline constexpr const char* kTokenEmbedding = "token_embedding.";
+
+// Tokens i32 [samples, sequence] become [samples, sequence, width] of the stream's type. Its
+// parameters are token_embedding.weight and, with positions, position_embedding.weight.
+class EmbeddingLayer final : public Layer {
  public:
   struct Options {
     std::int64_t vocabulary = 0, width = 0;
     std::int64_t positions = 0;  // 0: none learned
+    std::int64_t context = 0;    // the most positions of a sample
     bool tied = false;
     DropoutSite dropout;
     DType stream = DType::kF32;
   };
-  EmbeddingLayer(const Options& options, ParameterSet& parameters);
+  explicit EmbeddingLayer(const Options& options) : options_(options) {}
 
-  [[nodiscard]] LayerMemory memory(const BlockShape& shape) const override;
-  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
-                                         const BlockShape& shape) const override;
-  void forward(StreamCall& call, const Tensor& in, const Tensor& out) override;
-  void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
-                      const StreamGradient& din) override;
-  void backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) override;
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
+  void add_parameters(ParameterSet& set, const std::string& name) override;
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override;
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
+  [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override {
+    return {.recomputes = true, .capturable = true};
+  }
+  [[nodiscard]] double cost(const TensorSpec& input) const override;
+  void check_inputs(const Tensor& x) const override;
+  void forward(LayerCall& call, const Tensor& y) override;
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override;
+  void backward_weight(LayerCall& call, const Tensor& dy) override;
 
  private:
-  [[nodiscard]] Tensor dropped(const StreamCall& call) const;
+  [[nodiscard]] Dropout dropped(const LayerCall& call) const;
 
-  Parameter* tokens_;
+  Options options_;
+  Parameter* tokens_ = nullptr;
   Parameter* positions_ = nullptr;
-  std::int64_t width_;
-  DropoutSite dropout_;
-  DType stream_;
 };
 
-// Its output: logits [rows, vocabulary] in the products' precision, or, with chunks, the final
-// norm's. Then loss() makes the logits of some rows after the other, with all that depends on them:
-// the gradient of the projection's weights too. A chunk's rows are a multiple of kChunkRows.
-class HeadLayer final : public StreamLayer {
- public:
-  struct Options {
-    std::int64_t vocabulary = 0, width = 0;
-    Norm::Kind norm = Norm::Kind::kLayer;
-    float norm_epsilon = 1e-5F;
-    bool tied = false;
-    DType precision = DType::kF32;
-    int chunks = 1;
-  };
-  // A multiple of the rows that one of the CPU's products sums over: there the chunks change no
-  // bit.
-  static constexpr std::size_t kChunkRows = 512;
-  // One micro-batch: the norm's results [rows, width], which become their gradients if wanted,
-  // targets i32 [rows], and where the summed loss goes.
-  struct Loss {
-    Tensor normed, targets;
-    StepValue<double> scale;
-    bool gradient = false;
-    double* sum = nullptr;
-  };
-  HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
+struct HeadOptions {
+  std::int64_t vocabulary = 0, width = 0;
+  Norm::Kind norm = Norm::Kind::kLayer;
+  float norm_epsilon = 1e-5F;
+  bool tied = false;
+  DType precision = DType::kF32, stream = DType::kF32;
+  std::int64_t by_sample_from = kRowsToSumBySample;  // as of block_shape()
+  std::int64_t context = 0;
+  int chunks = 1;  // of logits
+};
 
-  [[nodiscard]] LayerMemory memory(const BlockShape& shape) const override;
-  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
-                                         const BlockShape& shape) const override;
-  void forward(StreamCall& call, const Tensor& in, const Tensor& out) override;
-  void recompute(StreamCall& call, const Tensor& in) override;
-  void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
-                      const StreamGradient& din) override;
-  void backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) override;
-  void backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
-                const StreamGradient& din) override;
-  // With chunks, right after forward. `scratch`: of memory(shape).
-  void loss(ComputeContext& compute, const BlockShape& shape, std::byte* scratch,
-            const Loss& loss) const;
+// The stream becomes logits [samples, sequence, vocabulary] of the precision or, with chunks, the
+// final norm's results [samples, sequence, width]. Its parameters are final_norm.weight and so on,
+// and without chunks head.weight, or the tied token_embedding.weight.
+class HeadLayer final : public Layer {
+ public:
+  explicit HeadLayer(const HeadOptions& options) : options_(options) {}
+
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
+  void add_parameters(ParameterSet& set, const std::string& name) override;
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override;
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
+  [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override {
+    return {.recomputes = true, .keeps_alone = true, .capturable = true, .writes_rounded = true};
+  }
+  [[nodiscard]] double cost(const TensorSpec& input) const override;
+  void forward(LayerCall& call, const Tensor& y) override;
+  void keep_again(LayerCall& call, const Tensor& y) override;
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override;
+  void backward_weight(LayerCall& call, const Tensor& dy) override;
+  void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override;
 
  private:
   // With chunks there are no `normed` and `dnormed`, which are the output and its gradient.
   struct Kept {
-    Tensor normed, stats;      // until the weight gradient
-    Tensor dnormed;            // gradient
-    Tensor logits;             // scratch: of one chunk
-    double* losses = nullptr;  // scratch: of all rows
+    BlockShape shape;
+    Tensor x, normed, stats;  // until the weight gradient, but for x
+    Tensor dnormed;           // gradient
   };
-  [[nodiscard]] bool in_chunks() const { return chunks_ > 1; }
-  [[nodiscard]] std::int64_t chunk_rows(const BlockShape& shape) const;
-  [[nodiscard]] Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
-  [[nodiscard]] Kept kept_of(const StreamCall& call) const;
+  [[nodiscard]] bool in_chunks() const { return options_.chunks > 1; }
+  Kept allocate(const TensorSpec& input, DeviceKind device, LayerAllocators& memory) const;
+  [[nodiscard]] Kept kept_of(const LayerCall& call) const;
   // The gradient of the norm's results, from that of the output.
-  [[nodiscard]] Tensor normed_gradient(const Kept& kept, const StreamGradient& dout) const {
-    return in_chunks() ? dout.value : kept.dnormed;
+  [[nodiscard]] Tensor normed_gradient(const Kept& kept, const Tensor& dy) const {
+    return in_chunks() ? as_rows(dy) : kept.dnormed;
   }
 
-  Norm norm_;
-  Linear projection_;
-  std::int64_t width_;
-  DType precision_;
-  int chunks_;
+  HeadOptions options_;
+  std::optional<Norm> norm_;  // once there are parameters
+  std::optional<Linear> projection_;
+};
+
+// Cross-entropy of the next token over the head's outputs: targets i32 [samples, sequence],
+// negative ones do not count. With chunks it makes the logits of some rows after the other, with
+// all that depends on them: the gradient of the projection's weights too. A chunk's rows are a
+// multiple of kChunkRows.
+class TokenLoss final : public Loss {
+ public:
+  // A multiple of the rows that one of the CPU's products sums over: there the chunks change no
+  // bit.
+  static constexpr std::size_t kChunkRows = 512;
+  explicit TokenLoss(const HeadOptions& options) : options_(options) {}
+
+  [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override;
+  [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] bool leaves_gradients() const override { return true; }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& outputs, ComputeContext& compute) const override;
+  void add_parameters(ParameterSet& set) override;
+  [[nodiscard]] double weight(const TensorSpec& outputs, const Tensor& targets) const override;
+  void compute(StageContext& ctx, const Tensor& outputs, const Tensor& targets,
+               double* sum) override;
+  void compute_in(std::byte* scratch, StageContext& ctx, const Tensor& outputs,
+                  const Tensor& targets, double* sum) override;
+  [[nodiscard]] std::string why_no_answers() const override;
+
+ private:
+  struct Scratch {
+    Tensor logits;             // of one chunk
+    double* losses = nullptr;  // of all rows
+  };
+  [[nodiscard]] BlockShape shape_of(const TensorSpec& outputs, DeviceKind device) const;
+  [[nodiscard]] std::int64_t chunk_rows(const BlockShape& shape) const;
+  Scratch allocate(const BlockShape& shape, BumpAllocator& memory) const;
+
+  HeadOptions options_;
+  std::optional<Linear> projection_;  // with chunks, once there are parameters
 };
 
 }  // namespace sluice

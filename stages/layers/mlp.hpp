@@ -1,34 +1,34 @@
-// The feed-forward part of a block as a residual branch: down(gelu(up(x))), or
-// down(silu(gate(x)) * up(x)) (SwiGLU, Shazeer 2020) with gate and up in one product.
+// The feed-forward part of a block: down(gelu(up(x))), or down(silu(gate(x)) * up(x)) (SwiGLU,
+// Shazeer 2020) with gate and up in one product.
 #pragma once
 
 #include <string>
 
-#include "stages/layers/residual.hpp"
+#include "stages/layers/branch.hpp"
 
 namespace sluice {
 
-class MlpLayer final : public ResidualLayer {
+class Mlp final : public Branch {
  public:
   enum class Kind { kGelu, kSwiGlu };
-  struct Options : ResidualOptions {
+  struct Options {
     Kind kind = Kind::kGelu;
-    std::int64_t hidden = 0;
+    std::int64_t width = 0, hidden = 0;
+    double output_deviation = 0.02;  // standard deviation of the last product's initial weights
     bool bias = false;
+    DType precision = DType::kF32;
+    BranchResult result = {};
   };
-  MlpLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
+  // Its parameters are <name>up.weight (SwiGLU: gate_up), <name>down.weight and so on.
+  Mlp(const Options& options, const std::string& name, ParameterSet& parameters);
 
- protected:
   void measure(const BlockShape& shape, LayerAllocators& memory) const override;
-  [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,
-                                                const BlockShape& shape) const override;
-  void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) override;
-  void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
-                     const Tensor& y) override;
-  void branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
-                             const Tensor& dx) override;
-  void branch_backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
-                              const Tensor& dy) override;
+  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
+                                         const BlockShape& shape) const override;
+  void keep(BranchCall call, const Tensor& x) override;
+  void result(BranchCall call, const Tensor& residual, const Tensor& y) override;
+  void backward_input(BranchCall call, const Tensor& dy, const Tensor& dx) override;
+  void backward_weight(BranchCall call, const Tensor& x, const Tensor& dy) override;
 
  private:
   struct Kept {
@@ -42,6 +42,8 @@ class MlpLayer final : public ResidualLayer {
   }
 
   Kind kind_;
+  DType precision_;
+  BranchResult result_;
   Linear up_, down_;
 };
 

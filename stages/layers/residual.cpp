@@ -1,95 +1,127 @@
 #include "stages/layers/residual.hpp"
 
+#include <algorithm>
+
+#include "comm/base/throw_error.hpp"
+#include "stages/network/specs.hpp"
+
 namespace sluice {
+
+TensorSpec ResidualLayer::output(const TensorSpec& input) const {
+  require_stream(input, options_.stream, options_.width, options_.context);
+  return input;
+}
+
+void ResidualLayer::add_parameters(ParameterSet& set, const std::string& name) {
+  norm_.emplace(options_.norm, name + options_.norm_name, options_.width, options_.norm_epsilon,
+                set);
+  branch_ = make_(name, set);
+}
+
+BlockShape ResidualLayer::shape_of(const TensorSpec& input, DeviceKind device) const {
+  return block_shape(input, device, options_.by_sample_from);
+}
 
 ResidualLayer::Kept ResidualLayer::allocate(const BlockShape& shape,
                                             LayerAllocators& memory) const {
-  const std::int64_t rows = shape.rows();
-  const bool drops = dropout_.probability > 0;
+  const std::int64_t rows = shape.rows(), width = options_.width;
+  const DType precision = options_.precision, result = options_.result().alone;
   Kept kept;
-  kept.normed = memory.until_weight.tensor(precision_, rows, width_);
-  kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
-  kept.dnormed = memory.gradients.tensor(precision_, rows, width_);
-  if (drops) {
-    kept.dbranch = memory.gradients.tensor(precision_, rows, width_);
-    if (result_ != stream_) kept.branch = memory.scratch.tensor(result_, rows, width_);
-  }
+  kept.normed = memory.until_weight.tensor(precision, rows, width);
+  kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_->stats_per_row());
+  kept.dnormed = memory.gradients.tensor(precision, rows, width);
+  if (!drops()) return kept;
+  kept.dbranch = memory.gradients.tensor(precision, rows, width);
+  if (result != options_.stream) kept.branch = memory.scratch.tensor(result, rows, width);
   return kept;
 }
 
-LayerMemory ResidualLayer::memory(const BlockShape& shape) const {
+LayerNeeds ResidualLayer::needs(const TensorSpec& input, ComputeContext& compute) const {
+  const BlockShape shape = shape_of(input, compute.device().kind);
   LayerAllocators memory;
-  allocate(shape, memory);
-  measure(shape, memory);
-  return memory.used();
+  (void)allocate(shape, memory);
+  branch_->measure(shape, memory);
+  const OperatorMemory operators = branch_->operators(compute, shape);
+  return {.memory = memory.used(),
+          .operator_bytes = std::max(norm_->workspace(compute, shape.rows()), operators.workspace),
+          .table_bytes = operators.tables,
+          .note = branch_->note(compute, shape)};
 }
 
-OperatorMemory ResidualLayer::operators(ComputeContext& compute, const BlockShape& shape) const {
-  return largest({.workspace = norm_.workspace(compute, shape.rows())},
-                 branch_operators(compute, shape));
+LayerPromises ResidualLayer::promises() const {
+  return {.recomputes = true,
+          .keeps_alone = true,
+          .capturable = true,
+          .in_place = true,
+          .reads_rounded = options_.precision != options_.stream && !drops(),
+          .writes_rounded = true};
 }
 
-void ResidualLayer::recompute(StreamCall& call, const Tensor& in) {
-  LayerAllocators memory = call.allocators();
-  const Kept kept = allocate(call.shape, memory);
-  norm_.forward(call.compute(), in, kept.normed, kept.stats);
-  branch_keep(call, memory, kept.normed);
+double ResidualLayer::cost(const TensorSpec& input) const {
+  return options_.cost(input.shape[1]) * static_cast<double>(input.shape[0]);
 }
 
-void ResidualLayer::forward(StreamCall& call, const Tensor& in, const Tensor& out) {
-  recompute(call, in);
-  LayerAllocators memory = call.allocators();
-  const Kept kept = allocate(call.shape, memory);
-  if (!dropout_.active(call)) return branch_result(call, memory, in, out);
-  const Tensor branch = kept.branch.data != nullptr ? kept.branch : out;
-  branch_result(call, memory, {}, branch);
-  dropout_residual(call.compute(), branch, dropout_.at(call, call.shape.sequence * width_), in,
-                   out);
+ResidualLayer::Made ResidualLayer::made_of(LayerCall& call) const {
+  const BlockShape shape = shape_of(call.x.spec, call.compute().device().kind);
+  LayerAllocators memory(call);
+  const Kept kept = allocate(shape, memory);
+  return {{call, shape, memory}, kept, as_rows(call.x)};
 }
 
-bool ResidualLayer::reads_rounded() const {
-  return precision_ != stream_ && dropout_.probability == 0;
+Dropout ResidualLayer::dropped(const Made& made) const {
+  return options_.output.at(made.call.layer, made.call.shape.sequence * options_.width);
 }
 
-Tensor ResidualLayer::branch_gradient(const Kept& kept, const StreamGradient& dout) const {
-  if (dropout_.probability > 0) return kept.dbranch;
-  return reads_rounded() ? dout.rounded : dout.value;
+void ResidualLayer::keep_again(LayerCall& call, const Tensor& /*y*/) {
+  const Made made = made_of(call);
+  norm_->forward(call.compute(), made.x, made.kept.normed, made.kept.stats);
+  branch_->keep(made.call, made.kept.normed);
 }
 
-void ResidualLayer::backward_branch(StreamCall& call, const StreamGradient& dout) {
-  LayerAllocators memory = call.allocators();
-  const Kept kept = allocate(call.shape, memory);
-  if (dropout_.active(call)) {
-    dropout(call.compute(), dout.value, dropout_.at(call, call.shape.sequence * width_),
-            kept.dbranch);
+void ResidualLayer::forward(LayerCall& call, const Tensor& y) {
+  keep_again(call, y);
+  const Made made = made_of(call);
+  const Tensor out = as_rows(y);
+  if (!options_.output.active(call)) return branch_->result(made.call, made.x, out);
+  const Tensor branch = made.kept.branch.data != nullptr ? made.kept.branch : out;
+  branch_->result(made.call, {}, branch);
+  dropout_residual(call.compute(), branch, dropped(made), made.x, out);
+}
+
+Tensor ResidualLayer::branch_gradient(const Made& made, const Tensor& dy) const {
+  if (drops()) return made.kept.dbranch;
+  const Tensor& copy = made.call.layer.rounded_dy;
+  return as_rows(copy.data != nullptr ? copy : dy);
+}
+
+void ResidualLayer::backward_branch(const Made& made, const Tensor& dy) {
+  if (options_.output.active(made.call.layer)) {
+    dropout(made.call.compute(), as_rows(dy), dropped(made), made.kept.dbranch);
   }
-  branch_backward_input(call, memory, branch_gradient(kept, dout), kept.dnormed);
+  branch_->backward_input(made.call, branch_gradient(made, dy), made.kept.dnormed);
 }
 
-void ResidualLayer::backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
-                                   const StreamGradient& din) {
-  backward_branch(call, dout);
-  LayerAllocators memory = call.allocators();
-  const Kept kept = allocate(call.shape, memory);
-  norm_.backward_input(call.compute(), kept.dnormed, in, kept.stats, dout.value, din);
+void ResidualLayer::backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) {
+  const Made made = made_of(call);
+  backward_branch(made, dy);
+  norm_->backward_input(call.compute(), made.kept.dnormed, made.x, made.kept.stats, as_rows(dy),
+                        {as_rows(dx), as_rows(call.rounded_dx)});
 }
 
-void ResidualLayer::backward_weight(StreamCall& call, const Tensor& in,
-                                    const StreamGradient& dout) {
-  LayerAllocators memory = call.allocators();
-  const Kept kept = allocate(call.shape, memory);
-  branch_backward_weight(call, memory, kept.normed, branch_gradient(kept, dout));
-  norm_.backward_weight(call.compute(), call.shape, kept.dnormed, in, kept.stats);
+void ResidualLayer::backward_weight(LayerCall& call, const Tensor& dy) {
+  const Made made = made_of(call);
+  branch_->backward_weight(made.call, made.kept.normed, branch_gradient(made, dy));
+  norm_->backward_weight(call.compute(), made.call.shape, made.kept.dnormed, made.x,
+                         made.kept.stats);
 }
 
-void ResidualLayer::backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
-                             const StreamGradient& din) {
-  // The branch's weight gradient reads dout, which the norm may then turn into din.
-  backward_branch(call, dout);
-  LayerAllocators memory = call.allocators();
-  const Kept kept = allocate(call.shape, memory);
-  branch_backward_weight(call, memory, kept.normed, branch_gradient(kept, dout));
-  norm_.backward(call.compute(), call.shape, kept.dnormed, in, kept.stats, dout.value, din);
+void ResidualLayer::backward(LayerCall& call, const Tensor& dy, const Tensor& dx) {
+  // The branch's weight gradient reads dy, which the norm may then turn into dx.
+  const Made made = made_of(call);
+  backward_branch(made, dy);
+  branch_->backward_weight(made.call, made.kept.normed, branch_gradient(made, dy));
+  norm_->backward(call.compute(), made.call.shape, made.kept.dnormed, made.x, made.kept.stats,
+                  as_rows(dy), {as_rows(dx), as_rows(call.rounded_dx)});
 }
 
 }  // namespace sluice

@@ -1,93 +1,85 @@
-// A residual branch: out = in + dropout(branch(norm(in))). Attention and MLP derive from it.
+// A residual branch as a layer: y = x + dropout(branch(norm(x))).
 //
-// The branch's last product adds to `in`. Where something is dropped before the sum, the product is
-// of the products' precision, and dropout adds what stays of it to `in`, in one pass.
+// The branch's last product adds to x. Where something is dropped before the sum, the product is of
+// the products' precision, and dropout adds what stays of it to x, in one pass.
 #pragma once
 
+#include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 
-#include "stages/layers/layer.hpp"
-#include "stages/layers/parts.hpp"
+#include "stages/layers/branch.hpp"
 
 namespace sluice {
 
-// What attention and MLP both need to know.
 struct ResidualOptions {
-  std::string name;  // "blocks.3"
-  Norm::Kind norm = Norm::Kind::kLayer;
   std::int64_t width = 0;
+  Norm::Kind norm = Norm::Kind::kLayer;
+  std::string norm_name;  // "norm1.": of its parameters
   float norm_epsilon = 1e-5F;
-  double output_deviation = 0.02;  // standard deviation of the last product's initial weights
   DropoutSite output;
-  DType precision = DType::kF32;  // of the branch's products
-  DType stream = DType::kF32;     // f32, or the precision
+  DType precision = DType::kF32;                     // of the branch's products
+  DType stream = DType::kF32;                        // of x and y: f32, or the precision
+  std::int64_t by_sample_from = kRowsToSumBySample;  // as of block_shape()
+  std::int64_t context = 0;                          // the most positions; 0: any
+  // Multiply-adds of one sample of so many positions.
+  std::function<double(std::int64_t sequence)> cost = {};
 
   // Of the last product in training: before dropout, or, where nothing is dropped, with the sum.
-  [[nodiscard]] DType result() const { return output.probability > 0 ? precision : stream; }
+  [[nodiscard]] BranchResult result() const {
+    return {output.probability > 0 ? precision : stream, stream};
+  }
 };
 
-class ResidualLayer : public StreamLayer {
+// Declares the branch's parameters, whose names begin with `name`.
+using MakeBranch =
+    std::function<std::unique_ptr<Branch>(const std::string& name, ParameterSet& parameters)>;
+
+class ResidualLayer final : public Layer {
  public:
-  [[nodiscard]] LayerMemory memory(const BlockShape& shape) const final;
-  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
-                                         const BlockShape& shape) const final;
-  void forward(StreamCall& call, const Tensor& in, const Tensor& out) final;
-  void recompute(StreamCall& call, const Tensor& in) final;
-  [[nodiscard]] bool reads_rounded() const final;
-  void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
-                      const StreamGradient& din) final;
-  void backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) final;
-  void backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
-                const StreamGradient& din) final;
+  ResidualLayer(const ResidualOptions& options, MakeBranch make)
+      : options_(options), make_(std::move(make)) {}
 
- protected:
-  ResidualLayer(const ResidualOptions& options, const std::string& norm, ParameterSet& parameters)
-      : norm_(options.norm, options.name + norm, options.width, options.norm_epsilon, parameters),
-        dropout_(options.output),
-        width_(options.width),
-        precision_(options.precision),
-        stream_(options.stream),
-        result_(options.result()) {}
-
-  [[nodiscard]] std::int64_t width() const { return width_; }
-  [[nodiscard]] DType precision() const { return precision_; }
-  [[nodiscard]] DType stream() const { return stream_; }
-  // ResidualOptions::result().
-  [[nodiscard]] DType result() const { return result_; }
-
-  // Allocates all that the branch uses in any phase. Below, `memory` of a branch follows the memory
-  // of the residual layer itself.
-  virtual void measure(const BlockShape& shape, LayerAllocators& memory) const = 0;
-  [[nodiscard]] virtual OperatorMemory branch_operators(ComputeContext& compute,
-                                                        const BlockShape& shape) const = 0;
-  // Forward in two calls. branch_keep computes what the branch keeps from x [rows, width] in the
-  // products' precision. branch_result computes y [rows, width] from it: of the stream's type with
-  // `residual` added where that has data, else of result().
-  virtual void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) = 0;
-  virtual void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
-                             const Tensor& y) = 0;
-  // dy and dx [rows, width] in the products' precision.
-  virtual void branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
-                                     const Tensor& dx) = 0;
-  virtual void branch_backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
-                                      const Tensor& dy) = 0;
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
+  void add_parameters(ParameterSet& set, const std::string& name) override;
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override;
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
+  [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override;
+  [[nodiscard]] double cost(const TensorSpec& input) const override;
+  void forward(LayerCall& call, const Tensor& y) override;
+  void keep_again(LayerCall& call, const Tensor& y) override;
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override;
+  void backward_weight(LayerCall& call, const Tensor& dy) override;
+  void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override;
 
  private:
   struct Kept {
     Tensor normed, stats;     // until the weight gradient
     Tensor dbranch, dnormed;  // gradients; dbranch: where something is dropped
-    Tensor branch;            // scratch, forward: before dropout; no data: in the memory of `out`
+    Tensor branch;            // scratch, forward: before dropout; no data: in the memory of y
   };
+  // A call of the branch, with what lies before its memory.
+  struct Made {
+    BranchCall call;
+    Kept kept;
+    Tensor x;
+  };
+  [[nodiscard]] bool drops() const { return options_.output.probability > 0; }
+  [[nodiscard]] BlockShape shape_of(const TensorSpec& input, DeviceKind device) const;
   Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
+  [[nodiscard]] Made made_of(LayerCall& call) const;
+  [[nodiscard]] Dropout dropped(const Made& made) const;
   // What the branch's products read: of the products' precision.
-  [[nodiscard]] Tensor branch_gradient(const Kept& kept, const StreamGradient& dout) const;
+  [[nodiscard]] Tensor branch_gradient(const Made& made, const Tensor& dy) const;
   // backward_input except for the norm.
-  void backward_branch(StreamCall& call, const StreamGradient& dout);
+  void backward_branch(const Made& made, const Tensor& dy);
 
-  Norm norm_;
-  DropoutSite dropout_;
-  std::int64_t width_;
-  DType precision_, stream_, result_;
+  ResidualOptions options_;
+  MakeBranch make_;
+  std::optional<Norm> norm_;  // once there are parameters
+  std::unique_ptr<Branch> branch_;
 };
 
 }  // namespace sluice

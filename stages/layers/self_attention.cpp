@@ -4,33 +4,35 @@
 
 namespace sluice {
 
-SelfAttention::SelfAttention(const Options& options, ParameterSet& parameters, WeightCopies& copies)
+SelfAttention::SelfAttention(const Options& options, const std::string& name,
+                             ParameterSet& parameters)
     : heads_(options.heads),
       kv_heads_(options.kv_heads),
       head_dim_(options.head_dim),
       window_(options.window),
       precision_(options.precision),
       result_(options.result),
-      sum_(options.sum),
       positions_(options.positions),
       probabilities_(options.probabilities),
       recompute_(options.recompute),
-      qkv_(options.name + ".qkv",
+      qkv_(name + "qkv.",
            {.in = options.width,
             .out = std::int64_t{options.heads + 2 * options.kv_heads} * head_dim_,
             .bias = options.qkv_bias,
+            .precision = precision_,
             .rounds_bias = true},
-           parameters, copies),
-      norm_(options.qk_norm ? std::optional<QueryKeyNorm>(std::in_place, options.name, head_dim_,
+           parameters),
+      norm_(options.qk_norm ? std::optional<QueryKeyNorm>(std::in_place, name, head_dim_,
                                                           *options.qk_norm, parameters)
                             : std::nullopt),
-      output_(options.name + ".output",
+      output_(name + "output.",
               {.in = std::int64_t{options.heads} * head_dim_,
                .out = options.width,
-               .deviation = options.output_deviation,
+               .weight = Init::normal(options.output_deviation),
                .bias = options.output_bias,
-               .rounds_bias = options.result != DType::kF32},
-              parameters, copies) {}
+               .precision = precision_,
+               .rounds_bias = options.result.alone != DType::kF32},
+              parameters) {}
 
 AttentionShape SelfAttention::attention_shape(const BlockShape& shape) const {
   return {shape.samples, shape.sequence, heads_, kv_heads_, head_dim_, window_};
@@ -68,8 +70,8 @@ OperatorMemory SelfAttention::operators(ComputeContext& compute, const BlockShap
   const bool drops = probabilities_.probability > 0;
   const std::int64_t rows = batch.rows();
   return {.workspace = std::max({qkv_.workspace(compute, rows, precision_),
-                                 output_.workspace(compute, rows, result_),
-                                 output_.workspace(compute, rows, sum_),
+                                 output_.workspace(compute, rows, result_.alone),
+                                 output_.workspace(compute, rows, result_.sum),
                                  attention_forward_workspace(compute, shape, precision_, false),
                                  attention_forward_workspace(compute, shape, precision_, drops),
                                  attention_backward_workspace(compute, shape, precision_, drops),
@@ -84,17 +86,17 @@ std::string SelfAttention::note(ComputeContext& compute, const BlockShape& shape
   return engine.empty() ? engine : "attention: " + engine;
 }
 
-Dropout SelfAttention::mask(const StreamCall& call) const {
-  return probabilities_.at(call, heads_ * call.shape.sequence * call.shape.sequence);
+Dropout SelfAttention::mask(const BranchCall& call) const {
+  return probabilities_.at(call.layer, heads_ * call.shape.sequence * call.shape.sequence);
 }
 
-void SelfAttention::attend(StreamCall& call, const Kept& kept) const {
+void SelfAttention::attend(const BranchCall& call, const Kept& kept) const {
   attention_forward(call.compute(), attention_shape(call.shape), kept.qkv, mask(call), kept.mixed,
                     kept.probabilities);
 }
 
-void SelfAttention::keep(StreamCall& call, LayerAllocators memory, const Tensor& x) {
-  const Kept kept = allocate(call.shape, memory);
+void SelfAttention::keep(BranchCall call, const Tensor& x) {
+  const Kept kept = allocate(call.shape, call.memory);
   const AttentionShape shape = attention_shape(call.shape);
   qkv_.forward(call.compute(), x, kept.qkv);
   if (norm_) norm_->forward(call.compute(), shape, kept.qkv, kept.raw, kept.stats);
@@ -102,15 +104,13 @@ void SelfAttention::keep(StreamCall& call, LayerAllocators memory, const Tensor&
   attend(call, kept);
 }
 
-void SelfAttention::result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
-                           const Tensor& y) {
-  const Kept kept = allocate(call.shape, memory);
+void SelfAttention::result(BranchCall call, const Tensor& residual, const Tensor& y) {
+  const Kept kept = allocate(call.shape, call.memory);
   output_.forward(call.compute(), kept.mixed, y, residual);
 }
 
-void SelfAttention::backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
-                                   const Tensor& dx) {
-  const Kept kept = allocate(call.shape, memory);
+void SelfAttention::backward_input(BranchCall call, const Tensor& dy, const Tensor& dx) {
+  const Kept kept = allocate(call.shape, call.memory);
   const AttentionShape shape = attention_shape(call.shape);
   ComputeContext& compute = call.compute();
   if (recompute_) {
@@ -124,9 +124,8 @@ void SelfAttention::backward_input(StreamCall& call, LayerAllocators memory, con
   if (dx.data != nullptr) qkv_.backward_input(compute, kept.dqkv, dx);
 }
 
-void SelfAttention::backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
-                                    const Tensor& dy) {
-  const Kept kept = allocate(call.shape, memory);
+void SelfAttention::backward_weight(BranchCall call, const Tensor& x, const Tensor& dy) {
+  const Kept kept = allocate(call.shape, call.memory);
   output_.backward_weight(call.compute(), call.shape, kept.mixed, dy);
   if (norm_) norm_->backward_weight(call.compute(), kept.dgains);
   qkv_.backward_weight(call.compute(), call.shape, x, kept.dqkv);

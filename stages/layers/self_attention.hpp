@@ -1,20 +1,18 @@
 // Causal self-attention with grouped queries (Ainslie et al. 2023): queries, keys and values by one
 // product, perhaps a norm of each query and key and rotary positions, attention, and a product of
-// its result. What a residual branch and a layer of a Sequential are made of.
+// its result.
 #pragma once
 
 #include <optional>
 #include <string>
 
-#include "stages/layers/layer.hpp"
-#include "stages/layers/parts.hpp"
+#include "stages/layers/branch.hpp"
 
 namespace sluice {
 
-class SelfAttention {
+class SelfAttention final : public Branch {
  public:
   struct Options {
-    std::string name = {};  // of <name>.qkv.weight and <name>.output.weight
     std::int64_t width = 0;
     int heads = 0, kv_heads = 0, head_dim = 0;
     std::optional<RotaryPositions> positions = std::nullopt;
@@ -26,23 +24,19 @@ class SelfAttention {
     double output_deviation = 0.02;  // standard deviation of the last product's initial weights
     bool qkv_bias = false, output_bias = false;
     DType precision = DType::kF32;
-    DType result = DType::kF32;  // f32, or the precision
-    DType sum = DType::kF32;     // of the result with a residual; likewise
+    BranchResult result = {};
   };
-  SelfAttention(const Options& options, ParameterSet& parameters, WeightCopies& copies);
+  // Its parameters are <name>qkv.weight, <name>output.weight and so on.
+  SelfAttention(const Options& options, const std::string& name, ParameterSet& parameters);
 
-  // Allocates all that it uses in any phase; the other calls find it at the same place.
-  void measure(const BlockShape& shape, LayerAllocators& memory) const;
-  [[nodiscard]] OperatorMemory operators(ComputeContext& compute, const BlockShape& shape) const;
-  [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const;
-  // Forward in two calls: keep() computes what is kept from x [rows, width], result() writes y
-  // [rows, width] of Options::result from it, or of Options::sum with `residual` added where that
-  // has data. Operands below: as in ResidualLayer.
-  void keep(StreamCall& call, LayerAllocators memory, const Tensor& x);
-  void result(StreamCall& call, LayerAllocators memory, const Tensor& residual, const Tensor& y);
-  // dx with null data: not needed.
-  void backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy, const Tensor& dx);
-  void backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x, const Tensor& dy);
+  void measure(const BlockShape& shape, LayerAllocators& memory) const override;
+  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
+                                         const BlockShape& shape) const override;
+  [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override;
+  void keep(BranchCall call, const Tensor& x) override;
+  void result(BranchCall call, const Tensor& residual, const Tensor& y) override;
+  void backward_input(BranchCall call, const Tensor& dy, const Tensor& dx) override;
+  void backward_weight(BranchCall call, const Tensor& x, const Tensor& dy) override;
 
  private:
   struct Kept {
@@ -55,12 +49,13 @@ class SelfAttention {
   };
   [[nodiscard]] AttentionShape attention_shape(const BlockShape& shape) const;
   Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
-  [[nodiscard]] Dropout mask(const StreamCall& call) const;
+  [[nodiscard]] Dropout mask(const BranchCall& call) const;
   // Computes probabilities and mixed from qkv.
-  void attend(StreamCall& call, const Kept& kept) const;
+  void attend(const BranchCall& call, const Kept& kept) const;
 
   int heads_, kv_heads_, head_dim_, window_;
-  DType precision_, result_, sum_;
+  DType precision_;
+  BranchResult result_;
   std::optional<RotaryPositions> positions_;
   DropoutSite probabilities_;
   bool recompute_;

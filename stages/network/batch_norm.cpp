@@ -3,7 +3,8 @@
 //
 // Synchronised over replicas, a forward exchanges the sums that make mean and variance, and an
 // input gradient the two sums over dy that it needs; the gradients of weight and bias are those of
-// this replica, which the step adds up.
+// this replica, which the step adds up. A forward that runs again takes the mean and deviation of
+// the first one.
 #include <cmath>
 #include <vector>
 
@@ -58,19 +59,20 @@ class BatchNormLayer final : public Layer {
     variance_ = &set.add_buffer(name + "running_var", {channels_}, Init::constant(1), across);
   }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& /*input*/,
                                  ComputeContext& /*compute*/) const override {
     const std::size_t pairs = static_cast<std::size_t>(channels_) * sizeof(Pair);
     const int sums = synchronised() ? 1 : 0;
-    return {.memory = {.until_weight = pairs + sizeof(double), .gradients = pairs},
+    return {.memory = {.lasting = pairs + sizeof(double), .gradients = pairs},
             .forward_sums = sums,
             .backward_sums = sums};
   }
 
   void forward(LayerCall& call, const Tensor& y) override {
     const bool trains = call.stage.phase == Phase::kTrain;
-    if (trains) measure_all(call);
-    const auto* const kept = reinterpret_cast<const Pair*>(call.until_weight);
+    if (trains && !call.again) measure_all(call);
+    const auto* const kept = reinterpret_cast<const Pair*>(call.lasting);
     for_channels(call, [&](const Channel& channel) {
       const Pair used = trains ? kept[channel.number] : running(channel.number);
       const float scale = weight_->value.at(channel.number) * used.second;
@@ -81,14 +83,14 @@ class BatchNormLayer final : public Layer {
         for (std::int64_t i = 0; i < channel.size; ++i) to[i] = x[i] * scale + shift;
       });
     });
-    if (!trains || ++seen_ < call.stage.micro_batches) return;
+    if (!trains || call.again || ++seen_ < call.stage.micro_batches) return;
     seen_ = 0;
     if (call.stage.last_batch) move_running();
   }
 
   // Always called before backward_weight, for which it keeps its sums.
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    const auto* const kept = reinterpret_cast<const Pair*>(call.until_weight);
+    const auto* const kept = reinterpret_cast<const Pair*>(call.lasting);
     auto* const sums = reinterpret_cast<Pair*>(call.gradients);
     for_channels(call, [&](const Channel& channel) {
       const Pair used = kept[channel.number];
@@ -164,7 +166,7 @@ class BatchNormLayer final : public Layer {
   // How many numbers a channel has, over all replicas where they are synchronised; behind the
   // pairs.
   [[nodiscard]] double* count_of(const LayerCall& call) const {
-    return reinterpret_cast<double*>(call.until_weight +
+    return reinterpret_cast<double*>(call.lasting +
                                      static_cast<std::size_t>(channels_) * sizeof(Pair));
   }
   void exchange(const LayerCall& call) {
@@ -189,7 +191,7 @@ class BatchNormLayer final : public Layer {
                   "more samples or larger pictures");
     }
     *count_of(call) = count;
-    auto* const kept = reinterpret_cast<Pair*>(call.until_weight);
+    auto* const kept = reinterpret_cast<Pair*>(call.lasting);
     for (std::int64_t c = 0; c < channels_; ++c) {
       const double first = exchanged_[first_of(c)], second = exchanged_[first_of(c) + 1];
       double mean = first, squares = second;

@@ -49,6 +49,7 @@ class ConvolutionLayer final : public Layer {
     if (has_bias_) bias_ = &set.add(name + "bias", {out_}, init, /*decay=*/false);
   }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
                                  ComputeContext& /*compute*/) const override {
     return {.memory = {.scratch = scratch_of(input, nullptr).used}};

@@ -1,79 +1,66 @@
 // Layers with parameters over the last dimension: linear, layer_norm, rms_norm, embedding.
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 
-#include "stages/compute/product.hpp"
+#include "stages/network/parts.hpp"
 #include "stages/network/specs.hpp"
-#include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {
 namespace {
 
-// As the other one, of a layer's input: by sample where that costs no time. Sums of an RMSNorm go
-// row by row anyway.
-template <typename Work>
-void for_summed_rows(const LayerCall& call, const Work& work) {
-  const std::int64_t samples = call.x.shape()[0], rows = leading_rows(call.x) / samples;
-  const bool on_cpu = call.compute().device().kind == DeviceKind::kCpu;
-  sluice::for_summed_rows(samples, rows, on_cpu && rows >= kRowsToSumBySample, work);
+constexpr LayerPromises kPromises{.recomputes = true, .capturable = true};
+
+BlockShape shape_of(const LayerCall& call) {
+  return block_shape(call.x.spec, call.compute().device().kind);
 }
 
 class LinearLayer final : public Layer {
  public:
-  LinearLayer(std::int64_t in, std::int64_t out, bool has_bias)
-      : in_(in), out_(out), has_bias_(has_bias) {
+  LinearLayer(std::int64_t in, std::int64_t out, bool bias)
+      : options_{.in = in, .out = out, .bias = bias} {
     require_positive(in, "in");
     require_positive(out, "out");
+    options_.weight = options_.bias_init = Init::uniform(1 / std::sqrt(static_cast<double>(in)));
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_width(input, in_);
-    return with_width(input, out_);
+    require_width(input, options_.in);
+    return with_width(input, options_.out);
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
-    const Init init = Init::uniform(1 / std::sqrt(static_cast<double>(in_)));
-    weight_ = &set.add(name + "weight", {out_, in_}, init);
-    if (has_bias_) bias_ = &set.add(name + "bias", {out_}, init, /*decay=*/false);
+    linear_.emplace(name, options_, set);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
-    const LinearShape shape{.rows = rows_of(input), .in = in_, .out = out_, .bias = has_bias_};
-    return {.operator_bytes = std::max(linear_forward_workspace(compute, shape),
-                                       linear_backward_weight_workspace(compute, shape))};
+    return {.operator_bytes = linear_->workspace(compute, rows_of(input), DType::kF32)};
   }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override { return kPromises; }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
-    return static_cast<double>(input.shape.elements()) * static_cast<double>(out_);
+    return static_cast<double>(input.shape.elements()) * static_cast<double>(options_.out);
   }
   void forward(LayerCall& call, const Tensor& y) override {
-    linear_forward(call.compute(), call.x, weight_->value,
-                   bias_ != nullptr ? bias_->value : Tensor{}, y);
+    linear_->forward(call.compute(), call.x, y);
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    linear_backward_input(call.compute(), dy, weight_->value, dx);
+    linear_->backward_input(call.compute(), dy, dx);
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    for_summed_rows(call, [&](std::int64_t first, std::int64_t rows) {
-      linear_backward_weight(call.compute(), rows_from(call.x, first, rows),
-                             rows_from(dy, first, rows), weight_->grad,
-                             bias_ != nullptr ? bias_->grad : Tensor{},
-                             next_write({weight_, bias_}, call.compute().stream()));
-    });
+    linear_->backward_weight(call.compute(), shape_of(call), call.x, dy);
   }
 
  private:
-  std::int64_t in_, out_;
-  bool has_bias_;
-  Parameter* weight_ = nullptr;
-  Parameter* bias_ = nullptr;
+  Linear::Options options_;
+  std::optional<Linear> linear_;  // once there are parameters
 };
 
-class LayerNormLayer final : public Layer {
+class NormLayer final : public Layer {
  public:
-  LayerNormLayer(std::int64_t width, double epsilon) : width_(width) {
+  NormLayer(Norm::Kind kind, std::int64_t width, double epsilon) : kind_(kind), width_(width) {
     require_positive(width, "width");
     require_epsilon(epsilon);
     epsilon_ = static_cast<float>(epsilon);
@@ -84,93 +71,41 @@ class LayerNormLayer final : public Layer {
     return input;
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
-    weight_ = &set.add(name + "weight", {width_}, Init::constant(1), /*decay=*/false);
-    bias_ = &set.add(name + "bias", {width_}, Init::constant(0), /*decay=*/false);
+    norm_.emplace(kind_, name, width_, epsilon_, set);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
     const std::int64_t rows = rows_of(input);
-    return {.memory = {.until_weight = stats_of({}, rows).spec.bytes()},
-            .operator_bytes = norm_backward_workspace(compute, rows, width_, /*terms=*/2)};
+    return {.memory = {.until_weight = norm_->stats({}, rows).spec.bytes()},
+            .operator_bytes = norm_->workspace(compute, rows)};
   }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override {
+    return {.recomputes = true, .capturable = true, .writes_rounded = true};
+  }
   void forward(LayerCall& call, const Tensor& y) override {
-    layer_norm_forward(call.compute(), call.x, weight_->value, bias_->value, epsilon_, y,
-                       stats_of(call.until_weight, rows_of(y.spec)));
+    norm_->forward(call.compute(), call.x, y, stats_of(call));
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    layer_norm_backward(call.compute(), dy, call.x, weight_->value,
-                        stats_of(call.until_weight, rows_of(dy.spec)), {.dx = dx});
+    norm_->backward_input(call.compute(), dy, call.x, stats_of(call), {}, {dx, call.rounded_dx});
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    const Tensor stats = stats_of(call.until_weight, rows_of(dy.spec));
-    for_summed_rows(call, [&](std::int64_t first, std::int64_t rows) {
-      layer_norm_backward(call.compute(), rows_from(dy, first, rows),
-                          rows_from(call.x, first, rows), weight_->value,
-                          rows_from(stats, first, rows),
-                          {.dgamma = weight_->grad,
-                           .dbeta = bias_->grad,
-                           .write = next_write({weight_, bias_}, call.compute().stream())});
-    });
+    norm_->backward_weight(call.compute(), shape_of(call), dy, call.x, stats_of(call));
+  }
+  void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    norm_->backward(call.compute(), shape_of(call), dy, call.x, stats_of(call), {},
+                    {dx, call.rounded_dx});
   }
 
  private:
-  // Mean and 1 / deviation of each row.
-  static Tensor stats_of(std::byte* memory, std::int64_t rows) {
-    return {memory, {DType::kF32, {rows, 2}}};
+  [[nodiscard]] Tensor stats_of(const LayerCall& call) const {
+    return norm_->stats(call.until_weight, rows_of(call.x.spec));
   }
 
+  Norm::Kind kind_;
   std::int64_t width_;
   float epsilon_ = 0;
-  Parameter* weight_ = nullptr;
-  Parameter* bias_ = nullptr;
-};
-
-class RmsNormLayer final : public Layer {
- public:
-  RmsNormLayer(std::int64_t width, double epsilon) : width_(width) {
-    require_positive(width, "width");
-    require_epsilon(epsilon);
-    epsilon_ = static_cast<float>(epsilon);
-  }
-
-  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_width(input, width_);
-    return input;
-  }
-  void add_parameters(ParameterSet& set, const std::string& name) override {
-    weight_ = &set.add(name + "weight", {width_}, Init::constant(1), /*decay=*/false);
-  }
-  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
-    const std::int64_t rows = rows_of(input);
-    return {.memory = {.until_weight = stats_of({}, rows).spec.bytes()},
-            .operator_bytes = norm_backward_workspace(compute, rows, width_, /*terms=*/1)};
-  }
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
-  void forward(LayerCall& call, const Tensor& y) override {
-    rms_norm_forward(call.compute(), call.x, weight_->value, epsilon_, y,
-                     stats_of(call.until_weight, rows_of(y.spec)));
-  }
-  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    rms_norm_backward(call.compute(), dy, call.x, weight_->value,
-                      stats_of(call.until_weight, rows_of(dy.spec)), {.dx = dx});
-  }
-  void backward_weight(LayerCall& call, const Tensor& dy) override {
-    rms_norm_backward(
-        call.compute(), dy, call.x, weight_->value, stats_of(call.until_weight, rows_of(dy.spec)),
-        {.dgamma = weight_->grad, .write = next_write({weight_}, call.compute().stream())});
-  }
-
- private:
-  // 1 / root mean square of each row.
-  static Tensor stats_of(std::byte* memory, std::int64_t rows) {
-    return {memory, {DType::kF32, {rows, 1}}};
-  }
-
-  std::int64_t width_;
-  float epsilon_ = 0;
-  Parameter* weight_ = nullptr;
+  std::optional<Norm> norm_;  // once there are parameters
 };
 
 class EmbeddingTable final : public Layer {
@@ -204,6 +139,7 @@ class EmbeddingTable final : public Layer {
   }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override { return kPromises; }
   void check_inputs(const Tensor& x) const override {
     const std::int32_t* const begin = x.as<std::int32_t>();
     for (std::int64_t i = 0; i < x.elements(); ++i) {
@@ -236,6 +172,12 @@ class EmbeddingTable final : public Layer {
   Parameter *table_ = nullptr, *positions_ = nullptr;
 };
 
+LayerSpec norm(const char* name, Norm::Kind kind, std::int64_t width, double epsilon) {
+  LayerSpec spec = layer<NormLayer>(name, kind, width, epsilon);
+  spec.settings = settings_of(width, epsilon);
+  return spec;
+}
+
 }  // namespace
 
 LayerSpec linear(std::int64_t in, std::int64_t out, bool bias) {
@@ -243,11 +185,11 @@ LayerSpec linear(std::int64_t in, std::int64_t out, bool bias) {
 }
 
 LayerSpec layer_norm(std::int64_t width, double epsilon) {
-  return layer<LayerNormLayer>("layer_norm", width, epsilon);
+  return norm("layer_norm", Norm::Kind::kLayer, width, epsilon);
 }
 
 LayerSpec rms_norm(std::int64_t width, double epsilon) {
-  return layer<RmsNormLayer>("rms_norm", width, epsilon);
+  return norm("rms_norm", Norm::Kind::kRms, width, epsilon);
 }
 
 LayerSpec embedding(std::int64_t classes, std::int64_t width, std::int64_t positions) {

@@ -24,6 +24,9 @@ class ActivationLayer final : public Layer {
     return input;
   }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override {
+    return {.recomputes = true, .capturable = true, .in_place = true};
+  }
   void forward(LayerCall& call, const Tensor& y) override { forward_(call.compute(), call.x, y); }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     backward_(call.compute(), call.x, dy, dx);
@@ -45,6 +48,9 @@ class SoftmaxLayer final : public Layer {
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
                                  ComputeContext& /*compute*/) const override {
     return {.memory = {.until_input = input.bytes()}};
+  }
+  [[nodiscard]] LayerPromises promises() const override {
+    return {.recomputes = true, .in_place = true};
   }
   void forward(LayerCall& call, const Tensor& y) override {
     const Rows rows(call, y.spec);
@@ -97,6 +103,9 @@ class DropoutLayer final : public Layer {
     return input;
   }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override {
+    return {.recomputes = true, .capturable = true, .in_place = true};
+  }
   void forward(LayerCall& call, const Tensor& y) override { drop(call, call.x, y); }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     drop(call, dy, dx);
@@ -144,6 +153,9 @@ class ReshapeLayer final : public Layer {
     return {DType::kF32, Shape(std::span<const std::int64_t>(dims))};
   }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override {
+    return {.recomputes = true, .capturable = true};
+  }
   [[nodiscard]] double cost(const TensorSpec& /*input*/) const override { return 0; }
   void forward(LayerCall& call, const Tensor& y) override { copy(call, call.x, y); }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {

@@ -33,6 +33,7 @@ class GroupNormLayer final : public Layer {
     bias_ = &set.add(name + "bias", {channels_}, Init::constant(0), /*decay=*/false);
   }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
+  [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
                                  ComputeContext& /*compute*/) const override {
     const auto all = static_cast<std::size_t>(input.shape[0] * groups_);

@@ -7,7 +7,7 @@
 
 namespace sluice {
 
-// Runs `body`; what it throws names `who`: a text, or what has a name(), which is asked for then
+// Runs `body`; what it throws names `who`: a text, or what has a full_name(), asked for then
 // alone.
 template <typename Who, typename Body>
 decltype(auto) naming(const Who& who, const Body& body) {
@@ -17,8 +17,8 @@ decltype(auto) naming(const Who& who, const Body& body) {
     throw;
   } catch (const Error& error) {
     std::string name;
-    if constexpr (requires { who.name(); }) {
-      name = who.name();
+    if constexpr (requires { who.full_name(); }) {
+      name = who.full_name();
     } else {
       name = who;
     }

@@ -1,7 +1,5 @@
 #include "stages/network/network_stage.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -11,42 +9,9 @@
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/naming.hpp"
-#include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
 namespace {
-
-void require_gpu(bool runs, const std::string& who, const ComputeContext& compute) {
-  if (runs || compute.device().kind == DeviceKind::kCpu) return;
-  throw_usage("{} runs on CPUs alone; give its stage a CPU (--device)", who);
-}
-
-SlotMemory::Need largest(const SlotMemory::Need& a, const SlotMemory::Need& b) {
-  return {.layer = {std::max(a.layer.until_input, b.layer.until_input),
-                    std::max(a.layer.until_weight, b.layer.until_weight),
-                    std::max(a.layer.gradients, b.layer.gradients),
-                    std::max(a.layer.scratch, b.layer.scratch)},
-          .output = std::max(a.output, b.output),
-          .input_gradient = std::max(a.input_gradient, b.input_gradient)};
-}
-
-// Runs `body`, which writes `tensor` and reads the layer's input, and watches the first call on a
-// CPU.
-template <typename Body>
-void watched(bool& was, const LayerCall& call, const char* what, const Tensor& tensor,
-             const Body& body) {
-  if (was || call.compute().device().kind != DeviceKind::kCpu) return body();
-  const Unchanged input({&call.x, 1});
-  mark_unwritten(tensor);
-  body();
-  require_written(tensor, what);
-  input.require("input");
-  was = true;
-}
-
-void copy(StageContext& ctx, const Tensor& from, const Tensor& to) {
-  copy_async(to.data, from.data, from.spec.bytes(), ctx.compute.stream());
-}
 
 // The sums of a replica that is alone.
 class OneReplica : public Collective {
@@ -54,181 +19,60 @@ class OneReplica : public Collective {
   void sum(std::span<double> /*values*/) override {}
 };
 
+LayerMemory largest(const LayerMemory& a, const LayerMemory& b) {
+  return {std::max(a.until_input, b.until_input), std::max(a.until_weight, b.until_weight),
+          std::max(a.lasting, b.lasting), std::max(a.gradients, b.gradients),
+          std::max(a.scratch, b.scratch)};
+}
+
+std::size_t state_of(const LayerMemory& memory) {
+  return sum_of_bytes({memory.until_input, memory.until_weight, memory.lasting});
+}
+
 }  // namespace
 
-std::string NumberedLayer::name() const { return fmt::format("layer {} ({})", number, kind); }
-
-NumberedLayer make_layer(const LayerSpec& spec, int number, int drawn) {
-  NumberedLayer made{number, spec.kind, nullptr};
-  return naming(made.name(), [&] {
-    made.layer = spec.make(drawn);
-    if (made.layer == nullptr) throw_usage("made nothing");
-    return std::move(made);
-  });
-}
-
-// A size that std::size_t holds may still be too large to be rounded up.
-static void require_countable(const LayerNeeds& needs, const std::string& layer) {
-  const LayerMemory& memory = needs.memory;
-  for (const std::size_t bytes : {memory.until_input, memory.until_weight, memory.gradients,
-                                  memory.scratch, needs.operator_bytes, needs.table_bytes}) {
-    if (round_up(bytes, kBufferAlignment) < kTooManyBytes) continue;
-    throw_usage("{} needs {} bytes; legal: at most {}", layer, bytes,
-                kTooManyBytes / kBufferAlignment * kBufferAlignment);
-  }
-}
-
-TensorSpec output_of(const NumberedLayer& layer, const TensorSpec& input) {
-  return naming(layer.name(), [&] { return layer.layer->output(input); });
-}
-
-void layer_forward(NumberedLayer& layer, LayerCall& call, const Tensor& y) {
-  naming(layer, [&] {
-    watched(layer.forward_watched, call, "its output", y, [&] { layer.layer->forward(call, y); });
-  });
-}
-
-void layer_backward_input(NumberedLayer& layer, LayerCall& call, const Tensor& dy,
-                          const Tensor& dx) {
-  naming(layer, [&] {
-    watched(layer.backward_watched, call, "its input's gradient", dx,
-            [&] { layer.layer->backward_input(call, dy, dx); });
-  });
-}
-
 NetworkStage::NetworkStage(StageLayers parts)
-    : layers_(std::move(parts.layers)),
-      begin_(parts.begin),
-      skips_(std::move(parts.skips)),
-      model_(std::move(parts.model)) {
-  std::size_t join = 0;
-  const auto joins_before = [&](int number) {
-    for (; join < skips_.joins().size() && skips_.joins()[join].to == number; ++join) {
-      parts_.push_back({join, /*join=*/true});
-    }
-  };
-  made_by_.assign(skips_.sources().size(), static_cast<std::size_t>(-1));
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    joins_before(layers_[i].number);
-    for (std::size_t k = 0; k < made_by_.size(); ++k) {
-      if (skips_.sources()[k].from == layers_[i].number) made_by_[k] = parts_.size();
-    }
-    parts_.push_back({i, /*join=*/false});
-  }
-  joins_before(begin_ + static_cast<int>(layers_.size()));
-  source_gradients_.resize(made_by_.size());
-  for (const NumberedLayer& each : layers_) {
-    const std::size_t first = parameters_.size();
-    each.layer->add_parameters(parameters_, fmt::format("{}.", each.number));
-    if (!each.layer->overwrites_gradients()) continue;
-    const std::vector<Parameter*> all = parameters_.all();
-    for (std::size_t i = first; i < all.size(); ++i) all[i]->gradient.set_asks();
-  }
+    : run_(std::move(parts.layers),
+           {.outermost = true, .skips = std::move(parts.skips), .begin = parts.begin}),
+      model_(std::move(parts.model)),
+      trusted_(std::all_of(run_.layers().begin(), run_.layers().end(),
+                           [](const NumberedLayer& each) { return each.forward_watched; })) {
+  run_.add_parameters(parameters_);
 }
 
 ParameterSet* NetworkStage::parameters() {
   return parameters_.size() == 0 && parameters_.buffers().empty() ? nullptr : &parameters_;
 }
 
-// Adds the part's needs to `size`; returns its output.
-TensorSpec NetworkStage::measure(const Part& part, const TensorSpec& in, ComputeContext& compute,
-                                 Size& size) const {
-  if (part.join) {
-    const Skip& skip = skips_.joins()[part.index];
-    require_gpu(skip.join == Join::kAdd, "skip() that concatenates", compute);
-    size.needs.push_back({.layer = {}});
-    return joined(skip, in, size.sources[skips_.source_of(skip.from)]);
-  }
-  const NumberedLayer& each = layers_[part.index];
-  const TensorSpec out = output_of(each, in);
-  require_gpu(each.layer->runs_on_gpu(), each.name(), compute);
-  const LayerNeeds needs = naming(each.name(), [&] { return each.layer->needs(in, compute); });
-  size.operator_bytes = std::max(size.operator_bytes, needs.operator_bytes);
-  size.table_bytes = std::max(size.table_bytes, needs.table_bytes);
-  if (size.note.empty()) size.note = needs.note;
-  size.forward_sums += needs.forward_sums;
-  size.backward_sums += needs.backward_sums;
-  require_countable(needs, each.name());
-  size.needs.push_back({.layer = needs.memory});
-  return out;
-}
-
-NetworkStage::Size NetworkStage::size_of(std::span<const TensorSpec> inputs,
-                                         ComputeContext& compute) const {
-  Size size{.inputs = {inputs.begin(), inputs.end()},
-            .specs = {inputs[0]},
-            .sources = std::vector<TensorSpec>(made_by_.size()),
-            .needs = {}};
-  for (std::size_t k = 0; k < made_by_.size(); ++k) {
-    const int input = skips_.sources()[k].input;
-    if (input >= 0) size.sources[k] = inputs[static_cast<std::size_t>(input)];
-  }
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
-    const TensorSpec in = size.specs.back();
-    const TensorSpec out = measure(parts_[i], in, compute, size);
-    SlotMemory::Need& need = size.needs.back();
-    need.output = i + 1 < parts_.size() ? out.bytes() : 0;
-    need.input_gradient = i > 0 ? in.bytes() : 0;
-    size.specs.push_back(out);
-    for (std::size_t k = 0; k < made_by_.size(); ++k) {
-      if (made_by_[k] == i) size.sources[k] = out;
-    }
-  }
-  return size;
-}
-
-std::vector<TensorSpec> NetworkStage::outputs_of(const Size& size) const {
-  std::vector<TensorSpec> outputs(skips_.outputs());
-  outputs[0] = size.specs.back();
-  for (std::size_t k = 0; k < made_by_.size(); ++k) {
-    const int output = skips_.sources()[k].output;
-    if (output >= 0) outputs[static_cast<std::size_t>(output)] = size.sources[k];
-  }
-  return outputs;
-}
-
-const NetworkStage::Size& NetworkStage::size_of(const StageContext& ctx) const {
-  const TensorSpec& input = ctx.inputs[0].spec;
-  for (const Size& size : sizes_) {
-    if (size.specs.front() == input) return size;
-  }
-  throw_error(ErrorCode::kInternal, "a micro-batch {} was not prepared", to_string(input));
-}
-
-std::size_t NetworkStage::place_gradients(std::span<const Size> sizes,
-                                          std::vector<std::size_t>* places) const {
-  std::size_t used = 0;
-  for (std::size_t k = 0; k < made_by_.size(); ++k) {
-    const StageSkips::Source& source = skips_.sources()[k];
-    if (places != nullptr) places->push_back(used);
-    if (source.from < 0 || source.input > 0) continue;  // needs none, or is in a message
-    std::size_t bytes = 0;
-    for (const Size& size : sizes) bytes = std::max(bytes, size.sources[k].bytes());
-    add_bytes(used, round_up(bytes, kBufferAlignment));
-  }
-  return used;
-}
-
 StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
                                         ComputeContext& compute) const {
-  if (inputs.size() != skips_.inputs()) {
+  const StageSkips& skips = run_.skips();
+  if (inputs.size() != skips.inputs()) {
     throw_usage("these layers take {} tensors, got {}; carrying() hands others past them",
-                skips_.inputs(), inputs.size());
+                skips.inputs(), inputs.size());
   }
-  const Size size = size_of(inputs, compute);
-  StageDescription description = SlotMemory::describe(size.needs);
-  description.outputs = outputs_of(size);
-  description.operator_bytes = size.operator_bytes;
-  description.table_bytes = size.table_bytes;
-  description.note = size.note;
+  const Plan& plan = run_.plan_of(inputs, compute);
+  const LayerNeeds& needs = plan.needs;
+  StageDescription description;
+  description.outputs = run_.outputs_of(plan);
+  description.state_bytes_until_input = needs.memory.until_input;
+  description.state_bytes_until_weight =
+      sum_of_bytes({needs.memory.until_weight, needs.memory.lasting});
+  description.gradient_bytes_until_weight = needs.memory.gradients;
+  description.shared_gradient_bytes = plan.shared_gradients;
+  description.workspace_bytes =
+      std::max(needs.memory.scratch, other_scratch(description.outputs[0], compute));
+  description.copy_bytes = parameters_.rounded_bytes(compute.device().kind);
+  description.operator_bytes = needs.operator_bytes;
+  description.table_bytes = needs.table_bytes;
+  description.note = needs.note;
   description.model = model_;
-  description.forward_sums = size.forward_sums;
-  description.backward_sums = size.backward_sums;
-  add_bytes(description.workspace_bytes, place_gradients({&size, 1}, nullptr));
+  description.forward_sums = needs.forward_sums;
+  description.backward_sums = needs.backward_sums;
   for (const TensorSpec& input : inputs) {
     description.input_gradients.push_back(is_float(input.dtype));
   }
-  for (const StageSkips::Source& source : skips_.sources()) {
+  for (const StageSkips::Source& source : skips.sources()) {
     if (source.from < 0 && source.input > 0) {  // the model's input
       description.input_gradients[static_cast<std::size_t>(source.input)] = false;
     }
@@ -237,47 +81,79 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
 }
 
 void NetworkStage::check_inputs(std::span<const Tensor> inputs) const {
-  if (layers_.empty()) return;
-  naming(layers_[0], [&] { layers_[0].layer->check_inputs(inputs[0]); });
+  run_.check_inputs(inputs[0]);
 }
 
 void NetworkStage::prepare(const StageSetup& setup) {
-  sizes_.clear();
-  std::vector<SlotMemory::Need> needs(parts_.size());
-  for (const std::vector<TensorSpec>& inputs : setup.input_sizes) {
-    sizes_.push_back(size_of(inputs, *setup.compute));
-    for (std::size_t i = 0; i < needs.size(); ++i) {
-      needs[i] = largest(needs[i], sizes_.back().needs[i]);
-    }
-  }
-  memory_.prepare(needs, setup.slots, setup.split_backward, *setup.compute);
-  gradient_places_.clear();
-  source_memory_ = setup.compute->memory().allocate(place_gradients(sizes_, &gradient_places_));
+  split_ = setup.split_backward;
   trains_ = setup.trains;
-  if (parameters() != nullptr) {
-    parameters_.allocate(setup.compute->memory(), setup.seed, trains_);
+  prepared_.clear();
+  most_ = {};
+  for (const std::vector<TensorSpec>& inputs : setup.input_sizes) {
+    const Plan& plan = run_.plan_of(inputs, *setup.compute);
+    prepared_.push_back(&plan);
+    LayerMemory memory = plan.needs.memory;
+    if (!split_) memory.gradients = plan.shared_gradients;
+    memory.scratch = std::max(memory.scratch, other_scratch(plan.specs.back(), *setup.compute));
+    most_ = largest(most_, memory);
   }
-  for (const Size& size : sizes_) warm_up_size(*setup.compute, size);
+  allocate(setup);
+  for (const Plan* plan : std::vector(prepared_)) warm_up_size(*setup.compute, *plan);
   parameters_.zero_grads(setup.compute->stream());
 }
 
-void NetworkStage::prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) {
-  Size size = size_of(inputs, compute);
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
-    if (memory_.fits(i, size.needs[i])) continue;
-    throw_usage("{} needs more memory for {} than for a larger micro-batch",
-                parts_[i].join ? "skip()" : layers_[parts_[i].index].name(), to_string(inputs[0]));
+void NetworkStage::allocate(const StageSetup& setup) {
+  const DeviceMemory& memory = setup.compute->memory();
+  const auto slots = static_cast<std::size_t>(setup.slots);
+  state_ = memory.allocate(multiply_bytes(state_of(most_), slots));
+  gradients_ = memory.allocate(multiply_bytes(most_.gradients, split_ ? slots : 1));
+  scratch_ = memory.allocate(most_.scratch);
+  for (const Buffer* buffer : {&state_, &gradients_, &scratch_}) {
+    // Touches every page before the first step.
+    fill_zero_async(buffer->data(), buffer->size(), setup.compute->stream());
   }
-  sizes_.push_back(std::move(size));
-  if (compute.device().kind == DeviceKind::kCpu) return;
-  const GradientsAside aside(parameters_, compute.memory());
-  warm_up_size(compute, sizes_.back());
+  if (parameters() == nullptr) return;
+  parameters_.allocate(memory, setup.seed, trains_);
+  for (Parameter* parameter : parameters_.all()) {
+    if (parameter->rounded.data != nullptr) rounded_.push_back(parameter);
+  }
+  conversions_.reserve(rounded_.size());
+  if (trains_) run_.find_gradients(parameters_);
 }
 
-// On a GPU: CUDA loads a kernel at its first launch. Gradients are overwritten, then added to.
-// Buffers stay as they are. Temporary operands stand for the messages.
-void NetworkStage::warm_up_size(ComputeContext& compute, const Size& size) {
-  if (compute.device().kind == DeviceKind::kCpu || layers_.empty()) return;
+void NetworkStage::prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) {
+  const Plan& plan = run_.plan_of(inputs, compute);
+  const LayerMemory& memory = plan.needs.memory;
+  const LayerMemory most = largest(most_, memory);
+  const std::size_t gradients = split_ ? memory.gradients : plan.shared_gradients;
+  if (most.until_input > most_.until_input || most.until_weight > most_.until_weight ||
+      most.lasting > most_.lasting || most.scratch > most_.scratch || gradients > most_.gradients) {
+    throw_usage("layers need more memory for {} than for a larger micro-batch",
+                to_string(inputs[0]));
+  }
+  prepared_.push_back(&plan);
+  if (compute.device().kind == DeviceKind::kCpu) return;
+  const GradientsAside aside(parameters_, compute.memory());
+  warm_up_size(compute, plan);
+}
+
+void NetworkStage::begin_step(ComputeContext& compute) {
+  conversions_.clear();
+  for (Parameter* parameter : rounded_) {
+    if (parameter->rounded_is_current) continue;
+    conversions_.push_back({parameter->value, parameter->rounded});
+    parameter->rounded_is_current = true;
+  }
+  if (!conversions_.empty()) convert_all(compute, conversions_);
+}
+
+// On a GPU: CUDA loads a kernel at its first launch. On a CPU: a product's first run creates
+// primitives, and only Sluice's own layers are known to make nothing else of a call. Gradients are
+// overwritten, then added to. Buffers stay as they are. Temporary operands stand for the messages.
+void NetworkStage::warm_up_size(ComputeContext& compute, const Plan& plan) {
+  if (run_.layers().empty()) return;
+  if (compute.device().kind == DeviceKind::kCpu && !trusted_) return;
+  begin_step(compute);
   std::vector<Buffer> memory;
   const auto zeros = [&](const std::vector<TensorSpec>& specs) {
     std::vector<Tensor> tensors;
@@ -289,9 +165,9 @@ void NetworkStage::warm_up_size(ComputeContext& compute, const Size& size) {
     }
     return tensors;
   };
-  const std::vector<Tensor> inputs = zeros(size.inputs), outputs = zeros(outputs_of(size));
+  const std::vector<Tensor> inputs = zeros(plan.inputs), outputs = zeros(run_.outputs_of(plan));
   StageContext ctx{.compute = compute};
-  ctx.samples = size.specs.front().shape[0];
+  ctx.samples = plan.specs.front().shape[0];
   ctx.loss_scale = 0.0;
   ctx.inputs = inputs;
   OneReplica alone;
@@ -300,14 +176,17 @@ void NetworkStage::warm_up_size(ComputeContext& compute, const Size& size) {
   const Buffer kept =
       compute.memory().allocate(buffers.size_bytes(), DeviceMemory::Use::kTemporary);
   copy_async(kept.data(), buffers.data(), buffers.size_bytes(), compute.stream());
+  ctx.phase = Phase::kEvaluate;  // attention that drops nothing may be another one
+  forward(ctx, ctx.inputs, outputs);
+  if (trains_) ctx.phase = Phase::kTrain;
   warm_up(ctx, outputs);
   copy_async(buffers.data(), kept.data(), buffers.size_bytes(), compute.stream());
   compute.wait();  // before the operands are freed
 }
 
 void NetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> outputs) {
-  forward(ctx, ctx.inputs, outputs);
   if (!trains_) return;
+  forward(ctx, ctx.inputs, outputs);
   for (const Tensor& output : outputs) {
     fill_zero_async(output.data, output.spec.bytes(), ctx.compute.stream());
   }
@@ -319,171 +198,83 @@ void NetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> outputs) {
   }
 }
 
-LayerCall NetworkStage::call_of(StageContext& ctx, const Size& size, std::size_t part) const {
-  LayerCall call = memory_.call(ctx, part);
-  call.x = part == 0 ? ctx.inputs[0] : Tensor{memory_.output(ctx.slot, part - 1), size.specs[part]};
-  return call;
-}
-
-Tensor NetworkStage::source(const StageContext& ctx, const Size& size, std::size_t index) const {
-  const int input = skips_.sources()[index].input;
-  if (input >= 0) return ctx.inputs[static_cast<std::size_t>(input)];
-  return {memory_.output(ctx.slot, made_by_[index]), size.sources[index]};
-}
-
-void NetworkStage::run_forward(StageContext& ctx, const Size& size, std::size_t part,
-                               const Tensor& y) {
-  LayerCall call = call_of(ctx, size, part);
-  if (parts_[part].join) {
-    const Skip& skip = skips_.joins()[parts_[part].index];
-    return join_forward(ctx.compute, skip, call.x, source(ctx, size, skips_.source_of(skip.from)),
-                        y);
-  }
-  layer_forward(layers_[parts_[part].index], call, y);
+LayerRun::Call NetworkStage::call_of(StageContext& ctx) const {
+  const auto* const plan = [&]() -> const Plan* {
+    for (const Plan* each : prepared_) {
+      if (each->specs.front() == ctx.inputs[0].spec) return each;
+    }
+    throw_error(ErrorCode::kInternal, "a micro-batch {} was not prepared",
+                to_string(ctx.inputs[0].spec));
+  }();
+  const auto at = [](const Buffer& buffer, std::size_t offset) {
+    return buffer.data() == nullptr ? nullptr : buffer.data() + offset;
+  };
+  const auto slot = static_cast<std::size_t>(ctx.slot);
+  const std::size_t state = slot * state_of(most_);
+  return {.stage = ctx,
+          .plan = *plan,
+          .inputs = ctx.inputs,
+          .memory = {.until_input = at(state_, state),
+                     .until_weight = at(state_, state + most_.until_input),
+                     .lasting = at(state_, state + most_.until_input + most_.until_weight),
+                     .gradients = at(gradients_, split_ ? slot * most_.gradients : 0),
+                     .scratch = scratch_.data(),
+                     .shared = !split_}};
 }
 
 void NetworkStage::forward(StageContext& ctx, std::span<const Tensor> /*inputs*/,
                            std::span<const Tensor> outputs) {
-  const Size& size = size_of(ctx);
-  if (parts_.empty()) copy(ctx, ctx.inputs[0], outputs[0]);
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
-    ctx.compute.progress();
-    const bool last = i + 1 == parts_.size();
-    run_forward(ctx, size, i,
-                last ? outputs[0] : Tensor{memory_.output(ctx.slot, i), size.specs[i + 1]});
-  }
-  for (std::size_t k = 0; k < made_by_.size(); ++k) {
-    const int output = skips_.sources()[k].output;
-    if (output >= 0) copy(ctx, source(ctx, size, k), outputs[static_cast<std::size_t>(output)]);
-  }
-}
-
-Tensor NetworkStage::output_gradient(const StageContext& ctx, const Size& size, std::size_t part,
-                                     const Tensor& grad_output) const {
-  if (part + 1 == parts_.size()) return grad_output;
-  return {memory_.input_gradient(ctx.slot, part + 1), size.specs[part + 1]};
-}
-
-Tensor NetworkStage::input_gradient(const StageContext& ctx, const Size& size, std::size_t part,
-                                    std::span<const Tensor> grad_inputs) const {
-  if (part > 0) return {memory_.input_gradient(ctx.slot, part), size.specs[part]};
-  return grad_inputs.empty() ? Tensor{nullptr, size.specs[0]} : grad_inputs[0];
-}
-
-void NetworkStage::begin_source_gradients(StageContext& ctx, const Size& size,
-                                          std::span<const Tensor> grad_outputs,
-                                          std::span<const Tensor> grad_inputs) {
-  for (std::size_t k = 0; k < made_by_.size(); ++k) {
-    const StageSkips::Source& source = skips_.sources()[k];
-    SourceGradient& gradient = source_gradients_[k];
-    gradient = {.sum = {nullptr, size.sources[k]}};
-    if (source.from < 0) continue;
-    if (source.input > 0) {
-      gradient.sum = grad_inputs[static_cast<std::size_t>(source.input)];
-    } else {
-      gradient.sum.data = source_memory_.data() + gradient_places_[k];
-    }
-    if (source.output < 0) continue;
-    copy(ctx, grad_outputs[static_cast<std::size_t>(source.output)], gradient.sum);
-    gradient.begun = true;
-  }
-}
-
-void NetworkStage::run_backward_input(StageContext& ctx, const Size& size, std::size_t part,
-                                      const Tensor& dy, const Tensor& dx) {
-  if (parts_[part].join) {
-    const Skip& skip = skips_.joins()[parts_[part].index];
-    SourceGradient& gradient = source_gradients_[skips_.source_of(skip.from)];
-    join_backward(ctx.compute, skip, dy, dx, gradient.sum, gradient.begun);
-    gradient.begun = true;
-    return;
-  }
-  for (std::size_t k = 0; k < made_by_.size(); ++k) {
-    // The last layer of a stage hands its output on by the main tensor alone.
-    if (made_by_[k] == part && source_gradients_[k].begun) {
-      add(ctx.compute, source_gradients_[k].sum, dy);
-    }
-  }
-  if (dx.data == nullptr && size.needs[part].layer.gradients == 0) return;
-  LayerCall call = call_of(ctx, size, part);
-  layer_backward_input(layers_[parts_[part].index], call, dy, dx);
-}
-
-void NetworkStage::run_backward_weight(StageContext& ctx, const Size& size, std::size_t part,
-                                       const Tensor& dy) {
-  if (parts_[part].join) return;
-  const NumberedLayer& each = layers_[parts_[part].index];
-  LayerCall call = call_of(ctx, size, part);
-  naming(each, [&] { each.layer->backward_weight(call, dy); });
-}
-
-// Where the stage's main input is a source too.
-void NetworkStage::end_source_gradients(StageContext& ctx, std::span<const Tensor> grad_inputs) {
-  if (grad_inputs.empty() || grad_inputs[0].data == nullptr) return;
-  for (std::size_t k = 0; k < made_by_.size(); ++k) {
-    const SourceGradient& gradient = source_gradients_[k];
-    if (skips_.sources()[k].input == 0 && gradient.begun && gradient.sum.data != nullptr) {
-      add(ctx.compute, gradient.sum, grad_inputs[0]);
-    }
-  }
-}
-
-void NetworkStage::run_backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
-                                std::span<const Tensor> grad_inputs, bool weights) {
-  const Size& size = size_of(ctx);
-  begin_source_gradients(ctx, size, grad_outputs, grad_inputs);
-  if (parts_.empty() && !grad_inputs.empty() && grad_inputs[0].data != nullptr) {
-    copy(ctx, grad_outputs[0], grad_inputs[0]);
-  }
-  for (std::size_t i = parts_.size(); i-- > 0;) {
-    ctx.compute.progress();
-    const Tensor dy = output_gradient(ctx, size, i, grad_outputs[0]);
-    run_backward_input(ctx, size, i, dy, input_gradient(ctx, size, i, grad_inputs));
-    if (weights) run_backward_weight(ctx, size, i, dy);
-  }
-  end_source_gradients(ctx, grad_inputs);
+  LayerRun::Call call = call_of(ctx);
+  run_.forward(call, outputs);
 }
 
 void NetworkStage::backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                             std::span<const Tensor> grad_inputs) {
-  // Where each slot has its own gradients, as the two halves do.
-  run_backward(ctx, grad_outputs, grad_inputs, /*weights=*/!memory_.split());
-  if (memory_.split()) backward_weight(ctx, grad_outputs);
+  LayerRun::Call call = call_of(ctx);
+  if (!split_) return run_.backward(call, grad_outputs, grad_inputs);
+  run_.backward_input(call, grad_outputs, grad_inputs);  // as the two halves do
+  run_.backward_weight(call, grad_outputs);
 }
 
 void NetworkStage::backward_input(StageContext& ctx, std::span<const Tensor> grad_outputs,
                                   std::span<const Tensor> grad_inputs) {
-  run_backward(ctx, grad_outputs, grad_inputs, /*weights=*/false);
+  LayerRun::Call call = call_of(ctx);
+  run_.backward_input(call, grad_outputs, grad_inputs);
 }
 
 void NetworkStage::backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) {
-  const Size& size = size_of(ctx);
-  for (std::size_t i = parts_.size(); i-- > 0;) {
-    ctx.compute.progress();
-    run_backward_weight(ctx, size, i, output_gradient(ctx, size, i, grad_outputs[0]));
-  }
+  LayerRun::Call call = call_of(ctx);
+  run_.backward_weight(call, grad_outputs);
 }
 
 LossNetworkStage::LossNetworkStage(StageLayers parts, std::string kind, std::unique_ptr<Loss> loss)
-    : NetworkStage(std::move(parts)), kind_(std::move(kind)), loss_(std::move(loss)) {}
+    : NetworkStage(std::move(parts)), kind_(std::move(kind)), loss_(std::move(loss)) {
+  const std::size_t layers = set().size();
+  loss_->add_parameters(set());
+  const std::vector<Parameter*> all = set().all();
+  for (std::size_t i = layers; i < all.size(); ++i) all[i]->gradient.set_asks();
+}
 
 StageDescription LossNetworkStage::describe(std::span<const TensorSpec> inputs,
                                             ComputeContext& compute) const {
   StageDescription description = NetworkStage::describe(inputs, compute);
   const TensorSpec& outputs = description.outputs[0];
   description.targets = {targets_of(outputs)};
-  require_gpu(loss_->runs_on_gpu(), kind_, compute);
-  description.operator_bytes = std::max(description.operator_bytes, loss_->operator_bytes(outputs));
+  if (!loss_->runs_on_gpu() && compute.device().kind != DeviceKind::kCpu) {
+    throw_usage("{} runs on CPUs alone; give its stage a CPU (--device)", kind_);
+  }
+  description.operator_bytes =
+      std::max(description.operator_bytes, loss_->needs(outputs, compute).operator_bytes);
   return description;
+}
+
+std::size_t LossNetworkStage::other_scratch(const TensorSpec& outputs,
+                                            ComputeContext& compute) const {
+  return loss_->needs(outputs, compute).memory.scratch;
 }
 
 TensorSpec LossNetworkStage::targets_of(const TensorSpec& outputs) const {
   return naming(kind_, [&] { return loss_->targets(outputs); });
-}
-
-void LossNetworkStage::prepare(const StageSetup& setup) {
-  outputs_ = describe(setup.input_sizes[0], *setup.compute).outputs[0];
-  NetworkStage::prepare(setup);
 }
 
 void LossNetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> outputs) {
@@ -491,26 +282,30 @@ void LossNetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> output
   const Buffer zeros = ctx.compute.memory().allocate(spec.bytes(), DeviceMemory::Use::kTemporary);
   fill_zero_async(zeros.data(), spec.bytes(), ctx.compute.stream());
   const HostBuffer sum(ctx.compute.device(), sizeof(double));
-  loss_->compute(ctx, outputs[0], {zeros.data(), spec}, reinterpret_cast<double*>(sum.data()));
+  const Tensor targets{zeros.data(), spec};
+  // The second one adds to gradients, if any.
+  if (trains()) set().set_old_grads(true);
+  for (int i = 0; i < (trains() ? 2 : 1); ++i) {
+    loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
+  }
   NetworkStage::warm_up(ctx, outputs);
   ctx.compute.wait();  // before the targets are freed
 }
 
-void LossNetworkStage::require_targets(const TensorSpec& outputs,
-                                       std::span<const Tensor> targets) const {
-  const TensorSpec legal = targets_of(outputs);
-  const auto like = [&](const TensorSpec& spec) {
-    if (spec.dtype != legal.dtype || spec.shape.rank() != legal.shape.rank()) return false;
-    for (int d = 1; d < legal.shape.rank(); ++d) {
-      if (spec.shape[d] != legal.shape[d]) return false;
-    }
-    return true;
-  };
+// The outputs of a prepared size that these targets fit, which may be for any number of samples.
+const TensorSpec& LossNetworkStage::outputs_for(std::span<const Tensor> targets) const {
   if (targets.size() != 1)
     throw_usage("{} takes one tensor of targets, got {}", kind_, targets.size());
-  if (like(targets[0].spec)) return;
+  const TensorSpec& spec = targets[0].spec;
+  for (const LayerRun::Plan* plan : prepared()) {
+    TensorSpec legal = targets_of(plan->specs.back());
+    bool fits = spec.dtype == legal.dtype && spec.shape.rank() == legal.shape.rank();
+    for (int d = 1; fits && d < legal.shape.rank(); ++d) fits = spec.shape[d] == legal.shape[d];
+    if (fits) return plan->specs.back();
+  }
+  const TensorSpec& outputs = prepared().front()->specs.back();
   throw_usage("{}: targets are {}; legal with outputs {}: {}, and so for any number of samples",
-              kind_, to_string(targets[0].spec), to_string(outputs), to_string(legal));
+              kind_, to_string(spec), to_string(outputs), to_string(targets_of(outputs)));
 }
 
 void LossNetworkStage::loss(StageContext& ctx, std::span<const Tensor> outputs,
@@ -519,12 +314,12 @@ void LossNetworkStage::loss(StageContext& ctx, std::span<const Tensor> outputs,
   if (ctx.phase == Phase::kTrain && set != nullptr && !loss_->leaves_gradients()) {
     set->settle_grads(ctx.compute.stream());
   }
-  naming(kind_, [&] { loss_->compute(ctx, outputs[0], targets[0], sum); });
+  naming(kind_, [&] { loss_->compute_in(scratch(), ctx, outputs[0], targets[0], sum); });
 }
 
 double LossNetworkStage::target_weight(std::span<const Tensor> targets) const {
-  require_targets(outputs_, targets);
-  return naming(kind_, [&] { return loss_->weight(outputs_, targets[0]); });
+  const TensorSpec& outputs = outputs_for(targets);
+  return naming(kind_, [&] { return loss_->weight(outputs, targets[0]); });
 }
 
 }  // namespace sluice

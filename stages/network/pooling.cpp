@@ -38,6 +38,7 @@ class PoolingLayer : public Layer {
     require_picture(input, 0);
     return window_.places(input, input.shape[1]);
   }
+  [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
 
  protected:
   // body(window's rows, window's columns, output's index), within the picture.
@@ -158,6 +159,7 @@ class GlobalAverage final : public Layer {
     require_picture(input, 0);
     return {DType::kF32, {input.shape[0], input.shape[1]}};
   }
+  [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
   void forward(LayerCall& call, const Tensor& y) override {
     for_planes(call, [&](std::int64_t p, std::int64_t size) {
       const float* const x = call.x.as<float>() + p * size;

@@ -1,11 +1,14 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include <sluice/error.hpp>
 #include <sluice/layers.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/naming.hpp"
 #include "stages/network/network_stage.hpp"
@@ -23,7 +26,7 @@ struct Sequential::Model {
   [[nodiscard]] std::string text() const {
     std::string all = fmt::format("{} layers\n", layers.size());
     for (std::size_t i = 0; i < layers.size(); ++i) {
-      all += fmt::format("layer {}: {}({})\n", i, layers[i].kind, layers[i].settings);
+      all += fmt::format("layer {}: {}\n", i, text_of(layers[i]));
     }
     for (const Skip& skip : skips) {
       all += fmt::format("skip({}, {}), {}, {}\n", skip.from, skip.to, static_cast<int>(skip.join),
@@ -42,9 +45,9 @@ struct Sequential::Model {
       return made;
     });
   }
-  [[nodiscard]] NumberedLayer make(std::size_t index) const {
+  [[nodiscard]] std::vector<NumberedLayer> make(std::size_t index) const {
     const int number = static_cast<int>(index);
-    return make_layer(layers[index], number, number);
+    return make_layers(layers[index], number, number);
   }
 };
 
@@ -101,11 +104,10 @@ Sequential Sequential::with_input(const TensorSpec& sample) const {
   };
   for (int i = 0; i < layers; ++i) {
     join_before(i);
-    const NumberedLayer made = model->make(static_cast<std::size_t>(i));
-    const TensorSpec out = output_of(made, spec);
-    model->costs.push_back(made.layer->cost(spec));
-    spec = out;
-    outputs.push_back(out);
+    const LayerRun made(model->make(static_cast<std::size_t>(i)), {});
+    model->costs.push_back(made.cost(spec));
+    spec = made.output(spec);
+    outputs.push_back(spec);
   }
   join_before(layers);
   if (const std::unique_ptr<Loss> loss = model->make_loss()) {
@@ -140,16 +142,28 @@ Partition Sequential::partition(int stages) const {
 }
 
 std::unique_ptr<Stage> Sequential::operator()(int stage, int stages) const {
-  const Partition parts = partition(stages);
-  if (stage < 0 || stage >= stages) throw_usage("stage {} of {}", stage, stages);
-  std::vector<NumberedLayer> layers;
-  const auto at = static_cast<std::size_t>(stage);
-  for (int i = parts.first[at]; i < parts.first[at + 1]; ++i) {
-    layers.push_back(model_->make(static_cast<std::size_t>(i)));
+  return stage_of(partition(stages), stage);
+}
+
+std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stage) const {
+  const std::vector<int>& first = partition.first;
+  const int count = static_cast<int>(model_->layers.size());
+  if (first.size() < 2 || first.front() != 0 || first.back() != count ||
+      !std::is_sorted(first.begin(), first.end())) {
+    throw_usage(
+        "the partition [{}] does not cut layers 0 to {} into stages, ascending from 0 to {}",
+        fmt::join(first, ", "), count - 1, count);
   }
-  const StageSkips skips(model_->skips, parts.first[at], parts.first[at + 1],
-                         static_cast<int>(model_->layers.size()));
-  StageLayers mine{std::move(layers), parts.first[at], skips, model_->text()};
+  const int stages = partition.stages();
+  if (stage < 0 || stage >= stages) {
+    throw_usage("stage {} of a partition into {} stages; legal: 0 to {}", stage, stages,
+                stages - 1);
+  }
+  StageLayers mine{.layers = {}, .begin = first[at(stage)], .model = model_->text()};
+  for (int i = first[at(stage)]; i < first[at(stage) + 1]; ++i) {
+    std::ranges::move(model_->make(at(i)), std::back_inserter(mine.layers));
+  }
+  mine.skips = StageSkips(model_->skips, first[at(stage)], first[at(stage) + 1], count);
   std::unique_ptr<Loss> loss = stage < stages - 1 ? nullptr : model_->make_loss();
   if (loss == nullptr) return std::make_unique<NetworkStage>(std::move(mine));
   return std::make_unique<LossNetworkStage>(std::move(mine), model_->loss.kind, std::move(loss));

@@ -1,8 +1,11 @@
 // What layers say about tensors that do not fit. Internal to stages/.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <cstdint>
 #include <limits>
+#include <string>
 
 #include <sluice/tensor.hpp>
 
@@ -21,6 +24,19 @@ inline void require_width(const TensorSpec& input, std::int64_t width) {
   const int rank = input.shape.rank();
   if (input.dtype == DType::kF32 && rank >= 2 && input.shape[rank - 1] == width) return;
   throw_usage("the input is {}; legal: f32 [samples, ..., {}]", to_string(input), width);
+}
+
+// The residual stream. context: the most positions, 0: any.
+inline void require_stream(const TensorSpec& input, DType type, std::int64_t width,
+                           std::int64_t context = 0) {
+  const Shape& shape = input.shape;
+  const bool right = input.dtype == type && shape.rank() == 3 && shape[2] == width &&
+                     (context == 0 || (shape[0] >= 1 && shape[1] >= 1 && shape[1] <= context));
+  if (right) return;
+  const std::string legal = fmt::format("{} [samples, sequence, {}]", name_of(type), width);
+  if (context == 0) throw_usage("the input is {}; legal: {}", to_string(input), legal);
+  throw_usage("the input is {}; legal: {} with at least 1 sample and 1 to {} positions",
+              to_string(input), legal, context);
 }
 
 inline void require_positive(std::int64_t value, const char* what) {

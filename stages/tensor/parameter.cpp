@@ -222,7 +222,37 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
   }
   draw_values(device, seed);
   allocate_buffers(memory, seed);
+  allocate_rounded(memory);
   mark_values_changed();
+}
+
+static bool is_rounded(const Parameter& parameter, DeviceKind device) {
+  return parameter.rounds == RoundedCopy::kEverywhere ||
+         (parameter.rounds == RoundedCopy::kOnGpus && device != DeviceKind::kCpu);
+}
+
+static TensorSpec rounded_spec(const Parameter& parameter) {
+  return {DType::kBf16, parameter.shape};
+}
+
+std::size_t ParameterSet::rounded_bytes(DeviceKind device) const {
+  std::size_t bytes = 0;
+  for (const Parameter& parameter : parameters_) {
+    if (!is_rounded(parameter, device)) continue;
+    add_bytes(bytes, round_up(rounded_spec(parameter).bytes(), kBufferAlignment));
+  }
+  return bytes;
+}
+
+void ParameterSet::allocate_rounded(const DeviceMemory& memory) {
+  const DeviceKind device = memory.device().kind;
+  memory_->rounded = memory.allocate(rounded_bytes(device));
+  std::byte* place = memory_->rounded.data();
+  for (Parameter& parameter : parameters_) {
+    if (!is_rounded(parameter, device)) continue;
+    parameter.rounded = {place, rounded_spec(parameter)};
+    place += round_up(parameter.rounded.spec.bytes(), kBufferAlignment);
+  }
 }
 
 // In place on a CPU: a copy of the largest parameter would be the most that a pipeline for

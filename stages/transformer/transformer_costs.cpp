@@ -4,18 +4,11 @@
 #include <sluice/transformer.hpp>
 
 #include "comm/base/index.hpp"
-#include "stages/transformer/build.hpp"
+#include "stages/transformer/sizes.hpp"
 
 namespace sluice {
 
 namespace {
-
-// Floating-point operations of one sample's forward through a block.
-struct BlockCosts {
-  double attention = 0;      // two products over the scores that are seen
-  double kept_products = 0;  // those whose results backward reads: qkv and the raised values
-  double results = 0;        // those that end in the residual stream
-};
 
 // Pairs of a query and a key that it sees, half of them on the diagonal.
 double seen_pairs(const TransformerConfig& config, int block) {
@@ -23,19 +16,6 @@ double seen_pairs(const TransformerConfig& config, int block) {
   const int window = window_of(config, block);
   const double seen = window == 0 ? context : std::min<double>(window, context);
   return seen * context - seen * seen / 2;
-}
-
-BlockCosts block_costs(const TransformerConfig& config, int block) {
-  const TransformerSizes sizes = sizes_of(config);
-  const double context = config.context;
-  const auto width = static_cast<double>(sizes.width);
-  const auto query_width = static_cast<double>(sizes.query_width());
-  const double mlp = width * static_cast<double>(sizes.mlp_width);
-  const double raising_products = config.kind == TransformerKind::kGpt2 ? 1 : 2;
-  const double qkv = width * (query_width + 2 * static_cast<double>(sizes.kv_width()));
-  return {.attention = 4 * seen_pairs(config, block) * query_width,
-          .kept_products = 2 * context * (qkv + raising_products * mlp),
-          .results = 2 * context * (query_width * width + mlp)};
 }
 
 // The ends' costs are 0; cost(block) is that of a block.
@@ -50,12 +30,26 @@ std::vector<double> costs_of_blocks(const TransformerConfig& config, const Cost&
 
 }  // namespace
 
+BlockCosts block_costs(const TransformerConfig& config, int block) {
+  const TransformerSizes sizes = sizes_of(config);
+  const double context = config.context;
+  const auto width = static_cast<double>(sizes.width);
+  const auto query_width = static_cast<double>(sizes.query_width());
+  const double mlp = width * static_cast<double>(sizes.mlp_width);
+  const double raising_products = config.kind == TransformerKind::kGpt2 ? 1 : 2;
+  return {.scores = 4 * seen_pairs(config, block) * query_width,
+          .qkv = 2 * context * width * (query_width + 2 * static_cast<double>(sizes.kv_width())),
+          .output = 2 * context * query_width * width,
+          .up = 2 * context * raising_products * mlp,
+          .down = 2 * context * mlp};
+}
+
 std::vector<double> layer_costs(const TransformerConfig& config) {
   validate(config);
   const double context = config.context;
   const double width = config.width;
   std::vector<double> costs = costs_of_blocks(config, [](const BlockCosts& block) {
-    return block.attention + block.kept_products + block.results;
+    return block.scores + block.qkv + block.output + block.up + block.down;
   });
   costs.front() = 2 * context * width;
   costs.back() = 2 * context * width * config.vocabulary;
@@ -66,7 +60,7 @@ double training_flops(const TransformerConfig& config) {
   validate(config);
   double flops = 6.0 * static_cast<double>(parameter_count(config)) * config.context;
   for (int block = 0; block < config.layers; ++block) {
-    flops += 3 * block_costs(config, block).attention;
+    flops += 3 * block_costs(config, block).scores;
   }
   return flops;
 }
@@ -76,9 +70,9 @@ std::vector<double> recompute_costs(const TransformerConfig& config) {
   return costs_of_blocks(config, [&](const BlockCosts& block) {
     switch (config.recompute) {
       case Recompute::kAttention:
-        return block.attention;
+        return block.scores;
       case Recompute::kBlock:
-        return block.attention + block.kept_products;
+        return block.scores + block.qkv + block.up;  // whose results backward reads
       case Recompute::kNone:
         break;
     }

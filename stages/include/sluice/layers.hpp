@@ -11,9 +11,10 @@
 // model. Parameters have the names that torch.nn.Sequential gives them: "0.weight", "0.bias",
 // "2.weight"; cut() has no number. Initial values are drawn from torch's distributions.
 //
-// Tensors. Dimension 0 is the sample. Layers compute in f32. What a layer keeps of a micro-batch is
-// in memory that the stage hands it: a step allocates nothing. On a GPU a layer runs if its
-// operators exist there; another one is Error(kUsage) that names it, when the pipeline is made.
+// Tensors. Dimension 0 is the sample. Layers compute in f32, but for those of a transformer. What a
+// layer keeps of a micro-batch is in memory that the stage hands it: a step allocates nothing. On a
+// GPU a layer runs if its operators exist there; another one is Error(kUsage) that names it, when
+// the pipeline is made.
 //
 // Errors. Layers and losses throw Error(kUsage) for numbers that cannot work when they are made,
 // and for shapes and types that do not fit when the stage is described. The message names the layer
@@ -45,6 +46,7 @@ namespace sluice {
 struct LayerMemory {
   std::size_t until_input = 0;   // from forward to the input gradient
   std::size_t until_weight = 0;  // from forward to the weight gradient
+  std::size_t lasting = 0;       // the same, also where the layer is recomputed: see recompute()
   std::size_t gradients = 0;     // from the input gradient to the weight gradient
   std::size_t scratch = 0;       // within one call
 };
@@ -68,10 +70,34 @@ struct LayerCall {
   Tensor x;
   std::byte* until_input = nullptr;
   std::byte* until_weight = nullptr;
-  std::byte* gradients = nullptr;
+  std::byte* lasting = nullptr;
+  std::byte* gradients = nullptr;  // null without LayerMemory::gradients
   std::byte* scratch = nullptr;
+  // forward() runs once more for this micro-batch, in backward. `lasting` has what it kept there.
+  bool again = false;
+  // In backward calls: copies of dy and dx in bf16. dy's has data if reads_rounded(); dx's is to be
+  // written with dx where it has data.
+  Tensor rounded_dy = {}, rounded_dx = {};
 
   [[nodiscard]] ComputeContext& compute() const { return stage.compute; }
+};
+
+// What may be asked of a layer. Where it promises nothing, a stage takes the safe way.
+struct LayerPromises {
+  // forward() with LayerCall::again writes the same y and the same memory, moves no buffer and
+  // makes no sum over replicas: what it needs of those is in LayerMemory::lasting. Others keep all
+  // that they keep inside recompute() too.
+  bool recomputes = false;
+  // keep_again() needs no memory for y, which then has null data.
+  bool keeps_alone = false;
+  // As Stage::graph_capturable().
+  bool capturable = false;
+  // backward() takes dy's memory as dx where both have one shape and type.
+  bool in_place = false;
+  // Reads LayerCall::rounded_dy. If dy is bf16 it never has data.
+  bool reads_rounded = false;
+  // Writes LayerCall::rounded_dx where that has data. If not, Sluice converts dx.
+  bool writes_rounded = false;
 };
 
 // A layer of one input and one output. It keeps no state of a micro-batch but in the memory of the
@@ -94,6 +120,7 @@ class Layer {
   [[nodiscard]] virtual bool overwrites_gradients() const { return false; }
   // Whether it runs on a GPU. A layer that reads its tensors on the host does not.
   [[nodiscard]] virtual bool runs_on_gpu() const { return false; }
+  [[nodiscard]] virtual LayerPromises promises() const { return {}; }
   // Work of one call, for cuts by cost; in multiply-adds, at least 0.
   [[nodiscard]] virtual double cost(const TensorSpec& input) const {
     return static_cast<double>(input.shape.elements());
@@ -105,12 +132,20 @@ class Layer {
 
   // Writes y; x stays as it is, here and in backward_input.
   virtual void forward(LayerCall& call, const Tensor& y) = 0;
+  // As forward() with LayerCall::again where nobody needs y: writes what forward keeps. The last
+  // layer of recompute() that keeps something gets this call.
+  virtual void keep_again(LayerCall& call, const Tensor& y) { forward(call, y); }
   // Overwrites dx. Where nobody needs dx it is not called, except for a layer that has
   // LayerMemory::gradients; dx then has null data. dx is not dy.
   virtual void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) = 0;
   // Adds to the gradients of parameters (see overwrites_gradients()). dy: as in the backward_input
   // before it.
   virtual void backward_weight(LayerCall& /*call*/, const Tensor& /*dy*/) {}
+  // Both, with the same bits. Where nobody needs dx it has null data. See LayerPromises::in_place.
+  virtual void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) {
+    if (dx.data != nullptr || call.gradients != nullptr) backward_input(call, dy, dx);
+    backward_weight(call, dy);
+  }
 };
 
 // A connection past layers; see skip().
@@ -129,6 +164,16 @@ struct LayerSpec {
   std::optional<Skip> skip = {};
   // What it is made from, "10, 50": ranks compare the models that they have by kinds and settings.
   std::string settings = {};
+  // Of group(): its layers, which a model runs as its own.
+  std::vector<LayerSpec> parts = {};
+  // What the names of its parameters begin with in place of its number: "blocks.3."; in a group,
+  // after the group's. Empty: nothing.
+  std::optional<std::string> name = {};
+  // The parts of a group have the group's `number`; otherwise each has its own.
+  bool one_number = false;
+  // Sluice's own: the first calls are not watched, and its calls run once, on zeros, when the stage
+  // is prepared.
+  bool trusted = false;
 };
 
 // "10, 0.5": the numbers among the arguments.
@@ -189,8 +234,14 @@ template <typename T, typename... Arguments>
 [[nodiscard]] LayerSpec rms_norm(std::int64_t width, double epsilon = 1e-5);
 // Over the last dimension; on CPUs alone. Models with cross_entropy_loss() end without it.
 [[nodiscard]] LayerSpec softmax();
-// Several layers as one, with names of parameters such as "3.0.weight".
+// Several layers as one for cuts and connections, with names of parameters such as "3.0.weight".
 [[nodiscard]] LayerSpec group(std::vector<LayerSpec> layers);
+// Activation checkpointing: of the layer, or of all layers of a group() or residual(), only the
+// input is kept per micro-batch. Backward computes the rest again (Chen et al. 2016), to the bit,
+// without a sum over replicas and without moving a buffer. Names of parameters stay. A layer of the
+// program's own keeps what it keeps unless it promises `recomputes`.
+[[nodiscard]] LayerSpec recompute(LayerSpec layer);
+[[nodiscard]] LayerSpec recompute(std::vector<LayerSpec> layers);  // of group(layers)
 // y = sum of the layers' result and the shortcut's, which is the input itself without layers. Names
 // of parameters: "3.0.weight" of the first layer, "3.shortcut.0.weight" of the shortcut's.
 [[nodiscard]] LayerSpec residual(std::vector<LayerSpec> layers,
@@ -281,15 +332,30 @@ class Loss {
   [[nodiscard]] virtual std::size_t operator_bytes(const TensorSpec& /*outputs*/) const {
     return 0;
   }
+  // memory.scratch, which compute() gets, and operator_bytes.
+  [[nodiscard]] virtual LayerNeeds needs(const TensorSpec& outputs,
+                                         ComputeContext& /*compute*/) const {
+    return {.operator_bytes = operator_bytes(outputs)};
+  }
+  // Adds its own parameters to `set`, once.
+  virtual void add_parameters(ParameterSet& /*set*/) {}
   // How many targets of a micro-batch count; `targets` are in host memory, and like targets() of
   // `outputs` but for the number of samples. Throws Error(kData) for values that it cannot take.
   [[nodiscard]] virtual double weight(const TensorSpec& outputs, const Tensor& targets) const = 0;
-  // Whether compute() leaves the gradients of parameters alone. If not, those of its stage are zero
-  // before the step's first call.
+  // Whether compute() leaves the gradients of the layers' parameters alone, and calls next_write()
+  // before it writes to those of its own. If not, all of its stage are zero before the step's first
+  // call.
   [[nodiscard]] virtual bool leaves_gradients() const { return false; }
   // As LossStage::loss().
   virtual void compute(StageContext& ctx, const Tensor& outputs, const Tensor& targets,
                        double* sum) = 0;
+  // The same with memory of needs(). A loss that takes some overrides this one too.
+  virtual void compute_in(std::byte* /*scratch*/, StageContext& ctx, const Tensor& outputs,
+                          const Tensor& targets, double* sum) {
+    compute(ctx, outputs, targets, sum);
+  }
+  // As LossStage::why_no_answers().
+  [[nodiscard]] virtual std::string why_no_answers() const { return {}; }
 };
 
 struct LossSpec {
@@ -341,11 +407,11 @@ struct GradientCheck {
 // Runs the layer on a CPU with this input: its gradients agree with finite differences; it writes
 // all of its outputs and gradients, and nothing next to them or to its memory, and changes nothing
 // else; it adds to gradients of parameters, and overwrites old ones where it says so; needs() names
-// all that it takes; two micro-batches in flight have the bits of one after the other. Parameters
-// are moved off their initial values. Differences are of f32 outputs, summed in double precision.
-// Throws Error(kUsage) that names the layer's kind, what is wrong, where, what was found and what
-// was expected, and what the layer throws. For small inputs: it calls forward some hundred times
-// for each parameter.
+// all that it takes; two micro-batches in flight have the bits of one after the other; what it
+// promises of `recomputes`, `keeps_alone` and `in_place` holds. Parameters are moved off their
+// initial values. Differences are of f32 outputs, summed in double precision. Throws Error(kUsage)
+// that names the layer's kind, what is wrong, where, what was found and what was expected, and what
+// the layer throws. For small inputs: it calls forward some hundred times for each parameter.
 void check_gradients(const LayerSpec& layer, const TensorSpec& input,
                      const GradientCheck& options = {});
 // The same for a loss of these outputs.
@@ -367,6 +433,8 @@ class Sequential {
   // A StageFactory. One stage has all layers. Several follow the cut()s, or else the cost of the
   // layers. Throws Error(kUsage) where neither is given, or the cuts make another number of stages.
   [[nodiscard]] std::unique_ptr<Stage> operator()(int stage, int stages) const;
+  // Stage `stage` of another partition of the layers.
+  [[nodiscard]] std::unique_ptr<Stage> stage_of(const Partition& partition, int stage) const;
   // Which layers are on which stage; cut() does not count.
   [[nodiscard]] Partition partition(int stages) const;
 

@@ -69,6 +69,9 @@ class GradientState {
   bool asks_ = false, old_ = false, asked_ = false;
 };
 
+// Where a set keeps a copy of a parameter in bf16: Parameter::rounded.
+enum class RoundedCopy { kNowhere, kOnGpus, kEverywhere };
+
 struct Parameter {
   std::string name;
   Shape shape;
@@ -78,9 +81,10 @@ struct Parameter {
   // fp32, set by allocate(); they start at multiples of kBufferAlignment. grad: null data without
   // gradients.
   Tensor value, grad;
-  std::shared_ptr<const void> memory;  // owns what both lie in
-  Across across = Across::kMean;       // of a buffer, which has no gradient
-  // A copy of the value in bf16, to nearest, that its stage keeps for products; null data: none.
+  std::shared_ptr<const void> memory;          // owns what both lie in
+  Across across = Across::kMean;               // of a buffer, which has no gradient
+  RoundedCopy rounds = RoundedCopy::kNowhere;  // to be set before ParameterSet::allocate()
+  // A copy of the value in bf16, to nearest, that its stage renews for products; null data: none.
   // It starts at a multiple of kBufferAlignment and has room up to the next. Who writes the value
   // either writes the copy too, or has it marked as old by ParameterSet::mark_values_changed().
   Tensor rounded = {};
@@ -114,8 +118,8 @@ class ParameterSet {
   // every micro-batch. A step that is refused or skipped leaves it as it was. Else as add().
   Parameter& add_buffer(std::string name, Shape shape, Init init, Across across = Across::kMean);
 
-  // Allocates every value, gradient and buffer, draws initial values (a function of seed, name and
-  // position alone) and zeroes gradients. `gradients` false: the stage never runs backward
+  // Allocates every value, gradient, buffer and copy, draws initial values (a function of seed,
+  // name and position alone) and zeroes gradients. `gradients` false: the stage never runs backward
   // (StageSetup::trains). It then has no gradients, and uses of one name share the first one's
   // value. Throws Error(kUsage) for a second call, for a name used twice and not tied, for uses of
   // different shapes or initial values and for more bytes than a std::size_t holds, and what
@@ -138,6 +142,8 @@ class ParameterSet {
   void set_old_grads(bool old);
   // Zeroes gradients that are still old, of those that lie in flat_grads() from float `begin` on.
   void settle_grads(StreamView stream, std::size_t begin = 0);
+  // Bytes of the copies in bf16 that allocate() takes besides values, gradients and buffers.
+  [[nodiscard]] std::size_t rounded_bytes(DeviceKind device) const;
   // Owns what all values and gradients lie in.
   [[nodiscard]] std::shared_ptr<const void> memory() const { return memory_; }
   // Call it after writing values. Stages compare version() and renew their copies in another
@@ -148,10 +154,11 @@ class ParameterSet {
  private:
   std::deque<Parameter> parameters_, buffers_;
   struct Memory {
-    Buffer values, grads, buffers;
+    Buffer values, grads, buffers, rounded;
   };
   std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   void allocate_buffers(const DeviceMemory& memory, std::uint64_t seed);
+  void allocate_rounded(const DeviceMemory& memory);
   void draw_values(Device device, std::uint64_t seed);
   [[nodiscard]] bool is_allocated() const {
     return memory_->values.data() != nullptr || memory_->buffers.data() != nullptr;

@@ -117,10 +117,29 @@ struct ParameterInfo {
 [[nodiscard]] std::vector<int> tied_stages(const TransformerConfig& config,
                                            const Partition& partition);
 
-// A block as a layer of a Sequential (<sluice/layers.hpp>): f32 [samples, sequence, width], with
+// --- the model, and its layers ---
+// A StageFactory: Pipeline pipeline(world, options, Transformer(config), data). Stages are cut by
+// the cost of the layers; stage_of() takes another partition. Throws as validate() does.
+class Transformer : public Sequential {
+ public:
+  explicit Transformer(const TransformerConfig& config);
+};
+
+// What it is made of, for models that replace a layer: the embedding, `layers` blocks, the head.
+// Layers keep the names of their parameters, whatever stands beside them. A layer of another kind
+// has its number in the list; LayerSpec::name gives it a name.
+//   std::vector<LayerSpec> layers = transformer_layers(config);
+//   layers[3].parts[1] = residual({rms_norm(width), layer<MyMlp>("my_mlp", width)});
+//   const Sequential model(std::move(layers), transformer_loss(config));
+// A block has two parts: attention and MLP, each with its norm and its sum.
+[[nodiscard]] std::vector<LayerSpec> transformer_layers(const TransformerConfig& config);
+// Of the head's outputs; with TransformerConfig::logit_chunks it has the head's projection.
+[[nodiscard]] LossSpec transformer_loss(const TransformerConfig& config);
+
+// A block as a layer of any Sequential: [samples, sequence, width] of the stream's type, with
 // parameters "3.norm1.weight", "3.attention.qkv.weight", "3.mlp.up.weight" and so on. Of `config`
 // it takes all but context, vocabulary, tied and full_layers, which is empty: each block has the
-// window of its own `config`. `layers` is for initial values; precision is f32.
+// window of its own `config`. `layers` is for initial values.
 [[nodiscard]] LayerSpec transformer_block(const TransformerConfig& config);
 
 // Stage `stage` of `partition`. The result implements SplitBackward, and LossStage on the last.

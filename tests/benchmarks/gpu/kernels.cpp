@@ -9,7 +9,7 @@
 
 #include <sluice/operators.hpp>
 
-#include "stages/transformer/build.hpp"
+#include "stages/transformer/sizes.hpp"
 #include "tests/benchmarks/gpu/rows.hpp"
 
 namespace sluice::benchmarks {

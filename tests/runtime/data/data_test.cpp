@@ -19,7 +19,7 @@
 
 #include "runtime/data/batch_loader.hpp"
 #include "runtime/data/batch_shape.hpp"
-#include "stages/layers/layer.hpp"
+#include "stages/network/parts.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 

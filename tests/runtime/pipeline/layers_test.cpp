@@ -442,7 +442,8 @@ TEST(SequentialTest, NeedsThatCannotBeCountedAreRefused) {
   };
   refused({relu(), layer<Greedy>("mine", kMost - 100)},
           "layer 1 (mine) needs 18446744073709551515 bytes; legal: at most 18446744073709551360");
-  refused({residual({relu(), layer<Greedy>("mine", kMost - 100)})}, "layer 0 (residual) needs");
+  refused({residual({relu(), layer<Greedy>("mine", kMost - 100)})},
+          "layer 0 (residual): layer 1 (mine) needs");
   const LayerSpec half = layer<Greedy>("mine", kMost / 2 + 1);
   refused({half, half}, "stage 0 describes more state of a micro-batch than 2^64 - 2 bytes");
 }
@@ -494,8 +495,7 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
   refused({group_norm(3, 4)}, "layer 0 (group_norm): 4 channels in 3 groups; legal");
   refused({group_norm(0, 4)}, "layer 0 (group_norm): groups is 0");
   refused({group({})}, "layer 0 (group): group() needs at least one layer");
-  refused({group({relu(), group({linear(0, 1)})})},
-          "layer 0 (group): layer 1 (group): layer 0 (linear): in is 0");
+  refused({group({relu(), group({linear(0, 1)})})}, "layer 0.1.0 (linear): in is 0");
   refused({cut(), relu()}, "cut() before layer 0 leaves a stage without layers");
   refused({relu(), cut(), cut(), relu()}, "cut() before layer 1 leaves a stage without layers");
   refused({relu(), cut()}, "cut() after the last layer");

@@ -273,13 +273,12 @@ TEST(SkipSpecTest, LayersOfTransformersRefuseNumbersThatCannotWork) {
   refused(attention(8, 4, {.dropout = 1}), "dropout is 1");
   refused(attention(4, 4, {.rotary_base = 1e4F}), "heads of 1 numbers with rotary positions");
   refused(attention(8, 4, {.rotary_base = 0.5F}), "rotary_base is 0.5; legal: above 1");
-  refused(transformer_block({.heads = 3, .width = 8}), "layer 0 (transformer_block)");
-  refused(transformer_block({.width = 8, .precision = DType::kBf16}),
-          "a precision of bf16; legal in a Sequential: f32");
+  refused(transformer_block({.heads = 3, .width = 8}),
+          "layer 0.0 (attention_block): --width 8 is not");
   TransformerConfig full{.kind = TransformerKind::kLlama, .heads = 2, .width = 8};
   full.window = 4;
   full.full_layers = {0, 2};
-  refused(transformer_block(full), "full_layers of 2 blocks; legal in a Sequential: none");
+  refused(transformer_block(full), "full_layers of 2 blocks; legal in a block: none");
   refused(embedding(4, 8, -1), "positions is -1");
   const auto unfit = [](const LayerSpec& spec, const TensorSpec& input, const std::string& part) {
     expect_error(ErrorCode::kUsage, {part}, [&] { (void)Sequential({spec}).with_input(input); });

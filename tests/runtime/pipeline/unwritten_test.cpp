@@ -99,7 +99,7 @@ TEST_P(UnwrittenTest, ALayersGapEndsTheFirstStepOnAllRanksAndNamesTheLayer) {
     found(residual({relu(), gap({.y_at = 0})}), "1f1b",
           {"layer 2 (residual): layer 1 (gap):" + one + "output"});
     found(group({gap({.dx_at = 0}), relu()}), "1f1b",
-          {"layer 2 (group): layer 0 (gap):" + one + "input's gradient"});
+          {"layer 2.0 (gap):" + one + "input's gradient"});
   });
 }
 

@@ -106,7 +106,9 @@ struct Faults {
   bool member_x = false, member_dy = false, x_written = false, dy_written = false;
   bool value_written = false, padding_written = false, remembers_calls = false;
   bool reads_freed = false, reads_scratch = false, weight_needs_input = false;
-  bool left_in_evaluation = false, grows = false;
+  bool left_in_evaluation = false, grows = false, dx_cleared = false;
+  LayerPromises promises = {};
+  bool counts_again = false, keeps_too_little = false, moves_buffer = false, sums_again = false;
   std::size_t until_input = 0, until_weight = 0, scratch = 0, gradients = 0;  // bytes too few
 };
 
@@ -116,6 +118,11 @@ class Square : public Layer {
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override { return input; }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     gain_ = &set.add(name + "gain", {1}, Init::constant(1));
+    seen_ = &set.add_buffer(name + "seen", {1}, Init::constant(0));
+  }
+  [[nodiscard]] LayerPromises promises() const override { return faults_.promises; }
+  void keep_again(LayerCall& call, const Tensor& y) override {
+    if (!faults_.keeps_too_little) forward(call, y);
   }
   [[nodiscard]] bool overwrites_gradients() const override { return faults_.overwrites; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext&) const override {
@@ -140,6 +147,12 @@ class Square : public Layer {
       const float value = square[i] * gain_->value.at(0) + (read ? scratch[count - 1] : 0.0F);
       y.at(i) = faults_.y_added ? y.at(i) + value : value;
     }
+    if (!call.again || faults_.moves_buffer) seen_->value.at(0) += 1;
+    if (call.again && faults_.counts_again) y.at(2) += 1;
+    if (call.again && faults_.sums_again) {
+      double one = 1;
+      call.stage.collective->sum({&one, 1});
+    }
     if (faults_.remembers_calls) y.at(3) += static_cast<float>(++calls_);
     if (faults_.x_written) call.x.at(4) = 0;
     if (faults_.value_written) gain_->value.at(0) = 3;
@@ -151,6 +164,7 @@ class Square : public Layer {
     last_dy_ = dy.at(0);
     if (faults_.dy_written) dy.at(1) = 0;
     if (dx.data == nullptr) return;
+    if (faults_.dx_cleared) std::fill(dx.floats().begin(), dx.floats().end(), 0.0F);
     for (std::int64_t i = 0; i < dx.elements(); ++i) {
       if (faults_.dx_left && i % 6 == 1) continue;
       const float twice = faults_.member_x && i == 0 ? 2 * last_x_ : floats(call.until_input)[i];
@@ -181,6 +195,7 @@ class Square : public Layer {
 
   Faults faults_;
   Parameter* gain_ = nullptr;
+  Parameter* seen_ = nullptr;
   float last_x_ = 0, last_dy_ = 0;
   int calls_ = 0;
 };
@@ -253,6 +268,27 @@ TEST(CheckGradientsTest, NeedsThatAreTooSmallAreNamed) {
                {"backward_input writes beyond the end of LayerMemory::gradients"});
   expect_fault({.grows = true}, {"needs() says 3928 bytes of scratch for f32 [3, 6], 3904 for f32 "
                                  "[4, 6]; legal: not more for fewer samples"});
+}
+
+TEST(CheckGradientsTest, PromisesThatDoNotHoldAreFound) {
+  constexpr LayerPromises kAgain{.recomputes = true};
+  const auto passes = [](const Faults& faults) {
+    check_gradients(layer<Square>("square", faults), kRows);
+  };
+  passes({.promises = kAgain});
+  expect_fault({.promises = kAgain, .counts_again = true},
+               {"square: where LayerCall::again is set, as `recomputes` promises, y is ",
+                " at [0, 2], otherwise "});
+  expect_fault({.promises = kAgain, .keeps_too_little = true},
+               {"square: after keep_again: backward_input makes dx NaN at [0, 0]"});
+  expect_fault({.promises = kAgain, .moves_buffer = true},
+               {"forward moves a buffer where LayerCall::again is set"});
+  expect_fault({.promises = kAgain, .sums_again = true},
+               {"makes a sum over replicas where LayerCall::again is set"});
+  passes({.counts_again = true, .keeps_too_little = true, .moves_buffer = true});
+  passes({.promises = {.in_place = true}});
+  expect_fault({.dx_cleared = true, .promises = {.in_place = true}},
+               {"square: where dx is dy's memory, as in_place promises, dx is "});
 }
 
 TEST(CheckGradientsTest, MemoryThatIsReadBeforeItIsWrittenIsFound) {

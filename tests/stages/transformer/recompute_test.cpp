@@ -10,7 +10,7 @@
 #include <sluice/transformer.hpp>
 
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/transformer/transformer_stage.hpp"
+#include "stages/network/network_stage.hpp"
 #include "tests/stages/transformer/local_pipeline.hpp"
 
 namespace sluice {
@@ -151,7 +151,8 @@ TEST_P(RecomputeMemoryTest, TakesTheBytesItDescribes) {
   for (const bool split : {false, true}) {
     for (const int slots : {1, 4}) {
       ComputeContext compute({}, 1);
-      TransformerStage stage(config, {1, 4});
+      const auto made = make_transformer_stage(config, {{0, 1, 4, 5}}, 1);
+      auto& stage = dynamic_cast<NetworkStage&>(*made);
       StageSetup setup;
       setup.compute = &compute;
       setup.slots = slots;

@@ -36,24 +36,30 @@ class DeviceLayersTest : public ::testing::TestWithParam<int> {
 TEST_P(DeviceLayersTest, EveryDepthHasTheBitsOfOneRankAndTheCpusToRounding) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TransformerConfig block{.layers = 1, .heads = 2, .width = 16};
-    const Sequential model =
-        Sequential({embedding(7, 16, 6), transformer_block(block), layer_norm(16),
-                    attention(16, 4, {.kv_heads = 2, .rotary_base = 1e4F}), gelu(),
-                    residual({rms_norm(16), linear(16, 16), silu()}), linear(16, 7), skip(0, 3),
-                    skip(0, 5)},
-                   cross_entropy_loss())
-            .with_input({DType::kI32, {6}});
+    const auto make = [&](bool recomputes) {
+      const auto wrap = [&](LayerSpec layer) { return recomputes ? recompute(layer) : layer; };
+      return Sequential({embedding(7, 16, 6), wrap(transformer_block(block)), layer_norm(16),
+                         wrap(attention(16, 4, {.kv_heads = 2, .rotary_base = 1e4F})), gelu(),
+                         wrap(residual({rms_norm(16), linear(16, 16), silu(), dropout(0.1)})),
+                         linear(16, 7), skip(0, 3), skip(0, 5)},
+                        cross_entropy_loss())
+          .with_input({DType::kI32, {6}});
+    };
+    const Sequential model = make(false);
     const TensorSpec tokens{DType::kI32, {6}};
     std::vector<std::int32_t> x(6 * 6), y(6 * 6);
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<std::int32_t>(i * i % 7);
     for (std::size_t i = 0; i < y.size(); ++i) y[i] = static_cast<std::int32_t>(i % 7);
     const Batch batch{.inputs = {view(x, {6, 6})}, .targets = {view(y, {6, 6})}};
     const auto train = [&](Communicator& over, const std::string& schedule,
-                           const std::string& devices) {
-      Pipeline pipeline(over, options_of(over.size(), schedule, devices), model,
+                           const std::string& devices, bool graphs = false,
+                           bool recomputes = false) {
+      PipelineOptions options = options_of(over.size(), schedule, devices);
+      options.devices.cuda_graphs = graphs;
+      Pipeline pipeline(over, options, recomputes ? make(true) : model,
                         {.inputs = {tokens}, .targets = {tokens}});
       std::vector<double> losses;
-      for (int step = 0; step < 3; ++step) losses.push_back(pipeline.train_step(batch).loss);
+      for (int step = 0; step < 4; ++step) losses.push_back(pipeline.train_step(batch).loss);
       return losses;
     };
     const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
@@ -66,6 +72,8 @@ TEST_P(DeviceLayersTest, EveryDepthHasTheBitsOfOneRankAndTheCpusToRounding) {
     }
     for (const char* schedule : {"gpipe", "1f1b", "zb-h1"}) {
       EXPECT_EQ(train(comm, schedule, "cuda:0"), alone) << schedule;
+      EXPECT_EQ(train(comm, schedule, "cuda:0", /*graphs=*/true), alone) << schedule;
+      EXPECT_EQ(train(comm, schedule, "cuda:0", true, /*recomputes=*/true), alone) << schedule;
     }
   });
 }

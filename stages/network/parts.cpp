@@ -1,65 +1,26 @@
-#include "stages/layers/parts.hpp"
+#include "stages/network/parts.hpp"
+
+#include <algorithm>
 
 namespace sluice {
 
-const Tensor& WeightCopies::add(Parameter& parameter) {
-  if (precision_ == DType::kF32) return parameter.value;
-  weights_.push_back(&parameter);
-  return parameter.rounded;
+BlockShape block_shape(const TensorSpec& input, DeviceKind device, std::int64_t by_sample_from) {
+  const int rank = input.shape.rank(), end = is_float(input.dtype) ? rank - 1 : rank;
+  BlockShape shape{.samples = input.shape[0], .sequence = 1, .device = device};
+  for (int d = 1; d < end; ++d) shape.sequence *= input.shape[d];
+  shape.by_sample = device == DeviceKind::kCpu && shape.sequence >= by_sample_from;
+  return shape;
 }
 
-void WeightCopies::add_bias(Parameter& parameter) { biases_.push_back(&parameter); }
-
-std::size_t WeightCopies::bytes(DeviceKind device) const {
-  BumpAllocator allocator;
-  for (const Parameter* weight : weights_) {
-    (void)allocator.take(weight->shape.elements(), precision_);
-  }
-  if (rounds_biases(device)) {
-    for (const Parameter* bias : biases_) (void)allocator.take(bias->shape.elements(), precision_);
-  }
-  return allocator.used();
-}
-
-void WeightCopies::allocate(const DeviceMemory& memory) {
-  const DeviceKind device = memory.device().kind;
-  memory_ = memory.allocate(bytes(device));
-  BumpAllocator allocator(memory_.data());
-  const auto give = [&](Parameter& parameter) {
-    parameter.rounded = {allocator.take(parameter.shape.elements(), precision_),
-                         {precision_, parameter.shape}};
-    parameter.rounded_is_current = false;
-  };
-  for (Parameter* weight : weights_) give(*weight);
-  if (rounds_biases(device)) {
-    for (Parameter* bias : biases_) give(*bias);
-  }
-  conversions_.reserve(weights_.size() + biases_.size());
-}
-
-void WeightCopies::refresh(ComputeContext& ctx) {
-  conversions_.clear();
-  for (const auto* parameters : {&weights_, &biases_}) {
-    for (Parameter* parameter : *parameters) {
-      if (parameter->rounded.data == nullptr || parameter->rounded_is_current) continue;
-      conversions_.push_back({parameter->value, parameter->rounded});
-      parameter->rounded_is_current = true;
-    }
-  }
-  if (!conversions_.empty()) convert_all(ctx, conversions_);
-}
-
-Linear::Linear(const std::string& name, const Options& options, ParameterSet& parameters,
-               WeightCopies& copies)
-    : weight_(&parameters.add(name + ".weight", Shape{options.out, options.in},
-                              Init::normal(options.deviation), true, options.tied)),
+Linear::Linear(const std::string& name, const Options& options, ParameterSet& parameters)
+    : weight_(&parameters.add(name + "weight", Shape{options.out, options.in}, options.weight, true,
+                              options.tied)),
       rounds_bias_(options.bias && options.rounds_bias),
-      operand_(&copies.add(*weight_)),
-      operand_type_(copies.precision()) {
-  if (options.bias) {
-    bias_ = &parameters.add(name + ".bias", Shape{options.out}, Init::constant(0), false);
-  }
-  if (rounds_bias_) copies.add_bias(*bias_);
+      precision_(options.precision) {
+  if (precision_ != DType::kF32) weight_->rounds = RoundedCopy::kEverywhere;
+  if (!options.bias) return;
+  bias_ = &parameters.add(name + "bias", Shape{options.out}, options.bias_init, false);
+  if (rounds_bias_ && precision_ != DType::kF32) bias_->rounds = RoundedCopy::kOnGpus;
 }
 
 Tensor Linear::bias_for(const Tensor& y) const {
@@ -73,7 +34,7 @@ std::size_t Linear::workspace(ComputeContext& ctx, std::int64_t rows, DType resu
   const LinearShape shape = {.rows = rows,
                              .in = in(),
                              .out = out(),
-                             .operands = operand_type_,
+                             .operands = precision_,
                              .result = result,
                              .bias = bias_ != nullptr};
   LinearShape forward = shape;
@@ -87,22 +48,22 @@ std::size_t Linear::workspace(ComputeContext& ctx, std::int64_t rows, DType resu
 
 void Linear::forward(ComputeContext& ctx, const Tensor& x, const Tensor& y,
                      const Tensor& residual) const {
-  if (residual.data == nullptr) return linear_forward(ctx, x, *operand_, bias_for(y), y);
-  linear_residual_forward(ctx, x, *operand_, bias_for(y), residual, y);
+  if (residual.data == nullptr) return linear_forward(ctx, x, operand(), bias_for(y), y);
+  linear_residual_forward(ctx, x, operand(), bias_for(y), residual, y);
 }
 
 void Linear::forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                      const Tensor& raised, const Tensor& y) const {
-  linear_activation_forward(ctx, activation, x, *operand_, bias_for(raised), raised, y);
+  linear_activation_forward(ctx, activation, x, operand(), bias_for(raised), raised, y);
 }
 
 void Linear::backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
                             const Tensor& raised, const Tensor& draised) const {
-  linear_activation_backward_input(ctx, activation, dy, *operand_, raised, draised);
+  linear_activation_backward_input(ctx, activation, dy, operand(), raised, draised);
 }
 
 void Linear::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& dx) const {
-  linear_backward_input(ctx, dy, *operand_, dx);
+  linear_backward_input(ctx, dy, operand(), dx);
 }
 
 void Linear::backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& x,
@@ -118,9 +79,9 @@ Norm::Norm(Kind kind, const std::string& name, std::int64_t width, float epsilon
            ParameterSet& parameters)
     : kind_(kind),
       epsilon_(epsilon),
-      weight_(&parameters.add(name + ".weight", Shape{width}, Init::constant(1), false)) {
+      weight_(&parameters.add(name + "weight", Shape{width}, Init::constant(1), false)) {
   if (kind == Kind::kLayer) {
-    bias_ = &parameters.add(name + ".bias", Shape{width}, Init::constant(0), false);
+    bias_ = &parameters.add(name + "bias", Shape{width}, Init::constant(0), false);
   }
 }
 
@@ -184,8 +145,8 @@ QueryKeyNorm::QueryKeyNorm(const std::string& name, std::int64_t head_dim, float
                            ParameterSet& parameters)
     : epsilon_(epsilon),
       query_(
-          &parameters.add(name + ".query_norm.weight", Shape{head_dim}, Init::constant(1), false)),
-      key_(&parameters.add(name + ".key_norm.weight", Shape{head_dim}, Init::constant(1), false)) {}
+          &parameters.add(name + "query_norm.weight", Shape{head_dim}, Init::constant(1), false)),
+      key_(&parameters.add(name + "key_norm.weight", Shape{head_dim}, Init::constant(1), false)) {}
 
 void QueryKeyNorm::forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                            const Tensor& raw, const Tensor& stats) const {
@@ -213,8 +174,8 @@ void QueryKeyNorm::backward_weight(ComputeContext& ctx, const Tensor& gains) con
     float* const place = gains.as<float>() + part * head_dim;
     const Tensor query{place, gain}, key{place + head_dim, gain};
     if (next_write({query_, key_}, ctx.stream()) == Write::kOverwrite) {
-      copy_or_convert(ctx, query, query_->grad);
-      copy_or_convert(ctx, key, key_->grad);
+      copy_async(query_->grad.data, query.data, query.spec.bytes(), ctx.stream());
+      copy_async(key_->grad.data, key.data, key.spec.bytes(), ctx.stream());
     } else {
       add(ctx, query, query_->grad);
       add(ctx, key, key_->grad);
@@ -222,7 +183,7 @@ void QueryKeyNorm::backward_weight(ComputeContext& ctx, const Tensor& gains) con
   }
 }
 
-Dropout DropoutSite::at(const StreamCall& call, std::int64_t elements_per_sample) const {
+Dropout DropoutSite::at(const LayerCall& call, std::int64_t elements_per_sample) const {
   if (!active(call)) {
     return {};
   }
@@ -231,18 +192,6 @@ Dropout DropoutSite::at(const StreamCall& call, std::int64_t elements_per_sample
           static_cast<std::uint64_t>(call.stage.first_sample) *
               static_cast<std::uint64_t>(elements_per_sample),
           call.stage.step.on_device};
-}
-
-void copy_or_convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
-  if (from.spec.dtype != to.spec.dtype) {
-    convert(ctx, from, to);
-  } else {
-    copy_async(to.data, from.data, from.spec.bytes(), ctx.stream());
-  }
-}
-
-void fill_zero(ComputeContext& ctx, const Tensor& tensor) {
-  fill_zero_async(tensor.data, tensor.spec.bytes(), ctx.stream());
 }
 
 Tensor as_rows(const Tensor& tensor) {

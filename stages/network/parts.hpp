@@ -1,62 +1,78 @@
-// Parts that layers share: a linear map and a norm with their parameters, the copies of weights in
-// the products' precision, and dropout keyed by place. Internal to stages/.
+// Parts that layers share: a micro-batch as rows, memory cut into tensors, a linear map and norms
+// with their parameters, and dropout keyed by place. Internal to stages/.
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <optional>
 #include <string>
-#include <vector>
 
+#include <sluice/layers.hpp>
+#include <sluice/operators.hpp>
 #include <sluice/parameter.hpp>
+#include <sluice/stage.hpp>
 
-#include "stages/layers/layer.hpp"
+#include "stages/compute/product.hpp"
+#include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {
 
-// Copies of weights in a product's precision, one set per stage: what Parameter::rounded is of. In
-// f32 the values themselves are used: then nothing is copied, and no call but add() is needed.
-class WeightCopies {
- public:
-  explicit WeightCopies(DType precision) : precision_(precision) {}
+// A micro-batch, and what it is computed on: all that a layer's memory depends on.
+struct BlockShape {
+  std::int64_t samples = 0, sequence = 0;  // rows of a sample
+  DeviceKind device = DeviceKind::kCpu;
+  bool by_sample = false;  // sums over rows start anew at each sample
+  [[nodiscard]] std::int64_t rows() const { return samples * sequence; }
+};
+// Of a tensor [samples, ..., width], or [samples, sequence] of integers. On a CPU sums go by sample
+// from so many rows a sample on.
+[[nodiscard]] BlockShape block_shape(const TensorSpec& input, DeviceKind device,
+                                     std::int64_t by_sample_from = kRowsToSumBySample);
 
-  // This weight as products read it. The reference stays valid, and is complete after
-  // ParameterSet::allocate() and allocate().
-  const Tensor& add(Parameter& parameter);
-  // A bias of a product with a result of this precision: a GPU adds it rounded. A CPU adds the
-  // value; there it has no copy.
-  void add_bias(Parameter& parameter);
-  // Whether biases have copies on such a device.
-  [[nodiscard]] bool rounds_biases(DeviceKind device) const {
-    return precision_ != DType::kF32 && device != DeviceKind::kCpu;
+// As for_summed_rows() of its samples.
+template <typename Work>
+void for_summed_rows(const BlockShape& shape, const Work& work) {
+  for_summed_rows(shape.samples, shape.sequence, shape.by_sample, work);
+}
+
+// Where a layer allocates what it keeps, by lifetime as in LayerMemory. It finds it again by
+// allocating the same tensors in the same order from the memory of a call.
+struct LayerAllocators {
+  BumpAllocator until_input, until_weight, gradients, scratch;
+
+  LayerAllocators() = default;
+  explicit LayerAllocators(const LayerCall& call)
+      : until_input(call.until_input),
+        until_weight(call.until_weight),
+        gradients(call.gradients),
+        scratch(call.scratch) {}
+  [[nodiscard]] LayerMemory used() const {
+    return {.until_input = until_input.used(),
+            .until_weight = until_weight.used(),
+            .gradients = gradients.used(),
+            .scratch = scratch.used()};
   }
-  // Bytes that allocate() takes.
-  [[nodiscard]] std::size_t bytes(DeviceKind device) const;
-  // After ParameterSet::allocate.
-  void allocate(const DeviceMemory& memory);
-  // Converts the values whose copies are old. An optimizer may have written both.
-  void refresh(ComputeContext& ctx);
-  [[nodiscard]] DType precision() const { return precision_; }
-
- private:
-  DType precision_;
-  std::vector<Parameter*> weights_, biases_;
-  std::vector<Conversion> conversions_;  // of one call
-  Buffer memory_;
 };
 
-// y = x weightᵀ + bias, with parameters <name>.weight [out, in] and, if asked, <name>.bias [out].
+// The gradient of a norm's input. `rounded` has data where a copy of it in bf16 is wanted.
+struct StreamGradient {
+  Tensor value;
+  Tensor rounded = {};
+};
+
+// y = x weightᵀ + bias, weight [out, in] and, if asked, bias [out].
 class Linear {
  public:
   struct Options {
     std::int64_t in = 0, out = 0;
-    double deviation = 0.02;  // of the initial weights
+    Init weight = Init::normal(0.02), bias_init = Init::constant(0);
     bool bias = false;
-    bool rounds_bias = false;  // y may have the products' precision: WeightCopies::add_bias()
     bool tied = false;
+    DType precision = DType::kF32;  // of x, and of the weight as products read it
+    // y may have that precision: then a GPU adds a copy of the bias in it.
+    bool rounds_bias = false;
   };
-  Linear(const std::string& name, const Options& options, ParameterSet& parameters,
-         WeightCopies& copies);
+  // Its parameters are <name>weight and <name>bias.
+  Linear(const std::string& name, const Options& options, ParameterSet& parameters);
 
   [[nodiscard]] std::int64_t in() const { return weight_->shape[1]; }
   [[nodiscard]] std::int64_t out() const { return weight_->shape[0]; }
@@ -77,17 +93,20 @@ class Linear {
                       const Tensor& raised, const Tensor& draised) const;
 
  private:
+  // The weight in the products' precision.
+  [[nodiscard]] const Tensor& operand() const {
+    return precision_ == DType::kF32 ? weight_->value : weight_->rounded;
+  }
   // As a product with this result adds it.
   [[nodiscard]] Tensor bias_for(const Tensor& y) const;
 
   Parameter* weight_;
   Parameter* bias_ = nullptr;
   bool rounds_bias_;
-  const Tensor* operand_;  // the weight in the products' precision
-  DType operand_type_;
+  DType precision_;
 };
 
-// LayerNorm with weight and bias, or RMSNorm with a weight.
+// LayerNorm with parameters <name>weight and <name>bias, or RMSNorm with the first.
 class Norm {
  public:
   enum class Kind { kLayer, kRms };
@@ -95,6 +114,10 @@ class Norm {
        ParameterSet& parameters);
 
   [[nodiscard]] std::int64_t stats_per_row() const { return kind_ == Kind::kLayer ? 2 : 1; }
+  // What forward keeps of so many rows until the weight gradient, f32.
+  [[nodiscard]] Tensor stats(std::byte* memory, std::int64_t rows) const {
+    return {memory, {DType::kF32, Shape{rows, stats_per_row()}}};
+  }
   // The largest ctx.workspace() of a call.
   [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows) const;
   void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y, const Tensor& stats) const;
@@ -117,8 +140,8 @@ class Norm {
   Parameter* bias_ = nullptr;
 };
 
-// RMSNorm of each head of queries and keys in a packed qkv, with weights <name>.query_norm.weight
-// and <name>.key_norm.weight. `gains`: their gradients of one micro-batch, from the input gradient
+// RMSNorm of each head of queries and keys in a packed qkv, with weights <name>query_norm.weight
+// and <name>key_norm.weight. `gains`: their gradients of one micro-batch, from the input gradient
 // to the weight gradient.
 class QueryKeyNorm {
  public:
@@ -148,16 +171,13 @@ struct DropoutSite {
   float probability = 0;
   std::uint32_t site = 0;  // random_site(layer, place)
 
-  [[nodiscard]] bool active(const StreamCall& call) const {
+  [[nodiscard]] bool active(const LayerCall& call) const {
     return probability > 0 && call.stage.phase == Phase::kTrain;
   }
   // elements_per_sample: of the operand.
-  [[nodiscard]] Dropout at(const StreamCall& call, std::int64_t elements_per_sample) const;
+  [[nodiscard]] Dropout at(const LayerCall& call, std::int64_t elements_per_sample) const;
 };
 
-// to = from: bytes of equal tensors, or a conversion where the types differ.
-void copy_or_convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
-void fill_zero(ComputeContext& ctx, const Tensor& tensor);
 // The same memory as [rows, last dimension].
 [[nodiscard]] Tensor as_rows(const Tensor& tensor);
 

@@ -1,0 +1,55 @@
+// A transformer with one part of one's own: an MLP whose activation is the square of ReLU (So et
+// al., "Primer", 2021). Attention, norms, embedding and head are Sluice's, with their names in
+// saves, and each block's activations are recomputed.   mpirun -n 2 own_mlp FILE (any text)
+#include <algorithm>
+#include <cstdio>
+
+#include <sluice/data.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/program.hpp>
+#include <sluice/transformer.hpp>
+using namespace sluice;
+
+class SquaredRelu : public Layer {
+ public:
+  TensorSpec output(const TensorSpec& input) const override { return input; }
+  LayerPromises promises() const override { return {.recomputes = true}; }
+  void forward(LayerCall& call, const Tensor& y) override {
+    for (std::int64_t i = 0; i < y.elements(); ++i) y.at(i) = raised(call, i) * raised(call, i);
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    for (std::int64_t i = 0; i < dy.elements(); ++i) dx.at(i) = 2 * raised(call, i) * dy.at(i);
+  }
+
+ private:
+  static float raised(const LayerCall& call, std::int64_t i) {
+    return std::max(call.x.at(i), 0.0F);
+  }
+};
+
+int main(int argc, char** argv) {
+  return run_main(argc, argv, [&](Communicator& world) {
+    if (argc != 2) throw Error(ErrorCode::kUsage, "usage: own_mlp FILE (any text)");
+    check_gradients(layer<SquaredRelu>("squared_relu"), {DType::kF32, {2, 3, 4}});
+    const TransformerConfig config{.layers = 2, .heads = 2, .width = 32, .context = 32};
+    std::vector<LayerSpec> layers = transformer_layers(config);
+    for (int block = 1; block <= config.layers; ++block) {  // 0 is the embedding
+      LayerSpec mlp = residual(
+          {layer_norm(32), linear(32, 128), layer<SquaredRelu>("squared_relu"), linear(128, 32)});
+      mlp.name = "own_mlp.";  // "blocks.0.own_mlp.1.weight"
+      std::vector<LayerSpec>& parts = layers[static_cast<std::size_t>(block)].parts;
+      parts = {recompute(parts[0]), recompute(mlp)};  // attention, MLP
+    }
+    const Sequential model =
+        Sequential(layers, transformer_loss(config)).with_input({DType::kI32, {config.context}});
+    const auto text = make_token_dataset(std::make_shared<TokenFile>(argv[1]), 32, 256);
+    PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 2}};
+    options.training.learning_rate = {.peak = 3e-3};
+    Pipeline pipeline(world, options, model, text->spec());
+    DataLoader loader = pipeline.loader(text, {.batch_size = 8, .shuffle = true});
+    for (int step = 1; step <= 20; ++step) {
+      const double loss = pipeline.train_step(*loader.next()).loss;
+      if (step % 5 == 0 && world.rank() == 0) std::printf("step %d  loss %.6f\n", step, loss);
+    }
+  });
+}

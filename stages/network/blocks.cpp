@@ -1,0 +1,247 @@
+// Layers made of layers. group: one after the other. recompute: only the input is kept. residual:
+// two runs whose results are added.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <sluice/error.hpp>
+#include <sluice/layers.hpp>
+#include <sluice/operators.hpp>
+
+#include "comm/base/byte_sums.hpp"
+#include "comm/base/throw_error.hpp"
+#include "stages/network/layer_run.hpp"
+
+namespace sluice {
+namespace {
+
+// The memory of a call for the run in it that begins at `begin`.
+LayerRun::Memory memory_of(const LayerCall& call, const LayerMemory& begin = {}) {
+  const auto at = [](std::byte* base, std::size_t offset) {
+    return base == nullptr ? nullptr : base + offset;
+  };
+  return {.until_input = at(call.until_input, begin.until_input),
+          .until_weight = at(call.until_weight, begin.until_weight),
+          .lasting = at(call.lasting, begin.lasting),
+          .gradients = at(call.gradients, begin.gradients),
+          .scratch = at(call.scratch, begin.scratch)};
+}
+
+class RunLayer final : public Layer {
+ public:
+  RunLayer(std::vector<NumberedLayer> layers, bool recomputes)
+      : run_(std::move(layers), {.recomputes = recomputes}) {}
+
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    return run_.output(input);
+  }
+  void add_parameters(ParameterSet& set, const std::string& name) override {
+    run_.add_parameters(set, name);
+  }
+  [[nodiscard]] bool overwrites_gradients() const override { return run_.overwrites_gradients(); }
+  [[nodiscard]] bool runs_on_gpu() const override { return run_.runs_on_gpu(); }
+  [[nodiscard]] LayerPromises promises() const override { return run_.promises(); }
+  [[nodiscard]] double cost(const TensorSpec& input) const override { return run_.cost(input); }
+  void check_inputs(const Tensor& x) const override { run_.check_inputs(x); }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
+    return run_.plan_of({&input, 1}, compute).needs;
+  }
+
+  void forward(LayerCall& call, const Tensor& y) override {
+    LayerRun::Call inner = call_of(call);
+    run_.forward(inner, {&y, 1});
+  }
+  void keep_again(LayerCall& call, const Tensor& y) override {
+    LayerRun::Call inner = call_of(call);
+    run_.keep_again(inner, y);
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    LayerRun::Call inner = call_of(call);
+    run_.backward_input(inner, {&dy, 1}, {&dx, 1});
+  }
+  void backward_weight(LayerCall& call, const Tensor& dy) override {
+    LayerRun::Call inner = call_of(call);
+    run_.backward_weight(inner, {&dy, 1});
+  }
+  void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    LayerRun::Call inner = call_of(call);
+    run_.backward(inner, {&dy, 1}, {&dx, 1});
+  }
+
+ private:
+  [[nodiscard]] LayerRun::Call call_of(const LayerCall& call) const {
+    return {.stage = call.stage,
+            .plan = run_.plan_of({&call.x.spec, 1}, call.compute()),
+            .inputs = {&call.x, 1},
+            .memory = memory_of(call),
+            .again = call.again,
+            .rounded_dy = call.rounded_dy,
+            .rounded_dx = call.rounded_dx};
+  }
+
+  LayerRun run_;
+};
+
+class ResidualBlock final : public Layer {
+ public:
+  ResidualBlock(const std::vector<LayerSpec>& layers, const std::vector<LayerSpec>& shortcut,
+                int number)
+      : main_(make_inner_layers(layers, number, Branch::kMain), {}),
+        shortcut_(make_inner_layers(shortcut, number, Branch::kShortcut), {}) {
+    if (layers.empty()) throw_usage("residual() needs at least one layer");
+  }
+
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    const TensorSpec result = main_.output(input), added = shortcut_.output(input);
+    if (result == added && result.dtype == DType::kF32) return result;
+    throw_usage("the layers make {} of {}, the shortcut {}; legal: the same of both",
+                to_string(result), to_string(input), to_string(added));
+  }
+  void add_parameters(ParameterSet& set, const std::string& name) override {
+    main_.add_parameters(set, name);
+    shortcut_.add_parameters(set, name + "shortcut.");
+  }
+  void check_inputs(const Tensor& x) const override {
+    main_.check_inputs(x);
+    shortcut_.check_inputs(x);
+  }
+  [[nodiscard]] bool overwrites_gradients() const override {
+    return main_.overwrites_gradients() && shortcut_.overwrites_gradients();
+  }
+  [[nodiscard]] bool runs_on_gpu() const override {
+    return main_.runs_on_gpu() && shortcut_.runs_on_gpu();
+  }
+  [[nodiscard]] LayerPromises promises() const override {
+    const LayerPromises main = main_.promises(), shortcut = shortcut_.promises();
+    return {.recomputes = main.recomputes && shortcut.recomputes,
+            .keeps_alone = main.keeps_alone && (shortcut_.empty() || shortcut.keeps_alone),
+            .capturable = main.capturable && shortcut.capturable};
+  }
+  [[nodiscard]] double cost(const TensorSpec& input) const override {
+    return main_.cost(input) + shortcut_.cost(input);
+  }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
+    const LayerNeeds& main = main_.plan_of({&input, 1}, compute).needs;
+    const LayerNeeds& shortcut = shortcut_.plan_of({&input, 1}, compute).needs;
+    const LayerMemory &a = main.memory, &b = shortcut.memory;
+    return {
+        .memory = {.until_input = sum_of_bytes({a.until_input, b.until_input}),
+                   .until_weight = sum_of_bytes({a.until_weight, b.until_weight}),
+                   .lasting = sum_of_bytes({a.lasting, b.lasting}),
+                   .gradients = sum_of_bytes({a.gradients, b.gradients}),
+                   .scratch = sum_of_bytes({branch_bytes(input), std::max(a.scratch, b.scratch)})},
+        .operator_bytes = std::max(main.operator_bytes, shortcut.operator_bytes),
+        .table_bytes = std::max(main.table_bytes, shortcut.table_bytes),
+        .forward_sums = main.forward_sums + shortcut.forward_sums,
+        .backward_sums = main.backward_sums + shortcut.backward_sums,
+        .note = main.note.empty() ? shortcut.note : main.note};
+  }
+
+  void forward(LayerCall& call, const Tensor& y) override {
+    Calls calls = calls_of(call);
+    main_.forward(calls.main, {&y, 1});
+    if (shortcut_.empty()) return add(call.compute(), call.x, y);
+    const Tensor branch{call.scratch, y.spec};
+    shortcut_.forward(calls.shortcut, {&branch, 1});
+    add(call.compute(), branch, y);
+  }
+  void keep_again(LayerCall& call, const Tensor& y) override {
+    Calls calls = calls_of(call);
+    main_.keep_again(calls.main, y);
+    shortcut_.keep_again(calls.shortcut, y);
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    Calls calls = calls_of(call);
+    main_.backward_input(calls.main, {&dy, 1}, {&dx, 1});
+    const bool wanted = dx.data != nullptr;
+    if (!shortcut_.empty()) {
+      const Tensor branch{wanted ? call.scratch : nullptr, call.x.spec};
+      shortcut_.backward_input(calls.shortcut, {&dy, 1}, {&branch, 1});
+      if (wanted) add(call.compute(), branch, dx);
+    } else if (wanted) {
+      add(call.compute(), dy, dx);
+    }
+  }
+  void backward_weight(LayerCall& call, const Tensor& dy) override {
+    Calls calls = calls_of(call);
+    main_.backward_weight(calls.main, {&dy, 1});
+    shortcut_.backward_weight(calls.shortcut, {&dy, 1});
+  }
+
+ private:
+  struct Calls {
+    LayerRun::Call main, shortcut;
+  };
+  // Scratch for the shortcut's result, or for its gradient.
+  [[nodiscard]] std::size_t branch_bytes(const TensorSpec& input) const {
+    if (shortcut_.empty()) return 0;
+    return round_up(std::max(input.bytes(), main_.output(input).bytes()), kBufferAlignment);
+  }
+  [[nodiscard]] Calls calls_of(const LayerCall& call) const {
+    const std::span<const TensorSpec> input{&call.x.spec, 1};
+    const LayerRun::Plan& main = main_.plan_of(input, call.compute());
+    LayerMemory begin{.scratch = branch_bytes(call.x.spec)};
+    const LayerRun::Memory first = memory_of(call, begin);
+    const std::size_t scratch = begin.scratch;
+    begin = main.needs.memory;
+    begin.scratch = scratch;
+    return {{.stage = call.stage,
+             .plan = main,
+             .inputs = {&call.x, 1},
+             .memory = first,
+             .again = call.again},
+            {.stage = call.stage,
+             .plan = shortcut_.plan_of(input, call.compute()),
+             .inputs = {&call.x, 1},
+             .memory = memory_of(call, begin),
+             .again = call.again}};
+  }
+
+  LayerRun main_, shortcut_;
+};
+
+}  // namespace
+
+std::unique_ptr<Layer> make_layer(const LayerSpec& spec, int number) {
+  if (spec.parts.empty()) return spec.make(number);
+  LayerSpec inner = spec;
+  inner.name = "";
+  return std::make_unique<RunLayer>(make_layers(inner, 0, number), false);
+}
+
+LayerSpec group(std::vector<LayerSpec> layers) {
+  // Its parts are made in its place.
+  const auto make = [](int) -> std::unique_ptr<Layer> {
+    throw_usage("group() needs at least one layer");
+  };
+  return {.kind = "group", .make = make, .parts = std::move(layers)};
+}
+
+LayerSpec recompute(LayerSpec layer) {
+  if (!layer.make) throw_usage("recompute() of {}(); legal: a layer", layer.kind);
+  LayerSpec spec{.kind = "recompute",
+                 .make = {},
+                 .settings = text_of(layer),
+                 .name = layer.name,
+                 .trusted = layer.trusted};
+  layer.name = "";  // of parameters, within
+  spec.make = [layer = std::move(layer)](int number) {
+    return std::make_unique<RunLayer>(make_layers(layer, 0, number), true);
+  };
+  return spec;
+}
+
+LayerSpec recompute(std::vector<LayerSpec> layers) { return recompute(group(std::move(layers))); }
+
+LayerSpec residual(std::vector<LayerSpec> layers, std::vector<LayerSpec> shortcut) {
+  std::string settings = text_of(layers);
+  if (!shortcut.empty()) settings += "; " + text_of(shortcut);
+  return {
+      .kind = "residual",
+      .make = [layers = std::move(layers), shortcut = std::move(shortcut)](
+                  int number) { return std::make_unique<ResidualBlock>(layers, shortcut, number); },
+      .settings = std::move(settings)};
+}
+
+}  // namespace sluice

@@ -1,0 +1,199 @@
+// Layers one after the other, with connections past them: where their memory lies, and their calls.
+// A stage has one, and so has each layer that is made of layers. Internal to stages/.
+//
+// Memory is handed in with every call, one span a lifetime; a run owns none. What lies where in the
+// spans is a function of the input's shape (Plan). Outputs of all layers but the last live until
+// the weight gradient. Gradients of outputs live from the input gradient to the weight gradient.
+//
+// Where nothing lives between the two halves of backward (backward() alone is called), all layers
+// and micro-batches share one area of gradients. A layer's own gradients lie between that of its
+// output and that of its input, which grow from the two ends of the area. A layer that promises
+// `in_place` writes one over the other.
+//
+// A run that recomputes keeps its input alone, and what its layers keep in LayerMemory::lasting.
+// What they keep until the input gradient is scratch then, what they keep until the weight gradient
+// is part of the gradients, the outputs between them too. backward_input() makes all of it again.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <sluice/layers.hpp>
+#include <sluice/stage.hpp>
+
+#include "stages/network/skips.hpp"
+
+namespace sluice {
+
+struct NumberedLayer {
+  int number = 0;         // in the model
+  std::string path = {};  // "3", or "3.0" in a group: for messages
+  std::string name = {};  // of its parameters: "3."
+  std::string kind = {};  // "linear"
+  std::unique_ptr<Layer> layer = nullptr;
+  bool forward_watched = false, backward_watched = false;  // the first call was
+
+  // "layer 3 (linear)"
+  [[nodiscard]] std::string full_name() const;
+};
+
+// "linear(10, 50)", "group(linear(10, 50), relu())": what ranks compare.
+[[nodiscard]] std::string text_of(const LayerSpec& spec);
+[[nodiscard]] std::string text_of(std::span<const LayerSpec> specs);
+
+// Makes the layer, or those of a group; an Error names the layer. `drawn`: its number for random
+// numbers.
+[[nodiscard]] std::vector<NumberedLayer> make_layers(const LayerSpec& spec, int number, int drawn);
+// Those within the layer that has `number` for random numbers.
+enum class Branch : std::uint32_t { kMain, kShortcut };
+[[nodiscard]] std::vector<NumberedLayer> make_inner_layers(std::span<const LayerSpec> specs,
+                                                           int number, Branch branch);
+
+// Makes one layer of a group too.
+[[nodiscard]] std::unique_ptr<Layer> make_layer(const LayerSpec& spec, int number);
+
+class LayerRun {
+ public:
+  struct Options {
+    bool recomputes = false;
+    // Nobody else does what needs to be done once for a stage: rounds the gradient that comes with
+    // a message, says which gradients are final.
+    bool outermost = false;
+    StageSkips skips = {};
+    int begin = 0;  // the number of the first layer, or of the next one where there is none
+  };
+  LayerRun(std::vector<NumberedLayer> layers, Options options);
+
+  // A part of the run and its memory: offsets within the spans.
+  struct Place {
+    LayerNeeds needs;    // none for a connection
+    bool again = false;  // made again in backward: in scratch and gradients
+    std::size_t until_input = 0, until_weight = 0, output = 0, lasting = 0;
+    struct Gradients {
+      std::size_t own = 0, input = 0, rounded = 0;  // rounded: of its output's gradient
+    };
+    Gradients split, shared;
+  };
+  // What the parts see of one size of micro-batch: specs[i] is the main input of part i, the last
+  // one the run's main output.
+  struct Plan {
+    std::vector<TensorSpec> inputs, specs, sources;
+    std::vector<Place> places;
+    std::vector<std::size_t> source_gradients;  // [source] offset in scratch
+    // Of the whole run; memory.gradients where each micro-batch has its own, else
+    // shared_gradients.
+    LayerNeeds needs;
+    std::size_t shared_gradients = 0;
+    std::size_t scratch_of_layers = 0;  // where it begins
+    // Of the last layer's keep_again(), which has memory for it behind its scratch.
+    std::optional<TensorSpec> again_output;
+  };
+  // Begins of the spans.
+  struct Memory {
+    std::byte *until_input = nullptr, *until_weight = nullptr, *lasting = nullptr;
+    std::byte *gradients = nullptr, *scratch = nullptr;
+    bool shared = false;  // gradients: as many bytes as Plan::shared_gradients
+  };
+  struct Call {
+    StageContext& stage;
+    const Plan& plan;
+    std::span<const Tensor> inputs;
+    Memory memory;
+    bool again = false;
+    Tensor rounded_dy = {}, rounded_dx = {};  // as LayerCall's
+  };
+
+  [[nodiscard]] bool empty() const { return parts_.empty(); }
+  [[nodiscard]] const std::vector<NumberedLayer>& layers() const { return layers_; }
+  [[nodiscard]] const StageSkips& skips() const { return skips_; }
+  void add_parameters(ParameterSet& set, const std::string& name = {});
+  // Whether all layers that have added parameters do.
+  [[nodiscard]] bool overwrites_gradients() const { return overwrites_gradients_; }
+  [[nodiscard]] bool runs_on_gpu() const;
+  [[nodiscard]] LayerPromises promises() const;
+  // The output of a run without connections, an Error names the layer; likewise below.
+  [[nodiscard]] TensorSpec output(TensorSpec spec) const;
+  [[nodiscard]] double cost(TensorSpec spec) const;
+  void check_inputs(const Tensor& x) const;
+
+  // Made when a size of micro-batch is described, found in a step; stays valid.
+  [[nodiscard]] const Plan& plan_of(std::span<const TensorSpec> inputs,
+                                    ComputeContext& compute) const;
+  [[nodiscard]] std::vector<TensorSpec> outputs_of(const Plan& plan) const;
+
+  void forward(Call& call, std::span<const Tensor> outputs);
+  // As Layer's, of a run within a layer.
+  void keep_again(Call& call, const Tensor& y);
+  void backward_input(Call& call, std::span<const Tensor> grad_outputs,
+                      std::span<const Tensor> grad_inputs);
+  void backward_weight(Call& call, std::span<const Tensor> grad_outputs);
+  void backward(Call& call, std::span<const Tensor> grad_outputs,
+                std::span<const Tensor> grad_inputs);
+  // Once the parameters have memory.
+  void find_gradients(ParameterSet& set);
+
+ private:
+  // A layer, or a join before one.
+  struct Part {
+    std::size_t index = 0;  // of layers_, or of skips_.joins()
+    bool join = false;
+    LayerPromises promises;
+    bool overwrites = false;
+    std::size_t first_parameter = 0, parameters = 0;
+    std::size_t first_gradient = 0;  // in flat_grads(), in floats
+  };
+  // Gradients of the sources, of one call.
+  struct SourceGradient {
+    Tensor sum;  // null data: not needed
+    bool begun = false;
+  };
+  enum class Halves { kInput, kBoth };
+
+  [[nodiscard]] TensorSpec measure(std::size_t part, const TensorSpec& in, ComputeContext& compute,
+                                   Plan& plan) const;
+  void lay_out(Plan& plan) const;
+  void lay_out_shared(Plan& plan) const;
+  [[nodiscard]] bool in_place(const Plan& plan, std::size_t part) const;
+  [[nodiscard]] bool reads_rounded(const Plan& plan, std::size_t part) const;
+
+  [[nodiscard]] LayerCall call_of(Call& call, std::size_t part) const;
+  [[nodiscard]] Tensor output_of(const Call& call, std::size_t part) const;
+  [[nodiscard]] Tensor input_of(const Call& call, std::size_t part) const;
+  [[nodiscard]] Tensor source(const Call& call, std::size_t index) const;
+  // With respect to the part's output, and to its input; the copies in bf16 of both.
+  [[nodiscard]] Tensor output_gradient(const Call& call, std::size_t part, const Tensor& dy) const;
+  [[nodiscard]] Tensor input_gradient(const Call& call, std::size_t part,
+                                      std::span<const Tensor> grad_inputs) const;
+  [[nodiscard]] Tensor rounded(const Call& call, std::size_t part) const;
+  [[nodiscard]] Tensor rounded_input(const Call& call, std::size_t part) const;
+
+  void run_forward(Call& call, std::size_t part, const Tensor& y);
+  void make_again(Call& call);
+  void run_backward(Call& call, std::span<const Tensor> grad_outputs,
+                    std::span<const Tensor> grad_inputs, Halves halves);
+  void part_backward(Call& call, std::size_t part, const Tensor& dy, const Tensor& dx,
+                     Halves halves);
+  void layer_backward(Call& call, std::size_t part, const Tensor& dy, const Tensor& dx,
+                      Halves halves);
+  void begin_source_gradients(Call& call, std::span<const Tensor> grad_outputs,
+                              std::span<const Tensor> grad_inputs);
+  void end_source_gradients(Call& call, std::span<const Tensor> grad_inputs);
+  void announce(const StageContext& ctx, const Part& part) const;
+
+  std::vector<NumberedLayer> layers_;
+  bool recomputes_, outermost_;
+  StageSkips skips_;
+  std::vector<Part> parts_;
+  std::vector<std::size_t> made_by_;  // [source] part that makes it; parts_.size(): an input
+  std::vector<SourceGradient> source_gradients_;
+  bool overwrites_gradients_ = true;
+  mutable std::deque<Plan> plans_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,280 @@
+// From a transformer's configuration to its layers.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include <sluice/operators.hpp>
+#include <sluice/tensor.hpp>
+#include <sluice/transformer.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "stages/layers/ends.hpp"
+#include "stages/layers/mlp.hpp"
+#include "stages/layers/residual.hpp"
+#include "stages/layers/self_attention.hpp"
+#include "stages/transformer/sizes.hpp"
+
+namespace sluice {
+namespace {
+
+// Places of dropout within a layer; part of the random streams' keys.
+enum Place : std::uint32_t { kEmbedded = 0, kProbabilities = 1, kAttention = 2, kMlp = 3 };
+
+DropoutSite site(const TransformerConfig& config, int number, Place place) {
+  return {config.dropout, random_site(static_cast<std::uint32_t>(number), place)};
+}
+
+Norm::Kind norm_kind(const TransformerConfig& config) {
+  return config.kind == TransformerKind::kGpt2 ? Norm::Kind::kLayer : Norm::Kind::kRms;
+}
+
+// Radford et al. 2019: what is added to the residual stream starts smaller, by the number of
+// additions.
+double output_deviation(const TransformerConfig& config) {
+  return 0.02 / std::sqrt(2.0 * config.layers);
+}
+
+// Whose block it is. In a model a block knows the context; in a Sequential it takes any.
+enum class Within { kModel, kSequential };
+
+std::int64_t by_sample_from(const TransformerConfig& config, Within within) {
+  if (within == Within::kSequential) return kRowsToSumBySample;
+  return config.sums_by_sample() ? 0 : std::numeric_limits<std::int64_t>::max();
+}
+
+// cost: of BlockCosts, in floating-point operations.
+ResidualOptions residual_options(const TransformerConfig& config, Within within, int number,
+                                 Place output, double (*cost)(const BlockCosts&)) {
+  return {.width = config.width,
+          .norm = norm_kind(config),
+          .norm_name = output == kAttention ? "norm1." : "norm2.",
+          .norm_epsilon = config.norm_epsilon,
+          .output = site(config, number, output),
+          .precision = config.precision,
+          .stream = config.stream_precision,
+          .by_sample_from = by_sample_from(config, within),
+          .context = within == Within::kModel ? config.context : 0,
+          .cost = [config, cost](std::int64_t sequence) {
+            TransformerConfig sample = config;
+            sample.context = static_cast<int>(sequence);
+            return cost(block_costs(sample, 0)) / 2;
+          }};
+}
+
+std::unique_ptr<Layer> make_attention(const TransformerConfig& config, Within within, int number) {
+  const ResidualOptions outer = residual_options(
+      config, within, number, kAttention,
+      [](const BlockCosts& costs) { return costs.scores + costs.qkv + costs.output; });
+  const bool llama = config.kind == TransformerKind::kLlama;
+  const TransformerSizes sizes = sizes_of(config);
+  SelfAttention::Options options{.width = config.width,
+                                 .heads = sizes.heads,
+                                 .kv_heads = sizes.kv_heads,
+                                 .head_dim = sizes.head_dim,
+                                 .window = config.window,
+                                 .probabilities = site(config, number, kProbabilities),
+                                 .recompute = config.recompute == Recompute::kAttention,
+                                 .output_deviation = output_deviation(config),
+                                 .qkv_bias = !llama || config.qkv_bias,
+                                 .output_bias = !llama || config.attention_output_bias,
+                                 .precision = config.precision,
+                                 .result = outer.result()};
+  if (llama) options.positions = {config.rotary_base, config.rotary_scaling};
+  if (config.qk_norm) options.qk_norm = config.norm_epsilon;
+  return std::make_unique<ResidualLayer>(
+      outer, [options](const std::string& name, ParameterSet& parameters) {
+        return std::make_unique<SelfAttention>(options, name + "attention.", parameters);
+      });
+}
+
+std::unique_ptr<Layer> make_mlp(const TransformerConfig& config, Within within, int number) {
+  const ResidualOptions outer = residual_options(
+      config, within, number, kMlp, [](const BlockCosts& costs) { return costs.up + costs.down; });
+  const bool gpt2 = config.kind == TransformerKind::kGpt2;
+  const Mlp::Options options{.kind = gpt2 ? Mlp::Kind::kGelu : Mlp::Kind::kSwiGlu,
+                             .width = config.width,
+                             .hidden = sizes_of(config).mlp_width,
+                             .output_deviation = output_deviation(config),
+                             .bias = gpt2 || config.mlp_bias,
+                             .precision = config.precision,
+                             .result = outer.result()};
+  return std::make_unique<ResidualLayer>(
+      outer, [options](const std::string& name, ParameterSet& parameters) {
+        return std::make_unique<Mlp>(options, name + "mlp.", parameters);
+      });
+}
+
+// One that is recomputed where the configuration says so; its parameters have names of their own.
+template <typename Make>
+LayerSpec part(const TransformerConfig& config, const char* kind, const Make& make) {
+  LayerSpec spec{.kind = kind, .make = make, .name = "", .trusted = true};
+  return config.recompute == Recompute::kBlock ? recompute(std::move(spec)) : spec;
+}
+
+std::string settings(const TransformerConfig& config) {
+  const RotaryScaling& scaling = config.rotary_scaling;
+  return settings_of(static_cast<int>(config.kind), config.layers, config.heads, config.width,
+                     config.kv_heads, config.mlp_width, config.dropout, config.rotary_base,
+                     config.norm_epsilon, config.head_dim, static_cast<int>(scaling.kind),
+                     scaling.factor, scaling.low_frequency_factor, scaling.high_frequency_factor,
+                     scaling.original_context, config.qkv_bias, config.attention_output_bias,
+                     config.mlp_bias, config.qk_norm, config.window,
+                     static_cast<int>(config.precision), static_cast<int>(config.stream_precision),
+                     static_cast<int>(config.recompute));
+}
+
+LayerSpec make_block(const TransformerConfig& config, Within within) {
+  const auto checked = [=](std::unique_ptr<Layer> (*make)(const TransformerConfig&, Within, int)) {
+    return [=](int number) {
+      validate(config);
+      if (!config.full_layers.empty()) {
+        throw_usage(
+            "full_layers of {} blocks; legal in a block: none, and a window of 0 for one that sees "
+            "all positions",
+            config.full_layers.size());
+      }
+      return make(config, within, number);
+    };
+  };
+  LayerSpec block = group({part(config, "attention_block", checked(make_attention)),
+                           part(config, "mlp_block", checked(make_mlp))});
+  block.kind = "transformer_block";
+  block.settings = settings(config);
+  block.one_number = true;
+  return block;
+}
+
+HeadOptions head_options(const TransformerConfig& config) {
+  return {.vocabulary = config.vocabulary,
+          .width = config.width,
+          .norm = norm_kind(config),
+          .norm_epsilon = config.norm_epsilon,
+          .tied = config.tied,
+          .precision = config.precision,
+          .stream = config.stream_precision,
+          .by_sample_from = by_sample_from(config, Within::kModel),
+          .context = config.context,
+          .chunks = config.logit_chunks};
+}
+
+LayerSpec make_embedding(const TransformerConfig& config) {
+  EmbeddingLayer::Options options{.vocabulary = config.vocabulary,
+                                  .width = config.width,
+                                  .context = config.context,
+                                  .tied = config.tied,
+                                  .dropout = site(config, 0, kEmbedded),
+                                  .stream = config.stream_precision};
+  if (config.kind == TransformerKind::kGpt2) {
+    options.positions = config.positions > 0 ? config.positions : config.context;
+  }
+  return {.kind = "token_embedding",
+          .make = [options](int) { return std::make_unique<EmbeddingLayer>(options); },
+          .settings = settings_of(config.vocabulary, config.width, options.positions,
+                                  config.context, config.tied, config.dropout),
+          .name = "",
+          .trusted = true};
+}
+
+LayerSpec make_head(const TransformerConfig& config) {
+  const auto make = [options = head_options(config)](int) {
+    return std::make_unique<HeadLayer>(options);
+  };
+  LayerSpec head{.kind = "head", .make = make, .name = "", .trusted = true};
+  // With chunks it keeps statistics alone.
+  if (config.logit_chunks == 1) head = part(config, "head", make);
+  head.settings = settings_of(config.vocabulary, config.width, config.tied, config.logit_chunks);
+  return head;
+}
+
+}  // namespace
+
+TransformerSizes sizes_of(const TransformerConfig& config) {
+  const bool gpt2 = config.kind == TransformerKind::kGpt2;
+  TransformerSizes sizes;
+  sizes.width = config.width;
+  sizes.heads = config.heads;
+  sizes.head_dim = config.head_dim > 0 ? config.head_dim : config.width / config.heads;
+  sizes.kv_heads = gpt2 || config.kv_heads == 0 ? config.heads : config.kv_heads;
+  sizes.mlp_width = config.mlp_width;
+  if (config.mlp_width == 0) {
+    const std::int64_t multiple = 64;
+    const std::int64_t eight_thirds = (8 * sizes.width + 2) / 3;
+    sizes.mlp_width = gpt2 ? 4 * sizes.width : (eight_thirds + multiple - 1) / multiple * multiple;
+  }
+  return sizes;
+}
+
+int window_of(const TransformerConfig& config, int block) {
+  const bool full = std::binary_search(config.full_layers.begin(), config.full_layers.end(), block);
+  return full ? 0 : config.window;
+}
+
+LayerSpec transformer_block(const TransformerConfig& config) {
+  return make_block(config, Within::kSequential);
+}
+
+std::vector<LayerSpec> transformer_layers(const TransformerConfig& config) {
+  validate(config);
+  std::vector<LayerSpec> layers = {make_embedding(config)};
+  for (int block = 0; block < config.layers; ++block) {
+    TransformerConfig mine = config;
+    mine.window = window_of(config, block);
+    mine.full_layers.clear();
+    layers.push_back(make_block(mine, Within::kModel));
+    layers.back().name = fmt::format("blocks.{}.", block);
+  }
+  layers.push_back(make_head(config));
+  return layers;
+}
+
+LossSpec transformer_loss(const TransformerConfig& config) {
+  validate(config);
+  return {"cross_entropy_loss",
+          [options = head_options(config)] { return std::make_unique<TokenLoss>(options); },
+          settings_of(config.vocabulary, config.logit_chunks)};
+}
+
+Transformer::Transformer(const TransformerConfig& config)
+    : Sequential(Sequential(transformer_layers(config), transformer_loss(config))
+                     .with_input({DType::kI32, Shape{config.context}})) {}
+
+std::unique_ptr<Stage> make_transformer_stage(const TransformerConfig& config,
+                                              const Partition& partition, int stage) {
+  const Sequential model(transformer_layers(config), transformer_loss(config));
+  const std::vector<int>& first = partition.first;
+  if (first.size() >= 2 && (first[1] < 1 || first[first.size() - 2] == config.layers + 2)) {
+    throw_usage(
+        "the partition [{}] leaves the first or the last stage empty; they hold the embedding and "
+        "the head",
+        fmt::join(first, ", "));
+  }
+  return model.stage_of(partition, stage);
+}
+
+std::vector<ParameterInfo> parameter_list(const TransformerConfig& config) {
+  const std::unique_ptr<Stage> whole = make_transformer_stage(config, {{0, config.layers + 2}}, 0);
+  std::vector<ParameterInfo> list;
+  for (const Parameter* parameter : whole->parameters()->all()) {
+    // The only name used twice is the tied embedding, whose owner comes first.
+    if (list.empty() || !parameter->tied || parameter->name != list.front().name) {
+      list.push_back({parameter->name, parameter->shape});
+    }
+  }
+  return list;
+}
+
+std::int64_t parameter_count(const TransformerConfig& config) {
+  std::int64_t count = 0;
+  for (const ParameterInfo& parameter : parameter_list(config)) {
+    count += parameter.shape.elements();
+  }
+  return count;
+}
+
+}  // namespace sluice
