@@ -32,7 +32,7 @@ struct Dense : Stage,
   void forward(StageContext& ctx, Tensors x, Tensors y) override {
     linear_forward(ctx.compute, x[0], w.value, b.value, y[0]);
     if (last) return;
-    relu_forward(ctx.compute, y[0], y[0]);
+    pointwise_forward(ctx.compute, Pointwise::kRelu, y[0], y[0]);
     kept[std::size_t(ctx.slot)].assign(y[0].floats().begin(), y[0].floats().end());
   }
   void backward(StageContext& ctx, Tensors dy, Tensors dx) override {
@@ -44,7 +44,7 @@ struct Dense : Stage,
   }
   void backward_input(StageContext& ctx, Tensors dy, Tensors dx) override {
     const Tensor y = inner(ctx, dy);
-    if (!last) relu_backward(ctx.compute, y, dy[0], y);  // in place
+    if (!last) pointwise_backward(ctx.compute, Pointwise::kRelu, y, dy[0], y);  // in place
     if (!dx.empty()) linear_backward_input(ctx.compute, y, w.value, dx[0]);
   }
   void backward_weight(StageContext& ctx, Tensors dy) override {

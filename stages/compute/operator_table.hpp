@@ -58,20 +58,10 @@ struct QueryKeyNormOperators {
 };
 
 struct ElementOperators {
-  decltype(&sluice::gelu_forward) gelu_forward;
-  decltype(&sluice::gelu_backward) gelu_backward;
-  decltype(&sluice::exact_gelu_forward) exact_gelu_forward;
-  decltype(&sluice::exact_gelu_backward) exact_gelu_backward;
+  decltype(&sluice::pointwise_forward) pointwise_forward;
+  decltype(&sluice::pointwise_backward) pointwise_backward;
   decltype(&sluice::swiglu_forward) swiglu_forward;
   decltype(&sluice::swiglu_backward) swiglu_backward;
-  decltype(&sluice::relu_forward) relu_forward;
-  decltype(&sluice::relu_backward) relu_backward;
-  decltype(&sluice::silu_forward) silu_forward;
-  decltype(&sluice::silu_backward) silu_backward;
-  decltype(&sluice::tanh_forward) tanh_forward;
-  decltype(&sluice::tanh_backward) tanh_backward;
-  decltype(&sluice::sigmoid_forward) sigmoid_forward;
-  decltype(&sluice::sigmoid_backward) sigmoid_backward;
   decltype(&sluice::dropout) dropout;
   decltype(&sluice::dropout_residual) dropout_residual;
   decltype(&sluice::add) add;

@@ -10,19 +10,8 @@ namespace sluice::cpu {
 
 namespace {
 
-using Unary = void (*)(const void* x, void* y, std::int64_t n);
-using Binary = void (*)(const void* x, const void* dy, void* dx, std::int64_t n);
-
-void run(ComputeContext& ctx, Unary kernel, const Tensor& x, const Tensor& y) {
-  parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-    kernel(element(x, begin), element(y, begin), end - begin);
-  });
-}
-
-void run(ComputeContext& ctx, Binary kernel, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-    kernel(element(x, begin), element(dy, begin), element(dx, begin), end - begin);
-  });
+const PointwiseKernels& kernels_of(ComputeContext& ctx, Pointwise function, const Tensor& x) {
+  return kernels_for(ctx, x.spec.dtype).pointwise[static_cast<int>(function)];
 }
 
 void copy(const Tensor& from, const Tensor& to) {
@@ -36,52 +25,19 @@ std::int64_t hidden_of(const Tensor& gate_up) {
 
 }  // namespace
 
-void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).gelu_forward, x, y);
+void pointwise_forward(ComputeContext& ctx, Pointwise function, const Tensor& x, const Tensor& y) {
+  const auto kernel = kernels_of(ctx, function, x).forward;
+  parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
+    kernel(element(x, begin), element(y, begin), end - begin);
+  });
 }
 
-void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).gelu_backward, x, dy, dx);
-}
-
-void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).exact_gelu_forward, x, y);
-}
-
-void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).exact_gelu_backward, x, dy, dx);
-}
-
-void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).relu_forward, x, y);
-}
-
-void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).relu_backward, x, dy, dx);
-}
-
-void silu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).silu_forward, x, y);
-}
-
-void silu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).silu_backward, x, dy, dx);
-}
-
-void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).tanh_forward, x, y);
-}
-
-void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).tanh_backward, x, dy, dx);
-}
-
-void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).sigmoid_forward, x, y);
-}
-
-void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run(ctx, kernels_for(ctx, x.spec.dtype).sigmoid_backward, x, dy, dx);
+void pointwise_backward(ComputeContext& ctx, Pointwise function, const Tensor& x, const Tensor& dy,
+                        const Tensor& dx) {
+  const auto kernel = kernels_of(ctx, function, x).backward;
+  parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
+    kernel(element(x, begin), element(dy, begin), element(dx, begin), end - begin);
+  });
 }
 
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
@@ -161,20 +117,10 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
 
 ElementOperators element_operators() {
   return {
-      .gelu_forward = gelu_forward,
-      .gelu_backward = gelu_backward,
-      .exact_gelu_forward = exact_gelu_forward,
-      .exact_gelu_backward = exact_gelu_backward,
+      .pointwise_forward = pointwise_forward,
+      .pointwise_backward = pointwise_backward,
       .swiglu_forward = swiglu_forward,
       .swiglu_backward = swiglu_backward,
-      .relu_forward = relu_forward,
-      .relu_backward = relu_backward,
-      .silu_forward = silu_forward,
-      .silu_backward = silu_backward,
-      .tanh_forward = tanh_forward,
-      .tanh_backward = tanh_backward,
-      .sigmoid_forward = sigmoid_forward,
-      .sigmoid_backward = sigmoid_backward,
       .dropout = dropout,
       .dropout_residual = dropout_residual,
       .add = add,

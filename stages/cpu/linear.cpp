@@ -114,7 +114,8 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
     forward_rows(ctx, shape, first, rows, x, weight, bias, raised);
     const Tensor raised_rows = rows_of(raised, first, rows, shape.out);
     if (activation == Activation::kGelu) {
-      cpu::gelu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out));
+      cpu::pointwise_forward(ctx, Pointwise::kGeluTanh, raised_rows,
+                             rows_of(y, first, rows, shape.out));
     } else {
       cpu::swiglu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out / 2));
     }
@@ -137,7 +138,8 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
     if (activation == Activation::kGelu) {
       backward_rows(ctx, shape, first, rows, dy, weight, draised);
       const Tensor gradient = rows_of(draised, first, rows, width);
-      cpu::gelu_backward(ctx, rows_of(raised, first, rows, width), gradient, gradient);
+      cpu::pointwise_backward(ctx, Pointwise::kGeluTanh, rows_of(raised, first, rows, width),
+                              gradient, gradient);
       return;
     }
     const Tensor gradient = rows_of(block, 0, rows, width);

@@ -6,64 +6,24 @@
 
 namespace sluice::SLUICE_KERNEL_NAMESPACE {
 
-// A smooth activation: its value and its slope.
-struct Gelu {
-  static SLUICE_INLINE VecF value(VecF x) { return gelu(x); }
-  static SLUICE_INLINE VecF slope(VecF x) { return gelu_slope(x); }
-};
-struct ExactGelu {
-  static SLUICE_INLINE VecF value(VecF x) { return exact_gelu(x); }
-  static SLUICE_INLINE VecF slope(VecF x) { return exact_gelu_slope(x); }
-};
-struct Silu {
-  static SLUICE_INLINE VecF value(VecF x) { return silu(x); }
-  static SLUICE_INLINE VecF slope(VecF x) { return silu_slope(x); }
-};
-struct Tanh {
-  static SLUICE_INLINE VecF value(VecF x) { return hyperbolic_tangent(x); }
-  static SLUICE_INLINE VecF slope(VecF x) { return hyperbolic_tangent_slope(x); }
-};
-struct Sigmoid {
-  static SLUICE_INLINE VecF value(VecF x) { return sigmoid(x); }
-  static SLUICE_INLINE VecF slope(VecF x) { return sigmoid_slope(x); }
-};
-
-template <typename T, typename Activation>
-void smooth_forward(const void* x_data, void* y_data, int64_t n) {
+template <typename T, typename Function>
+void pointwise_forward(const void* x_data, void* y_data, int64_t n) {
   const T* x = static_cast<const T*>(x_data);
   T* y = static_cast<T*>(y_data);
   for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
     fetch_ahead(y + i);
-    store(y + i, Activation::value(load(x + i, part)), part);
+    store(y + i, Function{}.value(load(x + i, part)), part);
   });
 }
 
-template <typename T, typename Activation>
-void smooth_backward(const void* x_data, const void* dy_data, void* dx_data, int64_t n) {
+template <typename T, typename Function>
+void pointwise_backward(const void* x_data, const void* dy_data, void* dx_data, int64_t n) {
   const T* x = static_cast<const T*>(x_data);
   const T* dy = static_cast<const T*>(dy_data);
   T* dx = static_cast<T*>(dx_data);
   for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
     fetch_ahead(x + i);
-    store(dx + i, load(dy + i, part) * Activation::slope(load(x + i, part)), part);
-  });
-}
-
-template <typename T>
-void relu_forward(const void* x_data, void* y_data, int64_t n) {
-  const T* x = static_cast<const T*>(x_data);
-  T* y = static_cast<T*>(y_data);
-  for_vectors(
-      n, [&](int64_t i, auto part) SLUICE_LAMBDA { store(y + i, relu(load(x + i, part)), part); });
-}
-
-template <typename T>
-void relu_backward(const void* x_data, const void* dy_data, void* dx_data, int64_t n) {
-  const T* x = static_cast<const T*>(x_data);
-  const T* dy = static_cast<const T*>(dy_data);
-  T* dx = static_cast<T*>(dx_data);
-  for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
-    store(dx + i, relu_gradient(load(x + i, part), load(dy + i, part)), part);
+    store(dx + i, Function{}.gradient(load(x + i, part), load(dy + i, part)), part);
   });
 }
 

@@ -38,19 +38,13 @@ struct NormKernels {
                       int64_t width, float* dgamma);
 };
 
+struct PointwiseKernels {
+  void (*forward)(const void* x, void* y, int64_t n);
+  void (*backward)(const void* x, const void* dy, void* dx, int64_t n);
+};
+
 struct TypedKernels {
-  void (*gelu_forward)(const void* x, void* y, int64_t n);
-  void (*gelu_backward)(const void* x, const void* dy, void* dx, int64_t n);
-  void (*exact_gelu_forward)(const void* x, void* y, int64_t n);
-  void (*exact_gelu_backward)(const void* x, const void* dy, void* dx, int64_t n);
-  void (*silu_forward)(const void* x, void* y, int64_t n);
-  void (*silu_backward)(const void* x, const void* dy, void* dx, int64_t n);
-  void (*tanh_forward)(const void* x, void* y, int64_t n);
-  void (*tanh_backward)(const void* x, const void* dy, void* dx, int64_t n);
-  void (*sigmoid_forward)(const void* x, void* y, int64_t n);
-  void (*sigmoid_backward)(const void* x, const void* dy, void* dx, int64_t n);
-  void (*relu_forward)(const void* x, void* y, int64_t n);
-  void (*relu_backward)(const void* x, const void* dy, void* dx, int64_t n);
+  const PointwiseKernels* pointwise;  // [Pointwise]
   void (*swiglu_forward)(const void* gate_up, void* y, int64_t rows, int64_t hidden);
   void (*swiglu_backward)(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
                           int64_t hidden);

@@ -20,21 +20,14 @@ constexpr NormKernels norm_kernels() {
   };
 }
 
+#define SLUICE_KERNELS(name) {pointwise_forward<T, name>, pointwise_backward<T, name>},
+template <typename T>
+constexpr PointwiseKernels kPointwise[] = {SLUICE_POINTWISE(SLUICE_KERNELS)};
+
 template <typename T>
 constexpr TypedKernels typed_kernels() {
   return {
-      .gelu_forward = smooth_forward<T, Gelu>,
-      .gelu_backward = smooth_backward<T, Gelu>,
-      .exact_gelu_forward = smooth_forward<T, ExactGelu>,
-      .exact_gelu_backward = smooth_backward<T, ExactGelu>,
-      .silu_forward = smooth_forward<T, Silu>,
-      .silu_backward = smooth_backward<T, Silu>,
-      .tanh_forward = smooth_forward<T, Tanh>,
-      .tanh_backward = smooth_backward<T, Tanh>,
-      .sigmoid_forward = smooth_forward<T, Sigmoid>,
-      .sigmoid_backward = smooth_backward<T, Sigmoid>,
-      .relu_forward = relu_forward<T>,
-      .relu_backward = relu_backward<T>,
+      .pointwise = kPointwise<T>,
       .swiglu_forward = swiglu_forward<T>,
       .swiglu_backward = swiglu_backward<T>,
       .dropout = dropout<T>,

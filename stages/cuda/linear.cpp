@@ -133,7 +133,7 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
   }
   cuda::linear_forward(ctx, x, weight, bias, raised);
   if (activation == Activation::kGelu) {
-    cuda::gelu_forward(ctx, raised, y);
+    cuda::pointwise_forward(ctx, Pointwise::kGeluTanh, raised, y);
   } else {
     cuda::swiglu_forward(ctx, raised, y);
   }
@@ -151,7 +151,7 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
       return;
     }
     cuda::linear_backward_input(ctx, dy, weight, draised);
-    cuda::gelu_backward(ctx, raised, draised, draised);
+    cuda::pointwise_backward(ctx, Pointwise::kGeluTanh, raised, draised, draised);
     return;
   }
   Tensor gradient = {nullptr, {dy.spec.dtype, {shape.rows, shape.in}}};

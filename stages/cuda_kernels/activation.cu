@@ -41,41 +41,13 @@ struct Binary {
 struct Same {
   static __device__ float of(float x) { return x; }
 };
-struct Gelu {
-  static __device__ float of(float x) { return gelu(x); }
+template <typename Function>
+struct Value {
+  static __device__ float of(float x) { return Function{}.value(x); }
 };
-struct ExactGelu {
-  static __device__ float of(float x) { return exact_gelu(x); }
-};
-struct ExactGeluGradient {
-  static __device__ float of(float x, float dy) { return dy * exact_gelu_slope(x); }
-};
-struct Relu {
-  static __device__ float of(float x) { return relu(x); }
-};
-struct Silu {
-  static __device__ float of(float x) { return silu(x); }
-};
-struct SiluGradient {
-  static __device__ float of(float x, float dy) { return dy * silu_slope(x); }
-};
-struct Tanh {
-  static __device__ float of(float x) { return hyperbolic_tangent(x); }
-};
-struct TanhGradient {
-  static __device__ float of(float x, float dy) { return dy * hyperbolic_tangent_slope(x); }
-};
-struct Sigmoid {
-  static __device__ float of(float x) { return sigmoid(x); }
-};
-struct SigmoidGradient {
-  static __device__ float of(float x, float dy) { return dy * sigmoid_slope(x); }
-};
-struct GeluGradient {
-  static __device__ float of(float x, float dy) { return dy * gelu_slope(x); }
-};
-struct ReluGradient {
-  static __device__ float of(float x, float dy) { return relu_gradient(x, dy); }
+template <typename Function>
+struct Gradient {
+  static __device__ float of(float x, float dy) { return Function{}.gradient(x, dy); }
 };
 struct Added {
   static __device__ float of(float x, float y) { return y + x; }
@@ -193,52 +165,27 @@ void run_dropout(ComputeContext& ctx, const char* name, const Dropout& dropout, 
 
 }  // namespace
 
-void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run_unary<Gelu>(ctx, "gelu forward", x, y);
+void pointwise_forward(ComputeContext& ctx, Pointwise function, const Tensor& x, const Tensor& y) {
+  switch (function) {
+#define SLUICE_FORWARD(name) \
+  case Pointwise::k##name:   \
+    return run_unary<Value<name>>(ctx, #name " forward", x, y);
+    SLUICE_POINTWISE(SLUICE_FORWARD)
+    case Pointwise::kCount:
+      break;
+  }
 }
 
-void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run_gradient<GeluGradient>(ctx, "gelu backward", x, dy, dx);
-}
-
-void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run_unary<ExactGelu>(ctx, "exact gelu forward", x, y);
-}
-
-void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run_gradient<ExactGeluGradient>(ctx, "exact gelu backward", x, dy, dx);
-}
-
-void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run_unary<Relu>(ctx, "relu forward", x, y);
-}
-
-void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run_gradient<ReluGradient>(ctx, "relu backward", x, dy, dx);
-}
-
-void silu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run_unary<Silu>(ctx, "silu forward", x, y);
-}
-
-void silu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run_gradient<SiluGradient>(ctx, "silu backward", x, dy, dx);
-}
-
-void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run_unary<Tanh>(ctx, "tanh forward", x, y);
-}
-
-void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run_gradient<TanhGradient>(ctx, "tanh backward", x, dy, dx);
-}
-
-void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  run_unary<Sigmoid>(ctx, "sigmoid forward", x, y);
-}
-
-void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  run_gradient<SigmoidGradient>(ctx, "sigmoid backward", x, dy, dx);
+void pointwise_backward(ComputeContext& ctx, Pointwise function, const Tensor& x, const Tensor& dy,
+                        const Tensor& dx) {
+  switch (function) {
+#define SLUICE_BACKWARD(name) \
+  case Pointwise::k##name:    \
+    return run_gradient<Gradient<name>>(ctx, #name " backward", x, dy, dx);
+    SLUICE_POINTWISE(SLUICE_BACKWARD)
+    case Pointwise::kCount:
+      break;
+  }
 }
 
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
@@ -313,20 +260,10 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
 
 ElementOperators element_operators() {
   return {
-      .gelu_forward = gelu_forward,
-      .gelu_backward = gelu_backward,
-      .exact_gelu_forward = exact_gelu_forward,
-      .exact_gelu_backward = exact_gelu_backward,
+      .pointwise_forward = pointwise_forward,
+      .pointwise_backward = pointwise_backward,
       .swiglu_forward = swiglu_forward,
       .swiglu_backward = swiglu_backward,
-      .relu_forward = relu_forward,
-      .relu_backward = relu_backward,
-      .silu_forward = silu_forward,
-      .silu_backward = silu_backward,
-      .tanh_forward = tanh_forward,
-      .tanh_backward = tanh_backward,
-      .sigmoid_forward = sigmoid_forward,
-      .sigmoid_backward = sigmoid_backward,
       .dropout = dropout,
       .dropout_residual = dropout_residual,
       .add = add,

@@ -14,10 +14,9 @@ namespace sluice::cuda {
 [[nodiscard]] LossOperators loss_operators();
 [[nodiscard]] UpdateOperators update_operators();
 
-void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
-void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+void pointwise_forward(ComputeContext& ctx, Pointwise function, const Tensor& x, const Tensor& y);
+void pointwise_backward(ComputeContext& ctx, Pointwise function, const Tensor& x, const Tensor& dy,
+                        const Tensor& dx);
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y);
 void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
                      const Tensor& dgate_up);

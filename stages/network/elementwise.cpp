@@ -12,12 +12,9 @@
 namespace sluice {
 namespace {
 
-using Forward = void (*)(ComputeContext&, const Tensor& x, const Tensor& y);
-using Backward = void (*)(ComputeContext&, const Tensor& x, const Tensor& dy, const Tensor& dx);
-
 class ActivationLayer final : public Layer {
  public:
-  ActivationLayer(Forward value, Backward gradient) : forward_(value), backward_(gradient) {}
+  explicit ActivationLayer(Pointwise function) : function_(function) {}
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_f32(input);
@@ -27,14 +24,15 @@ class ActivationLayer final : public Layer {
   [[nodiscard]] LayerPromises promises() const override {
     return {.recomputes = true, .capturable = true, .in_place = true};
   }
-  void forward(LayerCall& call, const Tensor& y) override { forward_(call.compute(), call.x, y); }
+  void forward(LayerCall& call, const Tensor& y) override {
+    pointwise_forward(call.compute(), function_, call.x, y);
+  }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    backward_(call.compute(), call.x, dy, dx);
+    pointwise_backward(call.compute(), function_, call.x, dy, dx);
   }
 
  private:
-  Forward forward_;
-  Backward backward_;
+  Pointwise function_;
 };
 
 // Keeps its output for the gradient.
@@ -170,8 +168,8 @@ class ReshapeLayer final : public Layer {
   std::optional<Shape> dims_;
 };
 
-LayerSpec activation(const char* kind, Forward forward, Backward backward) {
-  return layer<ActivationLayer>(kind, forward, backward);
+LayerSpec activation(const char* kind, Pointwise function) {
+  return layer<ActivationLayer>(kind, function);
 }
 
 }  // namespace
@@ -181,12 +179,12 @@ LayerSpec skip(int from, int to, Join join, int axis) {
   return {"skip", nullptr, Skip{from, to, join, axis},
           settings_of(from, to, static_cast<int>(join), axis)};
 }
-LayerSpec relu() { return activation("relu", relu_forward, relu_backward); }
-LayerSpec gelu() { return activation("gelu", exact_gelu_forward, exact_gelu_backward); }
-LayerSpec gelu_tanh() { return activation("gelu_tanh", gelu_forward, gelu_backward); }
-LayerSpec silu() { return activation("silu", silu_forward, silu_backward); }
-LayerSpec tanh() { return activation("tanh", tanh_forward, tanh_backward); }
-LayerSpec sigmoid() { return activation("sigmoid", sigmoid_forward, sigmoid_backward); }
+LayerSpec relu() { return activation("relu", Pointwise::kRelu); }
+LayerSpec gelu() { return activation("gelu", Pointwise::kGelu); }
+LayerSpec gelu_tanh() { return activation("gelu_tanh", Pointwise::kGeluTanh); }
+LayerSpec silu() { return activation("silu", Pointwise::kSilu); }
+LayerSpec tanh() { return activation("tanh", Pointwise::kTanh); }
+LayerSpec sigmoid() { return activation("sigmoid", Pointwise::kSigmoid); }
 LayerSpec softmax() { return layer<SoftmaxLayer>("softmax"); }
 LayerSpec flatten() { return layer<ReshapeLayer>("flatten", std::optional<Shape>()); }
 LayerSpec unflatten(const Shape& dims) {

@@ -317,6 +317,12 @@ void in_place_of_equal_type(const char* name, const Operand& x, const Operand& y
 }
 
 // y of x's type and shape: activations.
+void check_pointwise(const char* name, Pointwise function) {
+  const int number = static_cast<int>(function), count = static_cast<int>(Pointwise::kCount);
+  if (number >= 0 && number < count) return;
+  throw_usage("{}: function {}; legal: those of Pointwise, 0 to {}", name, number, count - 1);
+}
+
 void check_elementwise(const char* name, const Tensor& x, const Tensor& y) {
   fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"y", y}});
   fits(name, {"y", y}, in_rows(only(x.spec.dtype), rows_of(x), width_of(x)), {{"x", x}});
@@ -562,24 +568,17 @@ void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, c
       dgains);
 }
 
-void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+void pointwise_forward(ComputeContext& ctx, Pointwise function, const Tensor& x, const Tensor& y) {
+  check_pointwise(__func__, function);
   check_elementwise(__func__, x, y);
-  run({__func__}, &OperatorTable::gelu_forward, ctx, x, y);
+  run({__func__}, &OperatorTable::pointwise_forward, ctx, function, x, y);
 }
 
-void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+void pointwise_backward(ComputeContext& ctx, Pointwise function, const Tensor& x, const Tensor& dy,
+                        const Tensor& dx) {
+  check_pointwise(__func__, function);
   check_elementwise_backward(__func__, x, dy, dx);
-  run({__func__}, &OperatorTable::gelu_backward, ctx, x, dy, dx);
-}
-
-void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  check_elementwise(__func__, x, y);
-  run({__func__}, &OperatorTable::exact_gelu_forward, ctx, x, y);
-}
-
-void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  check_elementwise_backward(__func__, x, dy, dx);
-  run({__func__}, &OperatorTable::exact_gelu_backward, ctx, x, dy, dx);
+  run({__func__}, &OperatorTable::pointwise_backward, ctx, function, x, dy, dx);
 }
 
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
@@ -596,46 +595,6 @@ void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& d
   fits(__func__, {"gate_up", gate_up}, legal, {{"dy", dy}});
   fits(__func__, {"dgate_up", dgate_up}, legal, {{"dy", dy}});
   run({__func__}, &OperatorTable::swiglu_backward, ctx, gate_up, dy, dgate_up);
-}
-
-void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  check_elementwise(__func__, x, y);
-  run({__func__}, &OperatorTable::relu_forward, ctx, x, y);
-}
-
-void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  check_elementwise_backward(__func__, x, dy, dx);
-  run({__func__}, &OperatorTable::relu_backward, ctx, x, dy, dx);
-}
-
-void silu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  check_elementwise(__func__, x, y);
-  run({__func__}, &OperatorTable::silu_forward, ctx, x, y);
-}
-
-void silu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  check_elementwise_backward(__func__, x, dy, dx);
-  run({__func__}, &OperatorTable::silu_backward, ctx, x, dy, dx);
-}
-
-void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  check_elementwise(__func__, x, y);
-  run({__func__}, &OperatorTable::tanh_forward, ctx, x, y);
-}
-
-void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  check_elementwise_backward(__func__, x, dy, dx);
-  run({__func__}, &OperatorTable::tanh_backward, ctx, x, dy, dx);
-}
-
-void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  check_elementwise(__func__, x, y);
-  run({__func__}, &OperatorTable::sigmoid_forward, ctx, x, y);
-}
-
-void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  check_elementwise_backward(__func__, x, dy, dx);
-  run({__func__}, &OperatorTable::sigmoid_backward, ctx, x, dy, dx);
 }
 
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {

@@ -100,22 +100,6 @@ SLUICE_MATH V sigmoid(V x) {
   return reciprocal(1.0F + exponential(-x, 80.0F));
 }
 
-constexpr float kGeluScale = 1.5957691216057308F;  // 2 sqrt(2 / pi)
-constexpr float kGeluCubic = 0.044715F;
-
-// x (1 + tanh(u)) / 2 = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3).
-template <typename V>
-SLUICE_MATH V gelu(V x) {
-  return x * sigmoid(x * kGeluScale * fma(x * x, constant<V>(kGeluCubic), constant<V>(1.0F)));
-}
-template <typename V>
-SLUICE_MATH V gelu_slope(V x) {
-  const V one = constant<V>(1.0F), square = x * x;
-  const V s = sigmoid(x * kGeluScale * fma(square, constant<V>(kGeluCubic), one));
-  const V du = kGeluScale * fma(square, constant<V>(3 * kGeluCubic), one);
-  return fma(x * du, s - s * s, s);
-}
-
 // The normal distribution: its density, and its function to about 5e-7 of the result, for x in
 // [-13, 13]; the nearest end's outside. The tail beyond |x| is e^(-x^2/2) t q(t) with t = 1 / (1 +
 // 0.3 |x|), the form of Abramowitz and Stegun 7.1.26; q is fitted by least squares at Chebyshev
@@ -142,55 +126,87 @@ SLUICE_MATH NormalPoint<V> normal_at(V x) {
   return {e * 0.3989422804F, x < 0.0F ? tail : 1.0F - tail};
 }
 
-// x times the normal distribution's function of x: GELU without the tanh form's difference of up to
-// 5e-4.
-template <typename V>
-SLUICE_MATH V exact_gelu(V x) {
-  return maximum(constant<V>(-13.0F), x) * normal_at(x).function;
-}
-template <typename V>
-SLUICE_MATH V exact_gelu_slope(V x) {
-  const NormalPoint<V> at = normal_at(x);
-  const V within = minimum(constant<V>(13.0F), maximum(constant<V>(-13.0F), x));
-  return fma(within, at.density, at.function);
-}
+// --- Pointwise: value(x), and gradient(x, dy) = dy times the derivative at x ---
+// In the order of the enumeration; X is called with each name.
+#define SLUICE_POINTWISE(X) X(Relu) X(Gelu) X(GeluTanh) X(Silu) X(Tanh) X(Sigmoid)
 
-template <typename V>
-SLUICE_MATH V relu(V x) {
-  return x < 0.0F ? V{} : x;  // NaN stays
-}
-template <typename V>
-SLUICE_MATH V relu_gradient(V x, V dy) {
-  return x > 0.0F ? dy : V{};
-}
+struct Relu {
+  template <typename V>
+  SLUICE_MATH V value(V x) {
+    return x < 0.0F ? V{} : x;  // NaN stays
+  }
+  template <typename V>
+  SLUICE_MATH V gradient(V x, V dy) {
+    return x > 0.0F ? dy : V{};
+  }
+};
 
-// x sigmoid(x).
-template <typename V>
-SLUICE_MATH V silu(V x) {
-  return x * sigmoid(x);
-}
-template <typename V>
-SLUICE_MATH V silu_slope(V x) {
-  const V s = sigmoid(x);
-  return fma(x, s - s * s, s);
-}
+struct Gelu {
+  template <typename V>
+  SLUICE_MATH V value(V x) {
+    return maximum(constant<V>(-13.0F), x) * normal_at(x).function;
+  }
+  template <typename V>
+  SLUICE_MATH V gradient(V x, V dy) {
+    const NormalPoint<V> at = normal_at(x);
+    const V within = minimum(constant<V>(13.0F), maximum(constant<V>(-13.0F), x));
+    return dy * fma(within, at.density, at.function);
+  }
+};
+
+// x (1 + tanh(u)) / 2 = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3). Up to 5e-4 from Gelu.
+struct GeluTanh {
+  static constexpr float kScale = 1.5957691216057308F;  // 2 sqrt(2 / pi)
+  static constexpr float kCubic = 0.044715F;
+  template <typename V>
+  SLUICE_MATH V value(V x) {
+    return x * sigmoid(x * kScale * fma(x * x, constant<V>(kCubic), constant<V>(1.0F)));
+  }
+  template <typename V>
+  SLUICE_MATH V gradient(V x, V dy) {
+    const V one = constant<V>(1.0F), square = x * x;
+    const V s = sigmoid(x * kScale * fma(square, constant<V>(kCubic), one));
+    const V du = kScale * fma(square, constant<V>(3 * kCubic), one);
+    return dy * fma(x * du, s - s * s, s);
+  }
+};
+
+struct Silu {
+  template <typename V>
+  SLUICE_MATH V value(V x) {
+    return x * sigmoid(x);
+  }
+  template <typename V>
+  SLUICE_MATH V gradient(V x, V dy) {
+    const V s = sigmoid(x);
+    return dy * fma(x, s - s * s, s);
+  }
+};
 
 // tanh(x) = 2 sigmoid(2x) - 1: within 2^-23 of it, which near 0 is not relative.
-template <typename V>
-SLUICE_MATH V hyperbolic_tangent(V x) {
-  return fma(sigmoid(x + x), constant<V>(2.0F), constant<V>(-1.0F));
-}
-template <typename V>
-SLUICE_MATH V hyperbolic_tangent_slope(V x) {
-  const V s = sigmoid(x + x);
-  return 4.0F * (s - s * s);
-}
+struct Tanh {
+  template <typename V>
+  SLUICE_MATH V value(V x) {
+    return fma(sigmoid(x + x), constant<V>(2.0F), constant<V>(-1.0F));
+  }
+  template <typename V>
+  SLUICE_MATH V gradient(V x, V dy) {
+    const V s = sigmoid(x + x);
+    return dy * (4.0F * (s - s * s));
+  }
+};
 
-template <typename V>
-SLUICE_MATH V sigmoid_slope(V x) {
-  const V s = sigmoid(x);
-  return s - s * s;
-}
+struct Sigmoid {
+  template <typename V>
+  SLUICE_MATH V value(V x) {
+    return sigmoid(x);
+  }
+  template <typename V>
+  SLUICE_MATH V gradient(V x, V dy) {
+    const V s = sigmoid(x);
+    return dy * (s - s * s);
+  }
+};
 
 template <typename V>
 SLUICE_MATH V swiglu(V gate, V up) {

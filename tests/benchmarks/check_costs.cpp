@@ -30,9 +30,9 @@ double nanoseconds_of(const Body& body) {
 // The public operators by the names of a backend's table.
 struct PublicOperators {
   decltype(&sluice::linear_forward) linear_forward = sluice::linear_forward;
-  decltype(&sluice::relu_forward) relu_forward = sluice::relu_forward;
+  decltype(&sluice::pointwise_forward) pointwise_forward = sluice::pointwise_forward;
   decltype(&sluice::mean_squared_error) mean_squared_error = sluice::mean_squared_error;
-  decltype(&sluice::relu_backward) relu_backward = sluice::relu_backward;
+  decltype(&sluice::pointwise_backward) pointwise_backward = sluice::pointwise_backward;
   decltype(&sluice::linear_backward_input) linear_backward_input = sluice::linear_backward_input;
   decltype(&sluice::linear_backward_weight) linear_backward_weight = sluice::linear_backward_weight;
 };
@@ -54,13 +54,15 @@ class SmallLayer {
   void forward(const auto& operators, ComputeContext& ctx) {
     operators.linear_forward(ctx, x_, weight_, bias_, y_);
   }
-  void activate(const auto& operators, ComputeContext& ctx) { operators.relu_forward(ctx, y_, y_); }
+  void activate(const auto& operators, ComputeContext& ctx) {
+    operators.pointwise_forward(ctx, Pointwise::kRelu, y_, y_);
+  }
   void step(const auto& operators, ComputeContext& ctx) {
     double sum = 0;
     forward(operators, ctx);
     activate(operators, ctx);
     operators.mean_squared_error(ctx, y_, targets_, 1e-3, true, &sum);
-    operators.relu_backward(ctx, y_, y_, y_);
+    operators.pointwise_backward(ctx, Pointwise::kRelu, y_, y_, y_);
     operators.linear_backward_input(ctx, y_, weight_, dx_);
     operators.linear_backward_weight(ctx, x_, y_, dweight_, dbias_, Write::kAdd);
   }

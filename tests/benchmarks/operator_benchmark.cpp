@@ -263,9 +263,10 @@ class Elements {
     const Tensor dgamma = tensor(DType::kF32, {w}), dbeta = tensor(DType::kF32, {w});
     const Tensor stats = tensor(DType::kF32, {rows_, 2}), scales = tensor(DType::kF32, {rows_, 1});
     const double t = static_cast<double>(size_of(dtype_));
-    row("gelu forward", wide.elements(), 2 * t, [&] { gelu_forward(ctx_, wide, wide_other); });
+    row("gelu forward", wide.elements(), 2 * t,
+        [&] { pointwise_forward(ctx_, Pointwise::kGeluTanh, wide, wide_other); });
     row("gelu backward", wide.elements(), 3 * t,
-        [&] { gelu_backward(ctx_, wide, wide_other, wide_other); });
+        [&] { pointwise_backward(ctx_, Pointwise::kGeluTanh, wide, wide_other, wide_other); });
     row("swiglu forward", half.elements(), 3 * t, [&] { swiglu_forward(ctx_, wide, half); });
     row("swiglu backward", half.elements(), 5 * t,
         [&] { swiglu_backward(ctx_, wide, half, wide_other); });

@@ -178,7 +178,19 @@ struct LinearShape {
   bool bias = false;
 };
 
-// Of the product layer's fused forms. kSwiglu: its operand is [rows, 2 * hidden], gates first.
+// Functions of one number.
+enum class Pointwise {
+  kRelu,
+  kGelu,      // x times the normal distribution's function of x: torch's approximate="none"
+  kGeluTanh,  // GPT-2's form of it
+  kSilu,      // x sigmoid(x); also called swish
+  kTanh,
+  kSigmoid,
+  kCount,  // of them
+};
+
+// Of the product layer's fused forms. kGelu is Pointwise::kGeluTanh. kSwiglu: its operand is [rows,
+// 2 * hidden], gates first.
 enum class Activation { kGelu, kSwiglu };
 
 // Causal self-attention.

@@ -168,26 +168,14 @@ void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, c
                                                             const AttentionShape& shape);
 
 // --- element-wise; overwrites unless said; the result may be the gradient operand in place ---
-// GELU, tanh form (GPT-2).
-void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
-// GELU itself: x times the normal distribution's function of x, which torch calls
-// approximate="none".
-void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+// y = function(x), and dx = dy times its derivative at x.
+void pointwise_forward(ComputeContext& ctx, Pointwise function, const Tensor& x, const Tensor& y);
+void pointwise_backward(ComputeContext& ctx, Pointwise function, const Tensor& x, const Tensor& dy,
+                        const Tensor& dx);
 // SwiGLU: gate_up [rows, 2 * hidden] (gate, then up), y = silu(gate) * up, [rows, hidden].
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y);
 void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
                      const Tensor& dgate_up);
-void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
-// x sigmoid(x); also called swish.
-void silu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-void silu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
-void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
-void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
 // y = keep ? x / (1 - p) : 0; the same call is its own backward. y of x's type, or bf16 where x is
 // f32: then it is rounded. In place allowed where the types are equal.
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y);

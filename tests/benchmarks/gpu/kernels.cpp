@@ -107,9 +107,10 @@ class Kernels {
     const Tensor gradient = memory.make(DType::kBf16, {rows, 4 * w});
     const Tensor out = memory.make(DType::kBf16, {rows, 4 * w});
     const Tensor wide = memory.make(DType::kF32, {rows, 4 * w});
-    row("gelu forward", bytes(raised, 2 + 2), [&] { gelu_forward(ctx_, raised, out); });
+    row("gelu forward", bytes(raised, 2 + 2),
+        [&] { pointwise_forward(ctx_, Pointwise::kGeluTanh, raised, out); });
     row("gelu backward", bytes(raised, 2 + 2 + 2),
-        [&] { gelu_backward(ctx_, raised, gradient, out); });
+        [&] { pointwise_backward(ctx_, Pointwise::kGeluTanh, raised, gradient, out); });
     row("convert f32 to bf16", bytes(wide, 4 + 2), [&] { convert(ctx_, wide, out); });
   }
 

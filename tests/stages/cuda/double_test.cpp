@@ -284,8 +284,8 @@ TEST_F(CudaDoubleTest, Activations) {
     const OnGpu gx(x), gdy(dy), gpairs(pairs), gy(Operand(dtype, {rows, width})),
         gdx(Operand(dtype, {rows, width}));
     const OnGpu gglu(Operand(dtype, {rows, width})), gdpairs(Operand(dtype, {rows, 2 * width}));
-    gelu_forward(gpu(), gx.tensor(), gy.tensor());
-    gelu_backward(gpu(), gx.tensor(), gdy.tensor(), gdx.tensor());
+    pointwise_forward(gpu(), Pointwise::kGeluTanh, gx.tensor(), gy.tensor());
+    pointwise_backward(gpu(), Pointwise::kGeluTanh, gx.tensor(), gdy.tensor(), gdx.tensor());
     swiglu_forward(gpu(), gpairs.tensor(), gglu.tensor());
     swiglu_backward(gpu(), gpairs.tensor(), gdy.tensor(), gdpairs.tensor());
     expect_close(gy, y, allowed(dtype), "gelu");

@@ -24,47 +24,37 @@ class CudaElementTest : public GpuCompareTest {
       }
     }
   }
-  void check_activation(double tolerance_scale, decltype(gelu_forward)* forward,
-                        decltype(gelu_backward)* backward) {
+  void check_pointwise(double tolerance_scale, Pointwise function) {
     for_each_case([&](DType dtype, std::int64_t size) {
       const double tolerance = tolerance_scale * element_tolerance(dtype);
       const Operand x = random_operand(dtype, {size}, 1, 3), y(dtype, {size});
       const Operand dy = random_operand(dtype, {size}, 2), dx(dtype, {size});
-      compare_shifted({&x, &y}, tolerance,
-                      [&](ComputeContext& ctx, const Tensors& at) { forward(ctx, at[0], at[1]); });
+      compare_shifted({&x, &y}, tolerance, [&](ComputeContext& ctx, const Tensors& at) {
+        pointwise_forward(ctx, function, at[0], at[1]);
+      });
       compare_shifted({&x, &dy, &dx}, tolerance, [&](ComputeContext& ctx, const Tensors& at) {
-        backward(ctx, at[0], at[1], at[2]);
+        pointwise_backward(ctx, function, at[0], at[1], at[2]);
       });
       compare({&x, &dy}, tolerance, [&](ComputeContext& ctx, const Tensors& at) {
-        backward(ctx, at[0], at[1], at[1]);  // in place
+        pointwise_backward(ctx, function, at[0], at[1], at[1]);  // in place
       });
     });
   }
 };
 
-TEST_F(CudaElementTest, GeluIsTheCpus) { check_activation(1, gelu_forward, gelu_backward); }
-
-TEST_F(CudaElementTest, ExactGeluIsTheCpus) {
-  check_activation(1, exact_gelu_forward, exact_gelu_backward);
-}
-
-TEST_F(CudaElementTest, SiluIsTheCpus) { check_activation(1, silu_forward, silu_backward); }
-
-TEST_F(CudaElementTest, TanhIsTheCpus) { check_activation(1, tanh_forward, tanh_backward); }
-
-TEST_F(CudaElementTest, SigmoidIsTheCpus) {
-  check_activation(1, sigmoid_forward, sigmoid_backward);
-}
-
-TEST_F(CudaElementTest, ReluIsTheCpusToTheBit) {
-  check_activation(kExact, relu_forward, relu_backward);
+TEST_F(CudaElementTest, EachFunctionIsTheCpus) {
+  for (int i = 0; i < static_cast<int>(Pointwise::kCount); ++i) {
+    SCOPED_TRACE(i);
+    const auto function = static_cast<Pointwise>(i);
+    check_pointwise(function == Pointwise::kRelu ? kExact : 1, function);
+  }
 }
 
 TEST_F(CudaElementTest, GeluKeepsItsLimitsAndNan) {
   const double infinity = std::numeric_limits<double>::infinity(), nan = std::nan("");
   for (const DType dtype : kOperandTypes) {
     const OnGpu x(Operand(dtype, {5}, {200, -200, 0, nan, infinity})), y(Operand(dtype, {5}));
-    gelu_forward(gpu(), x.tensor(), y.tensor());
+    pointwise_forward(gpu(), Pointwise::kGeluTanh, x.tensor(), y.tensor());
     const Values values = y.values(gpu());
     EXPECT_EQ(values[0], 200);
     EXPECT_NEAR(values[1], 0, 1e-30);

@@ -442,24 +442,22 @@ std::vector<OperatorForm> element_forms() {
   const std::vector<Wrong> wrong_y =
       of_another_type_and_shape("y is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]",
                                 "y is f32 [4, 2]; legal with x f32 [2, 4]: f32 [2, 4]");
-  forms.push_back({"gelu_forward", two, unary(gelu_forward), wrong_y});
-  forms.push_back({"exact_gelu_forward", two, unary(exact_gelu_forward), wrong_y});
-  forms.push_back({"relu_forward", two, unary(relu_forward), wrong_y});
-  forms.push_back({"silu_forward", two, unary(silu_forward), wrong_y});
-  forms.push_back({"tanh_forward", two, unary(tanh_forward), wrong_y});
-  forms.push_back({"sigmoid_forward", two, unary(sigmoid_forward), wrong_y});
+  forms.push_back({"pointwise_forward", two,
+                   [](ComputeContext& ctx, const Tensors& at) {
+                     pointwise_forward(ctx, Pointwise::kTanh, at[0], at[1]);
+                   },
+                   wrong_y});
   forms.push_back({"add", two, unary(add), wrong_y});
   const std::vector<TensorSpec> three = {{kBf16, {2, 4}}, {kBf16, {2, 4}}, {kBf16, {2, 4}}};
   const std::vector<Wrong> wrong_gradient = {
       {0, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with dy bf16 [2, 4]: f32 or bf16 [any, any]"},
       {1, {kF32, {2, 4}}, "dy is f32 [2, 4]; legal with x bf16 [2, 4]: bf16 [2, 4]"},
       {2, {kBf16, {8}}, "dx is bf16 [8]; legal with x bf16 [2, 4]: bf16 [2, 4]"}};
-  forms.push_back({"gelu_backward", three, binary(gelu_backward), wrong_gradient});
-  forms.push_back({"exact_gelu_backward", three, binary(exact_gelu_backward), wrong_gradient});
-  forms.push_back({"relu_backward", three, binary(relu_backward), wrong_gradient});
-  forms.push_back({"silu_backward", three, binary(silu_backward), wrong_gradient});
-  forms.push_back({"tanh_backward", three, binary(tanh_backward), wrong_gradient});
-  forms.push_back({"sigmoid_backward", three, binary(sigmoid_backward), wrong_gradient});
+  forms.push_back({"pointwise_backward", three,
+                   [](ComputeContext& ctx, const Tensors& at) {
+                     pointwise_backward(ctx, Pointwise::kRelu, at[0], at[1], at[2]);
+                   },
+                   wrong_gradient});
   forms.push_back(
       {"swiglu_forward",
        {{kF32, {2, 8}}, {kF32, {2, 4}}},

@@ -47,7 +47,7 @@ TEST(OperandChecksTest, OfATypeThatDoesNotExistAreRefused) {
   std::vector<float> x(4, 1);
   const TensorSpec unknown = {static_cast<DType>(200), {4}};
   expect_usage(HasSubstr("x is unknown type [4]"), [&] {
-    relu_forward(ctx, {x.data(), unknown}, {x.data(), unknown});
+    pointwise_forward(ctx, Pointwise::kRelu, {x.data(), unknown}, {x.data(), unknown});
   });
 }
 
@@ -164,7 +164,7 @@ TEST(OperandChecksTest, ThatPassAllocateNothing) {
   const Tensor no_x = {nullptr, {kF32, {0, 10}}}, no_y = {nullptr, {kF32, {0, 16}}};
   const std::size_t before = sluice::testing::allocations_of_this_thread();
   linear_forward(ctx, no_x, weight, bias, no_y);  // without rows the backend has nothing to do
-  relu_backward(ctx, y, y, y);
+  pointwise_backward(ctx, Pointwise::kRelu, y, y, y);
   const std::size_t after = sluice::testing::allocations_of_this_thread();
   EXPECT_EQ(after, before);
 }

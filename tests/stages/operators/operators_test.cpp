@@ -26,16 +26,22 @@ double slope(const std::function<double(double)>& f, double x) {
   return (f(x + 1e-5) - f(x - 1e-5)) / 2e-5;
 }
 
-using Forward = void (*)(ComputeContext&, const Tensor&, const Tensor&);
-using Backward = void (*)(ComputeContext&, const Tensor&, const Tensor&, const Tensor&);
+double logistic(double x) { return 1 / (1 + std::exp(-x)); }
+double identity_above_zero(double x) { return std::max(x, 0.0); }
+double hyperbolic_tangent(double x) { return std::tanh(x); }
 
-void check_activation(ComputeContext& ctx, DType dtype, const std::function<double(double)>& f,
-                      Forward forward, Backward backward) {
+// [Pointwise], in double precision.
+constexpr double (*kReferences[])(double) = {identity_above_zero, exact_gelu, gelu, silu,
+                                             hyperbolic_tangent,  logistic};
+static_assert(std::size(kReferences) == static_cast<std::size_t>(Pointwise::kCount));
+
+void check_pointwise(ComputeContext& ctx, DType dtype, Pointwise function) {
+  const auto f = kReferences[static_cast<int>(function)];
   for (const std::int64_t size : kSizes) {
     const Operand x = random_operand(dtype, {size}, 1, 3), dy = random_operand(dtype, {size}, 2);
     const Operand y(dtype, {size}), dx(dtype, {size});
-    forward(ctx, x.tensor, y.tensor);
-    backward(ctx, x.tensor, dy.tensor, dx.tensor);
+    pointwise_forward(ctx, function, x.tensor, y.tensor);
+    pointwise_backward(ctx, function, x.tensor, dy.tensor, dx.tensor);
     Values expected, gradient;
     const Values in = x.values(), out = dy.values();
     for (std::size_t i = 0; i < in.size(); ++i) {
@@ -45,17 +51,16 @@ void check_activation(ComputeContext& ctx, DType dtype, const std::function<doub
     expect_close(y.values(), expected, tolerance(dtype), "y");
     expect_close(dx.values(), gradient, tolerance(dtype), "dx");
     EXPECT_TRUE(y.end_untouched() && dx.end_untouched());
-    backward(ctx, x.tensor, dy.tensor, dy.tensor);
+    pointwise_backward(ctx, function, x.tensor, dy.tensor, dy.tensor);
     EXPECT_EQ(dy.values(), dx.values()) << "in place";
   }
 }
 
-TEST_P(ElementwiseTest, GeluMatchesItsReference) {
-  check_activation(ctx(), dtype(), gelu, gelu_forward, gelu_backward);
-}
-
-TEST_P(ElementwiseTest, ExactGeluMatchesItsReference) {
-  check_activation(ctx(), dtype(), exact_gelu, exact_gelu_forward, exact_gelu_backward);
+TEST_P(ElementwiseTest, EachFunctionMatchesItsReference) {
+  for (int i = 0; i < static_cast<int>(Pointwise::kCount); ++i) {
+    SCOPED_TRACE(i);
+    check_pointwise(ctx(), dtype(), static_cast<Pointwise>(i));
+  }
 }
 
 // The tail too, of numbers that are all but zero.
@@ -65,7 +70,7 @@ TEST_P(ElementwiseTest, ExactGeluIsRelativelyExactBelowZero) {
   for (double x = -12.5; x < 0; x += 0.01) numbers.push_back(x);
   const auto count = static_cast<std::int64_t>(numbers.size());
   const Operand x(dtype(), {count}, numbers), y(dtype(), {count});
-  exact_gelu_forward(ctx(), x.tensor, y.tensor);
+  pointwise_forward(ctx(), Pointwise::kGelu, x.tensor, y.tensor);
   const Values in = x.values(), out = y.values();
   for (std::size_t i = 0; i < in.size(); ++i) {
     const double expected = exact_gelu(in[i]);
@@ -73,43 +78,22 @@ TEST_P(ElementwiseTest, ExactGeluIsRelativelyExactBelowZero) {
   }
 }
 
-TEST_P(ElementwiseTest, ReluMatchesItsReference) {
-  check_activation(
-      ctx(), dtype(), [](double x) { return std::max(x, 0.0); }, relu_forward, relu_backward);
-}
-
-double logistic(double x) { return 1 / (1 + std::exp(-x)); }
-
-TEST_P(ElementwiseTest, SiluMatchesItsReference) {
-  check_activation(
-      ctx(), dtype(), [](double x) { return x * logistic(x); }, silu_forward, silu_backward);
-}
-
-TEST_P(ElementwiseTest, TanhMatchesItsReference) {
-  check_activation(
-      ctx(), dtype(), [](double x) { return std::tanh(x); }, tanh_forward, tanh_backward);
-}
-
-TEST_P(ElementwiseTest, SigmoidMatchesItsReference) {
-  check_activation(ctx(), dtype(), logistic, sigmoid_forward, sigmoid_backward);
-}
-
 TEST_P(ElementwiseTest, SmoothActivationsKeepTheirLimitsAndNan) {
   const double infinity = std::numeric_limits<double>::infinity(), nan = std::nan("");
   const Operand x(dtype(), {5}, {200, -200, 0, nan, -infinity});
   const Operand y(dtype(), {5});
-  tanh_forward(ctx(), x.tensor, y.tensor);
+  pointwise_forward(ctx(), Pointwise::kTanh, x.tensor, y.tensor);
   EXPECT_EQ(y.values()[0], 1);
   EXPECT_EQ(y.values()[1], -1);
   EXPECT_EQ(y.values()[2], 0);
   EXPECT_TRUE(std::isnan(y.values()[3]));
   EXPECT_EQ(y.values()[4], -1);
-  sigmoid_forward(ctx(), x.tensor, y.tensor);
+  pointwise_forward(ctx(), Pointwise::kSigmoid, x.tensor, y.tensor);
   EXPECT_EQ(y.values()[0], 1);
   EXPECT_NEAR(y.values()[1], 0, 1e-30);
   EXPECT_EQ(y.values()[2], 0.5);
   EXPECT_TRUE(std::isnan(y.values()[3]));
-  silu_forward(ctx(), x.tensor, y.tensor);
+  pointwise_forward(ctx(), Pointwise::kSilu, x.tensor, y.tensor);
   EXPECT_EQ(y.values()[0], 200);
   EXPECT_NEAR(y.values()[1], 0, 1e-30);
   EXPECT_TRUE(std::isnan(y.values()[3]));
@@ -117,10 +101,10 @@ TEST_P(ElementwiseTest, SmoothActivationsKeepTheirLimitsAndNan) {
 
 TEST_P(ElementwiseTest, BothGelusKeepTheirLimitsAndNan) {
   const double infinity = std::numeric_limits<double>::infinity(), nan = std::nan("");
-  for (const Forward forward : {gelu_forward, exact_gelu_forward}) {
+  for (const Pointwise function : {Pointwise::kGelu, Pointwise::kGeluTanh}) {
     const Operand x(dtype(), {6}, {200, -200, 0, nan, infinity, -13.5});
     const Operand y(dtype(), {6});
-    forward(ctx(), x.tensor, y.tensor);
+    pointwise_forward(ctx(), function, x.tensor, y.tensor);
     const Values values = y.values();
     EXPECT_EQ(values[0], 200);
     EXPECT_NEAR(values[1], 0, 1e-30);
@@ -131,7 +115,7 @@ TEST_P(ElementwiseTest, BothGelusKeepTheirLimitsAndNan) {
   }
   const Operand x(dtype(), {5}, {200, -200, infinity, -infinity, nan});
   const Operand dy(dtype(), {5}, {1, 1, 1, 1, 1}), dx(dtype(), {5});
-  exact_gelu_backward(ctx(), x.tensor, dy.tensor, dx.tensor);
+  pointwise_backward(ctx(), Pointwise::kGelu, x.tensor, dy.tensor, dx.tensor);
   const Values slopes = dx.values();
   for (const std::size_t i : {0U, 2U}) EXPECT_EQ(slopes[i], 1);
   for (const std::size_t i : {1U, 3U}) EXPECT_NEAR(slopes[i], 0, 1e-30);
@@ -392,7 +376,7 @@ TEST_P(LinearTest, WritesTheBiasWhereAWidthIsZero) {
     linear_activation_forward(ctx(), Activation::kGelu, x.tensor, weight.tensor, given,
                               raised.tensor, y.tensor);
     for (std::size_t i = 0; i < 185; ++i) ASSERT_EQ(raised.values()[i], value(i)) << i;
-    gelu_forward(ctx(), raised.tensor, expected.tensor);
+    pointwise_forward(ctx(), Pointwise::kGeluTanh, raised.tensor, expected.tensor);
     EXPECT_EQ(y.values(), expected.values());
     linear_residual_forward(ctx(), {x.tensor.data, {dtype(), {rows, 0}}}, weight.tensor, given,
                             residual.tensor, expected.tensor);
@@ -457,8 +441,9 @@ TEST_P(LinearTest, FusedActivationsHaveTheBitsOfSeparateCalls) {
     linear_forward(ctx(), x.tensor, up.tensor, bias.tensor, other.tensor);
     linear_backward_input(ctx(), dy.tensor, down.tensor, dhidden.tensor);
     if (activation == Activation::kGelu) {
-      gelu_forward(ctx(), other.tensor, other_y.tensor);
-      gelu_backward(ctx(), other.tensor, dhidden.tensor, other_draised.tensor);
+      pointwise_forward(ctx(), Pointwise::kGeluTanh, other.tensor, other_y.tensor);
+      pointwise_backward(ctx(), Pointwise::kGeluTanh, other.tensor, dhidden.tensor,
+                         other_draised.tensor);
     } else {
       swiglu_forward(ctx(), other.tensor, other_y.tensor);
       swiglu_backward(ctx(), other.tensor, dhidden.tensor, other_draised.tensor);
