@@ -12,6 +12,7 @@
 
 #include <sluice/error.hpp>
 #include <sluice/layers.hpp>
+#include <sluice/operators.hpp>
 
 #include "comm/base/throw_error.hpp"
 #include "stages/compute/thread_team.hpp"
@@ -91,6 +92,7 @@ class LayerCheck {
     needs_ = layer_->needs(input, compute_);
     for (int i = 0; i < 2; ++i) batches_.push_back(make_batch(i, input));
     scratch_ = std::make_unique<GuardedMemory>("LayerMemory::scratch", needs_.memory.scratch);
+    rounded_ = compute_.memory().allocate(TensorSpec{DType::kBf16, output_.shape}.bytes());
   }
 
   void run() {
@@ -180,6 +182,10 @@ class LayerCheck {
                    .gradients = needs_.memory.gradients > 0 ? batch.gradients.data() : nullptr,
                    .scratch = scratch_->data(),
                    .again = again_};
+    if (layer_->promises().reads_rounded) {
+      made.rounded_dy = {rounded_.data(), {DType::kBf16, output_.shape}};
+      convert(compute_, batch.dy.tensor(), made.rounded_dy);
+    }
     body(made);
     batch.require_intact(name);
     scratch_->require_intact(name);
@@ -495,6 +501,7 @@ class LayerCheck {
   bool again_ = false;  // LayerCall::again
   std::vector<std::unique_ptr<MicroBatch>> batches_;
   std::unique_ptr<GuardedMemory> scratch_;
+  Buffer rounded_;  // LayerCall::rounded_dy
   std::vector<float> values_had_, reference_;
 };
 

@@ -148,6 +148,7 @@ LayerRun::LayerRun(std::vector<NumberedLayer> layers, Options options)
     : layers_(std::move(layers)),
       recomputes_(options.recomputes),
       outermost_(options.outermost),
+      rounds_(options.rounds),
       skips_(std::move(options.skips)) {
   std::size_t join = 0;
   const auto joins_before = [&](int number) {
@@ -206,7 +207,7 @@ LayerPromises LayerRun::promises() const {
   if (parts_.empty()) return all;
   all.in_place = parts_.size() > 1 || parts_[0].promises.in_place;
   all.keeps_alone = parts_.back().promises.keeps_alone;
-  all.reads_rounded = parts_.back().promises.reads_rounded;
+  all.reads_rounded = !rounds_ && parts_.back().promises.reads_rounded;
   all.writes_rounded = true;
   return all;
 }
@@ -322,7 +323,7 @@ void LayerRun::lay_out(Plan& plan) const {
     place.lasting = take(lasting, memory.lasting);
     place.split.own = take(gradients, memory.gradients);
     place.split.input = take(gradients, i > 0 ? plan.specs[i].bytes() : 0);
-    const bool rounds = reads_rounded(plan, i) && (!last || outermost_);
+    const bool rounds = reads_rounded(plan, i) && (!last || rounds_);
     place.split.rounded = take(gradients, rounds ? rounded_spec(plan.specs[i + 1]).bytes() : 0);
     scratch_of_a_layer = std::max(scratch_of_a_layer, memory.scratch);
     const bool keeps = memory.until_input > 0 || memory.until_weight > 0;
@@ -361,7 +362,7 @@ void LayerRun::lay_out_shared(Plan& plan) const {
     const std::size_t own = aligned(place.needs.memory.gradients);
     area = std::max(area, sum_of_bytes({own, bytes_at(i + 1), over ? 0 : bytes_at(i)}));
     place.shared.own = std::max(at_end[i] ? 0 : bytes_at(i), at_end[i + 1] ? 0 : bytes_at(i + 1));
-    if (reads_rounded(plan, i) && (i + 1 < parts || outermost_)) {
+    if (reads_rounded(plan, i) && (i + 1 < parts || rounds_)) {
       rounded = std::max(rounded, aligned(rounded_spec(plan.specs[i + 1]).bytes()));
     }
   }
@@ -466,7 +467,7 @@ Tensor LayerRun::input_gradient(const Call& call, std::size_t part,
 
 Tensor LayerRun::rounded(const Call& call, std::size_t part) const {
   if (!reads_rounded(call.plan, part)) return {};
-  if (part + 1 == parts_.size() && !outermost_) return call.rounded_dy;
+  if (part + 1 == parts_.size() && !rounds_) return call.rounded_dy;
   const Place& place = call.plan.places[part];
   const std::size_t offset = call.memory.shared ? place.shared.rounded : place.split.rounded;
   return {at(call.memory.gradients, offset), rounded_spec(call.plan.specs[part + 1])};
@@ -502,7 +503,7 @@ void LayerRun::part_backward(Call& call, std::size_t part, const Tensor& dy, con
   ComputeContext& compute = call.stage.compute;
   compute.progress();
   const Tensor dy_copy = rounded(call, part);
-  bool renew = outermost_ && part + 1 == parts_.size();  // the gradient of a message
+  bool renew = rounds_ && part + 1 == parts_.size();
   if (parts_[part].join) {
     const Skip& skip = skips_.joins()[parts_[part].index];
     SourceGradient& gradient = source_gradients_[skips_.source_of(skip.from)];

@@ -62,9 +62,10 @@ class LayerRun {
  public:
   struct Options {
     bool recomputes = false;
-    // Nobody else does what needs to be done once for a stage: rounds the gradient that comes with
-    // a message, says which gradients are final.
+    // The run of a stage: it says which gradients are final.
     bool outermost = false;
+    // Makes LayerCall::rounded_dy of its last layer. Else its owner has it from promises().
+    bool rounds = false;
     StageSkips skips = {};
     int begin = 0;  // the number of the first layer, or of the next one where there is none
   };
@@ -187,7 +188,7 @@ class LayerRun {
   void announce(const StageContext& ctx, const Part& part) const;
 
   std::vector<NumberedLayer> layers_;
-  bool recomputes_, outermost_;
+  bool recomputes_, outermost_, rounds_;
   StageSkips skips_;
   std::vector<Part> parts_;
   std::vector<std::size_t> made_by_;  // [source] part that makes it; parts_.size(): an input

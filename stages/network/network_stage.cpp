@@ -32,8 +32,10 @@ std::size_t state_of(const LayerMemory& memory) {
 }  // namespace
 
 NetworkStage::NetworkStage(StageLayers parts)
-    : run_(std::move(parts.layers),
-           {.outermost = true, .skips = std::move(parts.skips), .begin = parts.begin}),
+    : run_(std::move(parts.layers), {.outermost = true,
+                                     .rounds = true,
+                                     .skips = std::move(parts.skips),
+                                     .begin = parts.begin}),
       model_(std::move(parts.model)),
       trusted_(std::all_of(run_.layers().begin(), run_.layers().end(),
                            [](const NumberedLayer& each) { return each.forward_watched; })) {

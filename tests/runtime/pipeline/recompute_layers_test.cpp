@@ -11,6 +11,7 @@
 #include <sluice/data.hpp>
 #include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
+#include <sluice/transformer.hpp>
 
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
@@ -19,7 +20,7 @@ namespace sluice::testing {
 namespace {
 
 constexpr std::int64_t kSamples = 12;
-const TensorSpec kPicture{DType::kF32, {2, 6, 7}};
+const TensorSpec kPicture{DType::kF32, {2, 6, 7}}, kRows{DType::kF32, {6, 14}};  // of 84
 
 std::vector<float> numbers(std::size_t count, std::uint64_t site) {
   std::vector<float> made(count);
@@ -90,7 +91,8 @@ struct Layout {
   int chunks = 1;
 };
 
-Result trained(Communicator& comm, const Sequential& model, const Layout& layout) {
+Result trained(Communicator& comm, const Sequential& model, const Layout& layout,
+               const TensorSpec& input = kPicture) {
   const int pipeline = comm.size() / layout.replicas;
   PipelineOptions options;
   options.shape = {.pipeline = pipeline,
@@ -102,11 +104,12 @@ Result trained(Communicator& comm, const Sequential& model, const Layout& layout
   const std::vector<float> x = numbers(kSamples * 84, 1);
   std::vector<std::int32_t> y(kSamples);
   for (std::size_t i = 0; i < y.size(); ++i) y[i] = static_cast<std::int32_t>(i % 3);
-  const BatchSpec spec{.inputs = {kPicture}, .targets = {{DType::kI32, {}}}, .feed = Feed::kRank0};
+  const BatchSpec spec{.inputs = {input}, .targets = {{DType::kI32, {}}}, .feed = Feed::kRank0};
   Pipeline made(comm, options, model, spec);
   Batch batch;
   if (comm.rank() == 0) {
-    batch = {.inputs = {view(x, {kSamples, 2, 6, 7})}, .targets = {view(y, {kSamples})}};
+    const Shape shape = input.shape.rank() == 3 ? Shape{kSamples, 2, 6, 7} : Shape{kSamples, 6, 14};
+    batch = {.inputs = {view(x, shape)}, .targets = {view(y, {kSamples})}};
   }
   Result result;
   for (int step = 0; step < 5; ++step) {
@@ -168,6 +171,28 @@ TEST_P(RecomputeLayersTest, ConnectionsPassRecomputedLayersAndStages) {
     EXPECT_EQ(trained(comm, model(kPlain), {}), kept);
     EXPECT_EQ(trained(comm, model(kRecomputed), {}), kept);
     EXPECT_EQ(trained(comm, model(kRecomputed), {.schedule = "zb-h1"}), kept);
+  });
+}
+
+// A block whose products read a copy in bf16 of the gradient that comes to it: from the next layer,
+// from a message, from residual(), or from recompute().
+TEST_P(RecomputeLayersTest, BlocksInBf16TakeTheirGradientsFromAnyNeighbour) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const auto block = [] {
+      return transformer_block({.layers = 2, .heads = 2, .width = 16, .precision = DType::kBf16});
+    };
+    const auto model = [&](const Wrap& wrap) {
+      return Sequential({linear(14, 16), wrap(block()), residual({wrap(block())}), block(),
+                         layer_norm(16), wrap(residual({block(), linear(16, 16)}, {block()})),
+                         flatten(), linear(6 * 16, 3)},
+                        cross_entropy_loss())
+          .with_input(kRows);
+    };
+    const Result kept = trained(*self, model(kPlain), {}, kRows);
+    EXPECT_EQ(trained(comm, model(kPlain), {}, kRows), kept);
+    EXPECT_EQ(trained(comm, model(kRecomputed), {}, kRows), kept);
+    EXPECT_EQ(trained(comm, model(kRecomputed), {.schedule = "zb-h1"}, kRows), kept);
   });
 }
 
