@@ -16,6 +16,7 @@
 #include <sluice/error.hpp>
 #include <sluice/operators.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "stages/compute/backend.hpp"
 #include "stages/compute/operator_profile.hpp"
 #include "stages/compute/operator_table.hpp"
