@@ -60,7 +60,7 @@ ONLY = {
 }
 NEVER = {
     "runtime": {"schedules/search": ("explore", "cli"), "schedules/draw": ("explore", "cli"),
-                "stages/network": (), "stages/gradient_check": (), "stages/layers": (), "stages/transformer": ("cli", "models", "saves")},
+                "stages/network": ("cli",), "stages/gradient_check": (), "stages/layers": (), "stages/transformer": ("cli", "models", "saves")},
 }
 
 # Public headers without a source of their name.

@@ -87,8 +87,8 @@ class ResidualBlock final : public Layer {
  public:
   ResidualBlock(const std::vector<LayerSpec>& layers, const std::vector<LayerSpec>& shortcut,
                 int number)
-      : main_(make_inner_layers(layers, number, Branch::kMain), {.rounds = true}),
-        shortcut_(make_inner_layers(shortcut, number, Branch::kShortcut), {.rounds = true}) {
+      : main_(make_inner_layers(layers, number, ResidualPart::kMain), {.rounds = true}),
+        shortcut_(make_inner_layers(shortcut, number, ResidualPart::kShortcut), {.rounds = true}) {
     if (layers.empty()) throw_usage("residual() needs at least one layer");
   }
 

@@ -70,11 +70,10 @@ void add_note(std::string& notes, const std::string& note) {
 
 // Where the numbers of a block's layers for random numbers begin: beyond those of a model's layers,
 // and others for every block, however blocks are nested.
-int first_drawn(int number, Branch branch) {
+int first_drawn(int number, ResidualPart part) {
   constexpr std::uint32_t kBeyondLayers = 1U << 20;
   const std::uint32_t mixed =
-      (static_cast<std::uint32_t>(number) * 2 + static_cast<std::uint32_t>(branch) + 1) *
-      2654435761U;
+      (static_cast<std::uint32_t>(number) * 2 + static_cast<std::uint32_t>(part) + 1) * 2654435761U;
   return static_cast<int>((mixed >> 10) + kBeyondLayers);
 }
 
@@ -87,7 +86,7 @@ void append(const LayerSpec& spec, const NumberedLayer& at, int drawn,
     throw_usage("{}() within another layer; legal: between the layers of the model", spec.kind);
   }
   if (!spec.parts.empty()) {
-    const int first = spec.one_number ? drawn : first_drawn(drawn, Branch::kMain);
+    const int first = spec.one_number ? drawn : first_drawn(drawn, ResidualPart::kMain);
     return append_parts(spec, at, first, layers);
   }
   NumberedLayer& made = layers.emplace_back(
@@ -136,11 +135,11 @@ std::vector<NumberedLayer> make_layers(const LayerSpec& spec, int number, int dr
 }
 
 std::vector<NumberedLayer> make_inner_layers(std::span<const LayerSpec> specs, int number,
-                                             Branch branch) {
+                                             ResidualPart part) {
   LayerSpec all;
   all.parts = {specs.begin(), specs.end()};
   std::vector<NumberedLayer> layers;
-  if (!specs.empty()) append_parts(all, {}, first_drawn(number, branch), layers);
+  if (!specs.empty()) append_parts(all, {}, first_drawn(number, part), layers);
   return layers;
 }
 

@@ -51,9 +51,9 @@ struct NumberedLayer {
 // numbers.
 [[nodiscard]] std::vector<NumberedLayer> make_layers(const LayerSpec& spec, int number, int drawn);
 // Those within the layer that has `number` for random numbers.
-enum class Branch : std::uint32_t { kMain, kShortcut };
+enum class ResidualPart : std::uint32_t { kMain, kShortcut };
 [[nodiscard]] std::vector<NumberedLayer> make_inner_layers(std::span<const LayerSpec> specs,
-                                                           int number, Branch branch);
+                                                           int number, ResidualPart part);
 
 // Makes one layer of a group too.
 [[nodiscard]] std::unique_ptr<Layer> make_layer(const LayerSpec& spec, int number);
