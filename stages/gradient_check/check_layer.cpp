@@ -87,6 +87,9 @@ class LayerCheck {
     if (layer_->overwrites_gradients()) {
       for (Parameter* each : set_.all()) each->gradient.set_asks();
     }
+    if (set_.rounded_bytes(DeviceKind::kCpu) > 0) {
+      throw_usage("its parameters have copies in bf16; legal here: a layer that computes in f32");
+    }
     set_.allocate(compute_.memory(), options.seed);
     move_parameters();
     needs_ = layer_->needs(input, compute_);

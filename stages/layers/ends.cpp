@@ -133,15 +133,14 @@ double HeadLayer::cost(const TensorSpec& input) const {
   return static_cast<double>(input.shape.elements() * options_.vocabulary);
 }
 
-void HeadLayer::forward(LayerCall& call, const Tensor& y) {
+void HeadLayer::keep_again(LayerCall& call, const Tensor& y) {
   const Kept kept = kept_of(call);
   norm_->forward(call.compute(), kept.x, in_chunks() ? as_rows(y) : kept.normed, kept.stats);
-  if (!in_chunks()) projection_->forward(call.compute(), kept.normed, as_rows(y));
 }
 
-void HeadLayer::keep_again(LayerCall& call, const Tensor& /*y*/) {
-  const Kept kept = kept_of(call);
-  norm_->forward(call.compute(), kept.x, kept.normed, kept.stats);
+void HeadLayer::forward(LayerCall& call, const Tensor& y) {
+  keep_again(call, y);
+  if (!in_chunks()) projection_->forward(call.compute(), kept_of(call).normed, as_rows(y));
 }
 
 void HeadLayer::backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) {

@@ -72,7 +72,10 @@ class HeadLayer final : public Layer {
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] LayerPromises promises() const override {
-    return {.recomputes = true, .keeps_alone = true, .capturable = true, .writes_rounded = true};
+    return {.recomputes = true,
+            .keeps_alone = !in_chunks(),
+            .capturable = true,
+            .writes_rounded = true};
   }
   [[nodiscard]] double cost(const TensorSpec& input) const override;
   void forward(LayerCall& call, const Tensor& y) override;
@@ -114,6 +117,7 @@ class TokenLoss final : public Loss {
 
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override;
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] bool capturable() const override { return true; }
   [[nodiscard]] bool leaves_gradients() const override { return true; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& outputs, ComputeContext& compute) const override;
   void add_parameters(ParameterSet& set) override;

@@ -152,16 +152,10 @@ class ResidualBlock final : public Layer {
     shortcut_.keep_again(calls.shortcut, y);
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    Calls calls = calls_of(call);
-    main_.backward_input(calls.main, {&dy, 1}, {&dx, 1});
-    const bool wanted = dx.data != nullptr;
-    if (!shortcut_.empty()) {
-      const Tensor branch{wanted ? call.scratch : nullptr, call.x.spec};
-      shortcut_.backward_input(calls.shortcut, {&dy, 1}, {&branch, 1});
-      if (wanted) add(call.compute(), branch, dx);
-    } else if (wanted) {
-      add(call.compute(), dy, dx);
-    }
+    back(&LayerRun::backward_input, call, dy, dx);
+  }
+  void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    back(&LayerRun::backward, call, dy, dx);
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     Calls calls = calls_of(call);
@@ -173,6 +167,19 @@ class ResidualBlock final : public Layer {
   struct Calls {
     LayerRun::Call main, shortcut;
   };
+  using Backward = decltype(&LayerRun::backward);
+  void back(Backward run, LayerCall& call, const Tensor& dy, const Tensor& dx) {
+    Calls calls = calls_of(call);
+    (main_.*run)(calls.main, {&dy, 1}, {&dx, 1});
+    const bool wanted = dx.data != nullptr;
+    if (!shortcut_.empty()) {
+      const Tensor branch{wanted ? call.scratch : nullptr, call.x.spec};
+      (shortcut_.*run)(calls.shortcut, {&dy, 1}, {&branch, 1});
+      if (wanted) add(call.compute(), branch, dx);
+    } else if (wanted) {
+      add(call.compute(), dy, dx);
+    }
+  }
   // Scratch for the shortcut's result, or for its gradient.
   [[nodiscard]] std::size_t branch_bytes(const TensorSpec& input) const {
     if (shortcut_.empty()) return 0;

@@ -101,12 +101,15 @@ void append_parts(const LayerSpec& group, const NumberedLayer& at, int first,
                   std::vector<NumberedLayer>& layers) {
   for (std::size_t i = 0; i < group.parts.size(); ++i) {
     const LayerSpec& part = group.parts[i];
+    // Sluice's own parts of one number draw at places of their own.
+    const bool shares = group.one_number && part.trusted;
+    const int begin = group.one_number ? first_drawn(first, ResidualPart::kMain) : first;
     const std::string number = std::to_string(i);
     append(part,
            {.number = at.number,
             .path = at.path.empty() ? number : at.path + "." + number,
             .name = at.name + part.name.value_or(number + ".")},
-           group.one_number ? first : first + static_cast<int>(i), layers);
+           shares ? first : begin + static_cast<int>(i), layers);
   }
 }
 
@@ -221,8 +224,9 @@ TensorSpec LayerRun::output(TensorSpec spec) const {
 double LayerRun::cost(TensorSpec spec) const {
   double sum = 0;
   for (const NumberedLayer& each : layers_) {
+    const TensorSpec out = naming(each, [&] { return each.layer->output(spec); });
     sum += each.layer->cost(spec);
-    spec = naming(each, [&] { return each.layer->output(spec); });
+    spec = out;
   }
   return sum;
 }
@@ -484,10 +488,13 @@ void LayerRun::layer_backward(Call& call, std::size_t part, const Tensor& dy, co
     made.rounded_dx = rounded_input(call, part);
   }
   NumberedLayer& each = layers_[parts_[part].index];
+  // backward() alone may write over what it has read.
+  const bool over = dx.data == dy.data || (made.rounded_dx.data != nullptr &&
+                                           made.rounded_dx.data == made.rounded_dy.data);
+  const bool watches =
+      !each.backward_watched && !over && call.stage.compute.device().kind == DeviceKind::kCpu;
   naming(each, [&] {
-    if (halves == Halves::kBoth && (each.backward_watched || dx.data == dy.data)) {
-      return each.layer->backward(made, dy, dx);
-    }
+    if (halves == Halves::kBoth && !watches) return each.layer->backward(made, dy, dx);
     if (dx.data != nullptr || made.gradients != nullptr) {
       watched(each.backward_watched, made, "its input's gradient", dx,
               [&] { each.layer->backward_input(made, dy, dx); });

@@ -20,6 +20,7 @@ class SquaredError final : public Loss {
     throw_usage("the outputs are {}; legal: f32 [samples, ...]", to_string(outputs));
   }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] bool capturable() const override { return true; }
   [[nodiscard]] std::size_t operator_bytes(const TensorSpec& outputs) const override {
     return mean_squared_error_workspace(outputs.shape.elements());
   }
@@ -62,6 +63,7 @@ class CrossEntropy final : public Loss {
     }
     return {options_.targets, Shape(std::span<const std::int64_t>(dims))};
   }
+  [[nodiscard]] bool capturable() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override {
     return options_.axis == -1 && options_.targets == DType::kI32 && options_.smoothing == 0 &&
            options_.ignored < 0;

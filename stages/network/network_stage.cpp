@@ -272,6 +272,7 @@ StageDescription LossNetworkStage::describe(std::span<const TensorSpec> inputs,
 
 std::size_t LossNetworkStage::other_scratch(const TensorSpec& outputs,
                                             ComputeContext& compute) const {
+  (void)targets_of(outputs);
   return loss_->needs(outputs, compute).memory.scratch;
 }
 
@@ -285,9 +286,10 @@ void LossNetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> output
   fill_zero_async(zeros.data(), spec.bytes(), ctx.compute.stream());
   const HostBuffer sum(ctx.compute.device(), sizeof(double));
   const Tensor targets{zeros.data(), spec};
-  // The second one adds to gradients, if any.
+  // The second one adds to gradients, if any. On a CPU a program's own loss may count its calls.
+  const bool runs = ctx.compute.device().kind != DeviceKind::kCpu || loss_->capturable();
   if (trains()) set().set_old_grads(true);
-  for (int i = 0; i < (trains() ? 2 : 1); ++i) {
+  for (int i = 0; runs && i < (trains() ? 2 : 1); ++i) {
     loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
   }
   NetworkStage::warm_up(ctx, outputs);

@@ -95,6 +95,9 @@ class LossNetworkStage final : public NetworkStage, public LossStage {
             double* sum) override;
   [[nodiscard]] double target_weight(std::span<const Tensor> targets) const override;
   [[nodiscard]] std::string why_no_answers() const override { return loss_->why_no_answers(); }
+  [[nodiscard]] bool graph_capturable() const override {
+    return NetworkStage::graph_capturable() && loss_->capturable();
+  }
 
  protected:
   void warm_up(StageContext& ctx, std::span<const Tensor> outputs) override;

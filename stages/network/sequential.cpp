@@ -149,7 +149,7 @@ std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stag
   const std::vector<int>& first = partition.first;
   const int count = static_cast<int>(model_->layers.size());
   if (first.size() < 2 || first.front() != 0 || first.back() != count ||
-      !std::is_sorted(first.begin(), first.end())) {
+      !std::is_sorted(first.begin(), first.end()) || first[1] == 0) {
     throw_usage(
         "the partition [{}] does not cut layers 0 to {} into stages, ascending from 0 to {}",
         fmt::join(first, ", "), count - 1, count);

@@ -92,9 +92,11 @@ struct LayerPromises {
   bool keeps_alone = false;
   // As Stage::graph_capturable().
   bool capturable = false;
-  // backward() takes dy's memory as dx where both have one shape and type.
+  // backward() takes dy's memory as dx where both have one shape and type. A layer whose
+  // backward_weight() reads what backward_input() then overwrites has a backward() of its own.
   bool in_place = false;
-  // Reads LayerCall::rounded_dy. If dy is bf16 it never has data.
+  // Reads LayerCall::rounded_dy. If dy is bf16 it never has data. In backward() rounded_dx may be
+  // its memory.
   bool reads_rounded = false;
   // Writes LayerCall::rounded_dx where that has data. If not, Sluice converts dx.
   bool writes_rounded = false;
@@ -136,9 +138,10 @@ class Layer {
   // layer of recompute() that keeps something gets this call.
   virtual void keep_again(LayerCall& call, const Tensor& y) { forward(call, y); }
   // Overwrites dx. Where nobody needs dx it is not called, except for a layer that has
-  // LayerMemory::gradients; dx then has null data. dx is not dy.
+  // LayerMemory::gradients; dx then has null data. dx is dy in a backward() that is in_place alone.
   virtual void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) = 0;
-  // Adds to the gradients of parameters (see overwrites_gradients()). dy: as in the backward_input
+  // Adds to the gradients of its own parameters (see overwrites_gradients()), which no other layer
+  // writes: they may be final after the step's last call. dy: as in the backward_input
   // before it.
   virtual void backward_weight(LayerCall& /*call*/, const Tensor& /*dy*/) {}
   // Both, with the same bits. Where nobody needs dx it has null data. See LayerPromises::in_place.
@@ -169,10 +172,10 @@ struct LayerSpec {
   // What the names of its parameters begin with in place of its number: "blocks.3."; in a group,
   // after the group's. Empty: nothing.
   std::optional<std::string> name = {};
-  // The parts of a group have the group's `number`; otherwise each has its own.
+  // Trusted parts of a group have the group's `number`; otherwise each part has its own.
   bool one_number = false;
-  // Sluice's own: the first calls are not watched, and its calls run once, on zeros, when the stage
-  // is prepared.
+  // Its first calls are not watched. On a CPU too, a stage of trusted layers alone calls each once
+  // on zeros when it is prepared.
   bool trusted = false;
 };
 
@@ -332,6 +335,8 @@ class Loss {
   [[nodiscard]] virtual std::size_t operator_bytes(const TensorSpec& /*outputs*/) const {
     return 0;
   }
+  // As Stage::graph_capturable(), of compute().
+  [[nodiscard]] virtual bool capturable() const { return false; }
   // memory.scratch, which compute() gets, and operator_bytes.
   [[nodiscard]] virtual LayerNeeds needs(const TensorSpec& outputs,
                                          ComputeContext& /*compute*/) const {

@@ -183,9 +183,10 @@ TEST_P(RecomputeLayersTest, BlocksInBf16TakeTheirGradientsFromAnyNeighbour) {
       return transformer_block({.layers = 2, .heads = 2, .width = 16, .precision = DType::kBf16});
     };
     const auto model = [&](const Wrap& wrap) {
-      return Sequential({linear(14, 16), wrap(block()), residual({wrap(block())}), block(),
-                         layer_norm(16), wrap(residual({block(), linear(16, 16)}, {block()})),
-                         flatten(), linear(6 * 16, 3)},
+      return Sequential({linear(14, 16), wrap(block()), wrap(block()), wrap(block()),
+                         residual({wrap(block())}), block(), layer_norm(16),
+                         wrap(residual({block(), linear(16, 16)}, {block()})), flatten(),
+                         linear(6 * 16, 3)},
                         cross_entropy_loss())
           .with_input(kRows);
     };
