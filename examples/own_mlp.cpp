@@ -42,13 +42,12 @@ int main(int argc, char** argv) {
     }
     const Sequential model =
         Sequential(layers, transformer_loss(config)).with_input({DType::kI32, {config.context}});
-    const auto text = make_token_dataset(std::make_shared<TokenFile>(argv[1]), 32, 256);
+    const auto data = make_token_source(std::make_shared<TokenFile>(argv[1]), 32, 256, /*seed=*/1);
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 2}};
     options.training.learning_rate = {.peak = 3e-3};
-    Pipeline pipeline(world, options, model, text->spec());
-    DataLoader loader = pipeline.loader(text, {.batch_size = 8, .shuffle = true});
+    Pipeline pipeline(world, options, model, *data);
     for (int step = 1; step <= 20; ++step) {
-      const double loss = pipeline.train_step(*loader.next()).loss;
+      const double loss = pipeline.train_step().loss;
       if (step % 5 == 0 && world.rank() == 0) std::printf("step %d  loss %.6f\n", step, loss);
     }
   });
