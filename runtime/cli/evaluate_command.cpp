@@ -127,13 +127,7 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
   pipeline_options.watch = options.watch;
   const std::int64_t part = validation_part(options.micro_batch_size, /*replicas=*/1);
   pipeline_options.training.evaluations = validation_sizes(samples, part);
-  Pipeline pipeline(
-      world, pipeline_options,
-      [&](int stage, int stages) {
-        return make_transformer_stage(model, parse_partition("auto", layer_costs(model), stages),
-                                      stage);
-      },
-      *source);
+  Pipeline pipeline(world, pipeline_options, Transformer(model), *source);
   load_model(pipeline, save);
   std::optional<Progress> progress;  // on a terminal
   if (world.rank() == 0 && terminal_output()) progress.emplace(1, 1, /*terminal=*/true);

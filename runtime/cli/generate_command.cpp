@@ -292,11 +292,7 @@ void generate_text(const std::filesystem::path& save, const GenerateOptions& opt
   const TransformerConfig& model = request.model;
   const std::unique_ptr<Printer> printer = make_printer(save, options, model.vocabulary, world);
   const std::unique_ptr<DataSource> source = make_token_shapes(model.context);
-  const StageFactory make_stage = [&model](int stage, int stages) {
-    return make_transformer_stage(model, parse_partition("auto", layer_costs(model), stages),
-                                  stage);
-  };
-  Pipeline pipeline(world, pipeline_options(options, request), make_stage, *source);
+  Pipeline pipeline(world, pipeline_options(options, request), Transformer(model), *source);
   load_model(pipeline, save);
   Generator generator(pipeline, model, options.sampling, request.prompt);
   if (printer) {

@@ -532,8 +532,8 @@ void Training::plan_evaluations() {
 }
 
 StageFactory Training::stages() const {
-  return [this](int stage, int) {
-    return make_transformer_stage(options_.model, choice_.partition, stage);
+  return [this, model = Transformer(options_.model)](int stage, int) {
+    return model.stage_of(choice_.partition, stage);
   };
 }
 

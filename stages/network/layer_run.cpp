@@ -179,9 +179,14 @@ void LayerRun::add_parameters(ParameterSet& set, const std::string& name) {
     part.parameters = set.size() - part.first_parameter;
     part.overwrites = part.parameters == 0 || each.layer->overwrites_gradients();
     overwrites_gradients_ = overwrites_gradients_ && part.overwrites;
-    if (!outermost_ || !part.overwrites) continue;
-    const std::vector<Parameter*> all = set.all();
-    for (std::size_t i = part.first_parameter; i < all.size(); ++i) all[i]->gradient.set_asks();
+  }
+  if (!outermost_) return;
+  const std::vector<Parameter*> all = set.all();
+  for (const Part& part : parts_) {
+    if (part.join || !part.overwrites) continue;
+    for (std::size_t i = 0; i < part.parameters; ++i) {
+      all[part.first_parameter + i]->gradient.set_asks();
+    }
   }
 }
 

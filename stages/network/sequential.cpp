@@ -21,12 +21,20 @@ struct Sequential::Model {
   std::vector<Skip> skips;
   LossSpec loss;
   std::vector<double> costs;  // of layers; empty: the input is not known
+  std::string text;           // StageDescription::model
 
-  // One line for each thing that ranks compare.
-  [[nodiscard]] std::string text() const {
+  // One line for each thing that ranks compare, and for like layers in a row.
+  [[nodiscard]] std::string describe() const {
     std::string all = fmt::format("{} layers\n", layers.size());
-    for (std::size_t i = 0; i < layers.size(); ++i) {
-      all += fmt::format("layer {}: {}\n", i, text_of(layers[i]));
+    std::size_t begin = 0;
+    std::string like = text_of(layers[0]);
+    for (std::size_t i = 1; i <= layers.size(); ++i) {
+      std::string next = i < layers.size() ? text_of(layers[i]) : "";
+      if (next == like) continue;
+      all += i == begin + 1 ? fmt::format("layer {}: {}\n", begin, like)
+                            : fmt::format("layers {} to {}: {}\n", begin, i - 1, like);
+      begin = i;
+      like = std::move(next);
     }
     for (const Skip& skip : skips) {
       all += fmt::format("skip({}, {}), {}, {}\n", skip.from, skip.to, static_cast<int>(skip.join),
@@ -83,6 +91,7 @@ Sequential::Sequential(std::vector<LayerSpec> layers, LossSpec loss) {
   require_skips(model->skips, static_cast<int>(model->layers.size()));
   for (std::size_t i = 0; i < model->layers.size(); ++i) (void)model->make(i);
   (void)model->make_loss();
+  model->text = model->describe();
   model_ = model;
 }
 
@@ -159,7 +168,7 @@ std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stag
     throw_usage("stage {} of a partition into {} stages; legal: 0 to {}", stage, stages,
                 stages - 1);
   }
-  StageLayers mine{.layers = {}, .begin = first[at(stage)], .model = model_->text()};
+  StageLayers mine{.layers = {}, .begin = first[at(stage)], .model = model_->text};
   for (int i = first[at(stage)]; i < first[at(stage) + 1]; ++i) {
     std::ranges::move(model_->make(at(i)), std::back_inserter(mine.layers));
   }
