@@ -125,7 +125,7 @@ class ResidualBlock final : public Layer {
     const LayerNeeds& main = main_.plan_of({&input, 1}, compute).needs;
     const LayerNeeds& shortcut = shortcut_.plan_of({&input, 1}, compute).needs;
     const LayerMemory &a = main.memory, &b = shortcut.memory;
-    return {
+    LayerNeeds all{
         .memory = {.until_input = sum_of_bytes({a.until_input, b.until_input}),
                    .until_weight = sum_of_bytes({a.until_weight, b.until_weight}),
                    .lasting = sum_of_bytes({a.lasting, b.lasting}),
@@ -135,7 +135,9 @@ class ResidualBlock final : public Layer {
         .table_bytes = std::max(main.table_bytes, shortcut.table_bytes),
         .forward_sums = main.forward_sums + shortcut.forward_sums,
         .backward_sums = main.backward_sums + shortcut.backward_sums,
-        .note = main.note.empty() ? shortcut.note : main.note};
+        .note = main.note};
+    add_note(all.note, shortcut.note);
+    return all;
   }
 
   void forward(LayerCall& call, const Tensor& y) override {

@@ -62,12 +62,6 @@ void copy(StageContext& ctx, const Tensor& from, const Tensor& to) {
   copy_async(to.data, from.data, from.spec.bytes(), ctx.compute.stream());
 }
 
-// Blocks with a window and blocks without may differ in what computes their attention.
-void add_note(std::string& notes, const std::string& note) {
-  if (note.empty() || notes.find(note) != std::string::npos) return;
-  notes += (notes.empty() ? "" : "; ") + note;
-}
-
 // Where the numbers of a block's layers for random numbers begin: beyond those of a model's layers,
 // and others for every block, however blocks are nested.
 int first_drawn(int number, ResidualPart part) {
@@ -114,6 +108,12 @@ void append_parts(const LayerSpec& group, const NumberedLayer& at, int first,
 }
 
 }  // namespace
+
+// Blocks with a window and blocks without may differ in what computes their attention.
+void add_note(std::string& notes, const std::string& note) {
+  if (note.empty() || notes.find(note) != std::string::npos) return;
+  notes += (notes.empty() ? "" : "; ") + note;
+}
 
 std::string NumberedLayer::full_name() const { return fmt::format("layer {} ({})", path, kind); }
 

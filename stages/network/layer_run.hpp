@@ -55,6 +55,9 @@ enum class ResidualPart : std::uint32_t { kMain, kShortcut };
 [[nodiscard]] std::vector<NumberedLayer> make_inner_layers(std::span<const LayerSpec> specs,
                                                            int number, ResidualPart part);
 
+// Adds to LayerNeeds::note what it does not say yet.
+void add_note(std::string& notes, const std::string& note);
+
 // Makes one layer of a group too.
 [[nodiscard]] std::unique_ptr<Layer> make_layer(const LayerSpec& spec, int number);
 

@@ -126,7 +126,7 @@ std::string settings(const TransformerConfig& config) {
                      scaling.original_context, config.qkv_bias, config.attention_output_bias,
                      config.mlp_bias, config.qk_norm, config.window,
                      static_cast<int>(config.precision), static_cast<int>(config.stream_precision),
-                     static_cast<int>(config.recompute));
+                     static_cast<int>(config.recompute), config.batch_invariant);
 }
 
 LayerSpec make_block(const TransformerConfig& config, Within within) {

@@ -146,8 +146,8 @@ class ParameterSet {
   [[nodiscard]] std::size_t rounded_bytes(DeviceKind device) const;
   // Owns what all values and gradients lie in.
   [[nodiscard]] std::shared_ptr<const void> memory() const { return memory_; }
-  // Call it after writing values. Stages compare version() and renew their copies in another
-  // precision.
+  // Call it after writing values: the copies in another precision are made again, and who keeps
+  // something of the values compares version().
   void mark_values_changed();
   [[nodiscard]] std::uint64_t version() const { return version_; }
 

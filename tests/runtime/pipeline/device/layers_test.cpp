@@ -37,7 +37,9 @@ TEST_P(DeviceLayersTest, EveryDepthHasTheBitsOfOneRankAndTheCpusToRounding) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TransformerConfig block{.layers = 1, .heads = 2, .width = 16};
     const auto make = [&](bool recomputes) {
-      const auto wrap = [&](LayerSpec layer) { return recomputes ? recompute(layer) : layer; };
+      const auto wrap = [&](const LayerSpec& layer) {
+        return recomputes ? recompute(layer) : layer;
+      };
       return Sequential({embedding(7, 16, 6), wrap(transformer_block(block)), layer_norm(16),
                          wrap(attention(16, 4, {.kv_heads = 2, .rotary_base = 1e4F})), gelu(),
                          wrap(residual({rms_norm(16), linear(16, 16), silu(), dropout(0.1)})),
