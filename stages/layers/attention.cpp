@@ -43,9 +43,13 @@ class AttentionSpecLayer final : public Layer {
     require_legal(width, heads, options);
   }
 
+  Edges set_precision(const Precision& precision) override {
+    precision_ = precision;
+    return Edges::kOperands;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_stream(input, DType::kF32, width_);
-    return input;
+    require_stream(input, precision_.operands, width_);
+    return {precision_.stream, input.shape};
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     branch_.emplace(
@@ -58,7 +62,9 @@ class AttentionSpecLayer final : public Layer {
             .probabilities = {static_cast<float>(options_.dropout),
                               random_site(static_cast<std::uint32_t>(number_), 1)},
             .qkv_bias = options_.bias,
-            .output_bias = options_.bias},
+            .output_bias = options_.bias,
+            .precision = precision_.operands,
+            .result = {precision_.stream, precision_.stream}},
         name, set);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
@@ -79,7 +85,10 @@ class AttentionSpecLayer final : public Layer {
     return rows * width * (4 * width + places);
   }
   [[nodiscard]] LayerPromises promises() const override {
-    return {.recomputes = true, .keeps_alone = true, .capturable = true};
+    return {.recomputes = true,
+            .keeps_alone = true,
+            .capturable = true,
+            .reads_rounded = precision_.operands != precision_.stream};
   }
   void forward(LayerCall& call, const Tensor& y) override {
     keep_again(call, y);
@@ -89,10 +98,10 @@ class AttentionSpecLayer final : public Layer {
     branch_->keep(inner(call), as_rows(call.x));
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    branch_->backward_input(inner(call), as_rows(dy), as_rows(dx));
+    branch_->backward_input(inner(call), as_rows(operand_gradient(call, dy)), as_rows(dx));
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    branch_->backward_weight(inner(call), as_rows(call.x), as_rows(dy));
+    branch_->backward_weight(inner(call), as_rows(call.x), as_rows(operand_gradient(call, dy)));
   }
 
  private:
@@ -108,6 +117,7 @@ class AttentionSpecLayer final : public Layer {
   int heads_;
   AttentionOptions options_;
   int number_;
+  Precision precision_;
   std::optional<SelfAttention> branch_;  // once there are parameters
 };
 

@@ -26,6 +26,10 @@ class EmbeddingLayer final : public Layer {
   };
   explicit EmbeddingLayer(const Options& options) : options_(options) {}
 
+  Edges set_precision(const Precision& precision) override {
+    options_.stream = precision.stream;
+    return Edges::kStream;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
   void add_parameters(ParameterSet& set, const std::string& name) override;
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override;
@@ -66,6 +70,11 @@ class HeadLayer final : public Layer {
  public:
   explicit HeadLayer(const HeadOptions& options) : options_(options) {}
 
+  Edges set_precision(const Precision& precision) override {
+    options_.precision = precision.operands;
+    options_.stream = precision.stream;
+    return Edges::kStream;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
   void add_parameters(ParameterSet& set, const std::string& name) override;
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override;
@@ -115,6 +124,10 @@ class TokenLoss final : public Loss {
   static constexpr std::size_t kChunkRows = 512;
   explicit TokenLoss(const HeadOptions& options) : options_(options) {}
 
+  bool set_precision(const Precision& precision) override {
+    options_.precision = precision.operands;
+    return true;
+  }
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override;
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] bool capturable() const override { return true; }

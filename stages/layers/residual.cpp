@@ -15,7 +15,7 @@ TensorSpec ResidualLayer::output(const TensorSpec& input) const {
 void ResidualLayer::add_parameters(ParameterSet& set, const std::string& name) {
   norm_.emplace(options_.norm, name + options_.norm_name, options_.width, options_.norm_epsilon,
                 set);
-  branch_ = make_(name, set);
+  branch_ = make_(options_, name, set);
 }
 
 BlockShape ResidualLayer::shape_of(const TensorSpec& input, DeviceKind device) const {
@@ -90,8 +90,7 @@ void ResidualLayer::forward(LayerCall& call, const Tensor& y) {
 
 Tensor ResidualLayer::branch_gradient(const Made& made, const Tensor& dy) const {
   if (drops()) return made.kept.dbranch;
-  const Tensor& copy = made.call.layer.rounded_dy;
-  return as_rows(copy.data != nullptr ? copy : dy);
+  return as_rows(operand_gradient(made.call.layer, dy));
 }
 
 void ResidualLayer::backward_branch(const Made& made, const Tensor& dy) {

@@ -32,15 +32,20 @@ struct ResidualOptions {
   }
 };
 
-// Declares the branch's parameters, whose names begin with `name`.
-using MakeBranch =
-    std::function<std::unique_ptr<Branch>(const std::string& name, ParameterSet& parameters)>;
+// Declares the branch's parameters, whose names begin with `name`. `outer`: of the layer around it.
+using MakeBranch = std::function<std::unique_ptr<Branch>(
+    const ResidualOptions& outer, const std::string& name, ParameterSet& parameters)>;
 
 class ResidualLayer final : public Layer {
  public:
   ResidualLayer(const ResidualOptions& options, MakeBranch make)
       : options_(options), make_(std::move(make)) {}
 
+  Edges set_precision(const Precision& precision) override {
+    options_.precision = precision.operands;
+    options_.stream = precision.stream;
+    return Edges::kStream;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
   void add_parameters(ParameterSet& set, const std::string& name) override;
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override;

@@ -47,6 +47,7 @@ class BatchNormLayer final : public Layer {
     }
   }
 
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_picture(input, channels_);
     return input;

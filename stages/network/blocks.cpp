@@ -12,6 +12,7 @@
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/layer_run.hpp"
+#include "stages/network/specs.hpp"
 
 namespace sluice {
 namespace {
@@ -33,6 +34,10 @@ class RunLayer final : public Layer {
   RunLayer(std::vector<NumberedLayer> layers, bool recomputes)
       : run_(std::move(layers), {.recomputes = recomputes}) {}
 
+  Edges set_precision(const Precision& precision) override {
+    run_.set_precision(precision);
+    return Edges::kStream;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     return run_.output(input);
   }
@@ -92,9 +97,14 @@ class ResidualBlock final : public Layer {
     if (layers.empty()) throw_usage("residual() needs at least one layer");
   }
 
+  Edges set_precision(const Precision& precision) override {
+    main_.set_precision(precision);
+    shortcut_.set_precision(precision);
+    return Edges::kStream;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     const TensorSpec result = main_.output(input), added = shortcut_.output(input);
-    if (result == added && result.dtype == DType::kF32) return result;
+    if (result == added && has_numbers(result)) return result;
     throw_usage("the layers make {} of {}, the shortcut {}; legal: the same of both",
                 to_string(result), to_string(input), to_string(added));
   }
@@ -224,7 +234,7 @@ LayerSpec group(std::vector<LayerSpec> layers) {
   const auto make = [](int) -> std::unique_ptr<Layer> {
     throw_usage("group() needs at least one layer");
   };
-  return {.kind = "group", .make = make, .parts = std::move(layers)};
+  return {.kind = "group", .make = make, .parts = std::move(layers), .composed = true};
 }
 
 LayerSpec recompute(LayerSpec layer) {
@@ -250,7 +260,8 @@ LayerSpec residual(std::vector<LayerSpec> layers, std::vector<LayerSpec> shortcu
       .kind = "residual",
       .make = [layers = std::move(layers), shortcut = std::move(shortcut)](
                   int number) { return std::make_unique<ResidualBlock>(layers, shortcut, number); },
-      .settings = std::move(settings)};
+      .settings = std::move(settings),
+      .composed = true};
 }
 
 }  // namespace sluice

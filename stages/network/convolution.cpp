@@ -37,6 +37,7 @@ class ConvolutionLayer final : public Layer {
     }
   }
 
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_picture(input, in_);
     return window_.places(input, out_);

@@ -27,19 +27,29 @@ class LinearLayer final : public Layer {
     options_.weight = options_.bias_init = Init::uniform(1 / std::sqrt(static_cast<double>(in)));
   }
 
+  Edges set_precision(const Precision& precision) override {
+    options_.precision = precision.operands;
+    options_.rounds_bias = precision.stream != DType::kF32;
+    stream_ = precision.stream;
+    return Edges::kOperands;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_width(input, options_.in);
-    return with_width(input, options_.out);
+    require_width(input, options_.in, options_.precision);
+    return {stream_, with_width(input, options_.out).shape};
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     linear_.emplace(name, options_, set);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
-    return {.operator_bytes = linear_->workspace(compute, rows_of(input), DType::kF32)};
+    return {.operator_bytes = linear_->workspace(compute, rows_of(input), stream_)};
   }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
-  [[nodiscard]] LayerPromises promises() const override { return kPromises; }
+  [[nodiscard]] LayerPromises promises() const override {
+    LayerPromises promises = kPromises;
+    promises.reads_rounded = options_.precision != stream_;
+    return promises;
+  }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
     return static_cast<double>(input.shape.elements()) * static_cast<double>(options_.out);
   }
@@ -47,14 +57,15 @@ class LinearLayer final : public Layer {
     linear_->forward(call.compute(), call.x, y);
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    linear_->backward_input(call.compute(), dy, dx);
+    linear_->backward_input(call.compute(), operand_gradient(call, dy), dx);
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    linear_->backward_weight(call.compute(), shape_of(call), call.x, dy);
+    linear_->backward_weight(call.compute(), shape_of(call), call.x, operand_gradient(call, dy));
   }
 
  private:
   Linear::Options options_;
+  DType stream_ = DType::kF32;
   std::optional<Linear> linear_;  // once there are parameters
 };
 
@@ -66,8 +77,9 @@ class NormLayer final : public Layer {
     epsilon_ = static_cast<float>(epsilon);
   }
 
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kStream; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_width(input, width_);
+    require_width(input, width_, input.dtype == DType::kBf16 ? DType::kBf16 : DType::kF32);
     return input;
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
@@ -117,6 +129,10 @@ class EmbeddingTable final : public Layer {
     if (places < 0) throw_usage("positions is {}; legal: at least 0", places);
   }
 
+  Edges set_precision(const Precision& precision) override {
+    stream_ = precision.stream;
+    return Edges::kStream;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     const int rank = input.shape.rank();
     if (input.dtype != DType::kI32 || rank < 1 || rank > 2) {
@@ -126,8 +142,8 @@ class EmbeddingTable final : public Layer {
       throw_usage("the input is {}; legal with {} positions: i32 [samples, n] with n up to {}",
                   to_string(input), places_, places_);
     }
-    if (rank == 1) return {DType::kF32, {input.shape[0], width_}};
-    return {DType::kF32, {input.shape[0], input.shape[1], width_}};
+    if (rank == 1) return {stream_, {input.shape[0], width_}};
+    return {stream_, {input.shape[0], input.shape[1], width_}};
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     table_ = &set.add(name + "weight", {classes_, width_}, Init::normal(1));
@@ -165,10 +181,11 @@ class EmbeddingTable final : public Layer {
     return {call.x.data, {DType::kI32, {samples, samples == 0 ? 0 : call.x.elements() / samples}}};
   }
   [[nodiscard]] Tensor rows(const Tensor& y) const {
-    return {y.data, {DType::kF32, {y.elements() / width_, width_}}};
+    return {y.data, {y.spec.dtype, {y.elements() / width_, width_}}};
   }
 
   std::int64_t classes_, width_, places_;
+  DType stream_ = DType::kF32;
   Parameter *table_ = nullptr, *positions_ = nullptr;
 };
 

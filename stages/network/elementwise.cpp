@@ -16,8 +16,9 @@ class ActivationLayer final : public Layer {
  public:
   explicit ActivationLayer(Pointwise function) : function_(function) {}
 
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kStream; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_f32(input);
+    require_numbers(input);
     return input;
   }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
@@ -38,6 +39,7 @@ class ActivationLayer final : public Layer {
 // Keeps its output for the gradient.
 class SoftmaxLayer final : public Layer {
  public:
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_f32(input);
     if (input.shape.rank() > 1) return input;
@@ -96,8 +98,9 @@ class DropoutLayer final : public Layer {
     }
   }
 
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kStream; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_f32(input);
+    require_numbers(input);
     return input;
   }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
@@ -137,18 +140,19 @@ class ReshapeLayer final : public Layer {
     }
   }
 
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kStream; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_f32(input);
+    require_numbers(input);
     std::int64_t numbers = 1;
     for (int d = 1; d < input.shape.rank(); ++d) numbers *= input.shape[d];
-    if (!dims_) return {DType::kF32, {input.shape[0], numbers}};
+    if (!dims_) return {input.dtype, {input.shape[0], numbers}};
     if (dims_->elements() != numbers) {
       throw_usage("the input is {}; legal: {} numbers a sample, for {}", to_string(input),
                   dims_->elements(), to_string(*dims_));
     }
     std::vector<std::int64_t> dims = {input.shape[0]};
     for (int d = 0; d < dims_->rank(); ++d) dims.push_back((*dims_)[d]);
-    return {DType::kF32, Shape(std::span<const std::int64_t>(dims))};
+    return {input.dtype, Shape(std::span<const std::int64_t>(dims))};
   }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] LayerPromises promises() const override {

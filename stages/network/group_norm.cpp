@@ -24,6 +24,7 @@ class GroupNormLayer final : public Layer {
     require_epsilon(epsilon);
   }
 
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_picture(input, channels_);
     return input;

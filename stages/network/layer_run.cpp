@@ -10,6 +10,7 @@
 
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
+#include "stages/network/converted.hpp"
 #include "stages/network/naming.hpp"
 #include "stages/network/specs.hpp"
 #include "stages/tensor/bump_allocator.hpp"
@@ -168,6 +169,22 @@ LayerRun::LayerRun(std::vector<NumberedLayer> layers, Options options)
   }
   joins_before(layers_.empty() ? options.begin : layers_.back().number + 1);
   source_gradients_.resize(made_by_.size());
+  set_precision(options.precision);
+}
+
+void LayerRun::set_precision(const Precision& precision) {
+  if (precision.operands == DType::kF32) return;
+  for (Part& part : parts_) {
+    if (part.join) continue;
+    NumberedLayer& each = layers_[part.index];
+    const Edges edges = naming(each, [&] { return each.layer->set_precision(precision); });
+    part.falls_back = edges == Edges::kF32;
+    if (edges != Edges::kStream) {
+      const DType takes = edges == Edges::kOperands ? precision.operands : DType::kF32;
+      each.layer = converted(std::move(each.layer), takes, precision.stream);
+    }
+    part.promises = each.layer->promises();
+  }
 }
 
 void LayerRun::add_parameters(ParameterSet& set, const std::string& name) {
@@ -268,6 +285,7 @@ TensorSpec LayerRun::measure(std::size_t index, const TensorSpec& in, ComputeCon
   if (recomputes_ && !place.again) {
     add_note(all.note, each.full_name() + " is not recomputed: it does not promise it");
   }
+  if (part.falls_back) add_note(all.note, each.full_name() + " computes in f32");
   all.forward_sums += place.needs.forward_sums;
   all.backward_sums += place.needs.backward_sums;
   return out;

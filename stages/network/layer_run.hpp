@@ -67,6 +67,7 @@ class LayerRun {
     bool recomputes = false;
     // The run of a stage: it says which gradients are final.
     bool outermost = false;
+    Precision precision = {};
     // Makes LayerCall::rounded_dy of its last layer. Else its owner has it from promises().
     bool rounds = false;
     StageSkips skips = {};
@@ -113,6 +114,8 @@ class LayerRun {
     Tensor rounded_dy = {}, rounded_dx = {};  // as LayerCall's
   };
 
+  // Before all other calls: tells the layers, and puts conversions around those that need some.
+  void set_precision(const Precision& precision);
   [[nodiscard]] bool empty() const { return parts_.empty(); }
   [[nodiscard]] const std::vector<NumberedLayer>& layers() const { return layers_; }
   [[nodiscard]] const StageSkips& skips() const { return skips_; }
@@ -148,7 +151,7 @@ class LayerRun {
     std::size_t index = 0;  // of layers_, or of skips_.joins()
     bool join = false;
     LayerPromises promises;
-    bool overwrites = false;
+    bool overwrites = false, falls_back = false;  // falls back: Edges::kF32
     std::size_t first_parameter = 0, parameters = 0;
     std::size_t first_gradient = 0;  // in flat_grads(), in floats
   };

@@ -33,6 +33,7 @@ std::size_t state_of(const LayerMemory& memory) {
 
 NetworkStage::NetworkStage(StageLayers parts)
     : run_(std::move(parts.layers), {.outermost = true,
+                                     .precision = parts.precision,
                                      .rounds = true,
                                      .skips = std::move(parts.skips),
                                      .begin = parts.begin}),

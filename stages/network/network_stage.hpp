@@ -23,6 +23,7 @@ struct StageLayers {
   int begin = 0;  // the number of the first one, or of the next one where there is none
   StageSkips skips = {};
   std::string model = {};  // StageDescription::model
+  Precision precision = {};
 };
 
 // Without layers it passes its input on. Its edges have the main tensor, then those that skip

@@ -53,6 +53,11 @@ struct LayerAllocators {
   }
 };
 
+// dy as products read it: the copy in bf16 where a layer has it.
+[[nodiscard]] inline const Tensor& operand_gradient(const LayerCall& call, const Tensor& dy) {
+  return call.rounded_dy.data != nullptr ? call.rounded_dy : dy;
+}
+
 // The gradient of a norm's input. `rounded` has data where a copy of it in bf16 is wanted.
 struct StreamGradient {
   Tensor value;

@@ -34,6 +34,7 @@ class PoolingLayer : public Layer {
       }
     }
   }
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_picture(input, 0);
     return window_.places(input, input.shape[1]);
@@ -155,6 +156,7 @@ class AveragePooling final : public PoolingLayer {
 
 class GlobalAverage final : public Layer {
  public:
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_picture(input, 0);
     return {DType::kF32, {input.shape[0], input.shape[1]}};

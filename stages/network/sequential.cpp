@@ -10,6 +10,7 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#include "stages/network/converted.hpp"
 #include "stages/network/naming.hpp"
 #include "stages/network/network_stage.hpp"
 
@@ -20,6 +21,7 @@ struct Sequential::Model {
   std::vector<int> cuts;          // the layers that begin a stage, ascending
   std::vector<Skip> skips;
   LossSpec loss;
+  Precision precision;
   std::vector<double> costs;  // of layers; empty: the input is not known
   std::string text;           // StageDescription::model
 
@@ -40,6 +42,10 @@ struct Sequential::Model {
       all += fmt::format("skip({}, {}), {}, {}\n", skip.from, skip.to, static_cast<int>(skip.join),
                          skip.axis);
     }
+    if (precision.operands != DType::kF32) {
+      all += fmt::format("precision {}, stream {}\n", name_of(precision.operands),
+                         name_of(precision.stream));
+    }
     return all + fmt::format("cut() before layers {}\nloss {}({})\n", fmt::join(cuts, ", "),
                              loss.kind, loss.settings);
   }
@@ -50,7 +56,8 @@ struct Sequential::Model {
       if (!loss.make) throw_usage("a LossSpec without `make`; legal: a function that makes a Loss");
       std::unique_ptr<Loss> made = loss.make();
       if (made == nullptr) throw_usage("LossSpec::make returned null; legal: a Loss");
-      return made;
+      if (precision.operands == DType::kF32 || made->set_precision(precision)) return made;
+      return widened(std::move(made));
     });
   }
   [[nodiscard]] std::vector<NumberedLayer> make(std::size_t index) const {
@@ -59,23 +66,40 @@ struct Sequential::Model {
   }
 };
 
+namespace {
+
+Precision precision_of(const ModelOptions& options) {
+  const DType precision = options.precision, stream = options.stream_precision;
+  const bool legal = (precision == DType::kF32 || precision == DType::kBf16) &&
+                     (stream == DType::kF32 || stream == precision);
+  if (legal) return {precision, stream};
+  throw_usage(
+      "precision {} with stream_precision {}; legal: f32 with f32, and bf16 with f32 or bf16",
+      name_of(precision), name_of(stream));
+}
+
+}  // namespace
+
 std::string settings_of(std::initializer_list<double> numbers) {
   return fmt::format("{}", fmt::join(numbers, ", "));
 }
 
-Sequential::Sequential(std::initializer_list<LayerSpec> layers, LossSpec loss)
-    : Sequential(std::vector<LayerSpec>(layers), std::move(loss)) {}
+Sequential::Sequential(std::initializer_list<LayerSpec> layers, LossSpec loss,
+                       const ModelOptions& options)
+    : Sequential(std::vector<LayerSpec>(layers), std::move(loss), options) {}
 
-Sequential::Sequential(std::vector<LayerSpec> layers, LossSpec loss) {
+Sequential::Sequential(std::vector<LayerSpec> layers, LossSpec loss, const ModelOptions& options) {
   const auto model = std::make_shared<Model>();
   model->loss = std::move(loss);
+  model->precision = precision_of(options);
   for (LayerSpec& spec : layers) {
     if (spec.skip) {
       model->skips.push_back(*spec.skip);
       continue;
     }
     if (spec.make) {
-      model->layers.push_back(std::move(spec));
+      const bool again = options.recompute && spec.composed;
+      model->layers.push_back(again ? recompute(std::move(spec)) : std::move(spec));
       continue;
     }
     const int next = static_cast<int>(model->layers.size());
@@ -113,7 +137,7 @@ Sequential Sequential::with_input(const TensorSpec& sample) const {
   };
   for (int i = 0; i < layers; ++i) {
     join_before(i);
-    const LayerRun made(model->make(static_cast<std::size_t>(i)), {});
+    const LayerRun made(model->make(static_cast<std::size_t>(i)), {.precision = model->precision});
     model->costs.push_back(made.cost(spec));
     spec = made.output(spec);
     outputs.push_back(spec);
@@ -168,7 +192,10 @@ std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stag
     throw_usage("stage {} of a partition into {} stages; legal: 0 to {}", stage, stages,
                 stages - 1);
   }
-  StageLayers mine{.layers = {}, .begin = first[at(stage)], .model = model_->text};
+  StageLayers mine{.layers = {},
+                   .begin = first[at(stage)],
+                   .model = model_->text,
+                   .precision = model_->precision};
   for (int i = first[at(stage)]; i < first[at(stage) + 1]; ++i) {
     std::ranges::move(model_->make(at(i)), std::back_inserter(mine.layers));
   }

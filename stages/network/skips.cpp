@@ -13,6 +13,7 @@
 #include <sluice/operators.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "stages/network/specs.hpp"
 
 namespace sluice {
 namespace {
@@ -28,16 +29,32 @@ struct Blocks {
   }
 };
 
-// Copies or adds blocks between tensors whose blocks lie `from_stride` and `to_stride` apart.
-void move_blocks(const Blocks& blocks, const float* from, std::int64_t from_stride, float* to,
-                 std::int64_t to_stride, bool adds) {
-  for (std::int64_t b = 0; b < blocks.blocks; ++b, from += from_stride, to += to_stride) {
+// Where blocks of a tensor lie, in numbers.
+struct BlockPlace {
+  const Tensor& tensor;
+  std::int64_t first, stride;
+};
+
+float sum_of(float a, float b) { return a + b; }
+Bf16 sum_of(Bf16 a, Bf16 b) { return to_bf16(to_float(a) + to_float(b)); }
+
+template <typename T>
+void move_numbers(const Blocks& blocks, const BlockPlace& from, const BlockPlace& to, bool adds) {
+  const T* source = from.tensor.as<const T>() + from.first;
+  T* target = to.tensor.as<T>() + to.first;
+  for (std::int64_t b = 0; b < blocks.blocks; ++b, source += from.stride, target += to.stride) {
     if (!adds) {
-      std::copy_n(from, blocks.numbers, to);
+      std::copy_n(source, blocks.numbers, target);
       continue;
     }
-    for (std::int64_t i = 0; i < blocks.numbers; ++i) to[i] += from[i];
+    for (std::int64_t i = 0; i < blocks.numbers; ++i) target[i] = sum_of(target[i], source[i]);
   }
+}
+
+// Copies or adds.
+void move_blocks(const Blocks& blocks, const BlockPlace& from, const BlockPlace& to, bool adds) {
+  if (from.tensor.spec.dtype == DType::kBf16) return move_numbers<Bf16>(blocks, from, to, adds);
+  move_numbers<float>(blocks, from, to, adds);
 }
 
 void copy_or_add(ComputeContext& compute, const Tensor& from, const Tensor& to, bool adds) {
@@ -70,17 +87,18 @@ void require_skips(std::span<const Skip> skips, int layers) {
 TensorSpec joined(const Skip& skip, const TensorSpec& input, const TensorSpec& skipped) {
   const bool adds = skip.join == Join::kAdd;
   const int rank = input.shape.rank();
-  bool fits = input.dtype == DType::kF32 && skipped.dtype == DType::kF32 &&
-              skipped.shape.rank() == rank && (adds || skip.axis < rank);
+  bool fits = has_numbers(input) && skipped.dtype == input.dtype && skipped.shape.rank() == rank &&
+              (adds || skip.axis < rank);
   std::vector<std::int64_t> dims;
   for (int d = 0; fits && d < rank; ++d) {
     const bool grows = !adds && d == skip.axis;
     fits = grows || input.shape[d] == skipped.shape[d];
     dims.push_back(grows ? input.shape[d] + skipped.shape[d] : input.shape[d]);
   }
-  if (fits) return {DType::kF32, Shape(std::span<const std::int64_t>(dims))};
-  throw_usage("{}: {} {} and {}; legal: f32 of the same shape{}", name_of(skip),
+  if (fits) return {input.dtype, Shape(std::span<const std::int64_t>(dims))};
+  throw_usage("{}: {} {} and {}; legal: {} of the same shape{}", name_of(skip),
               adds ? "adds" : "joins", to_string(input), to_string(skipped),
+              name_of(input.dtype == DType::kBf16 ? DType::kBf16 : DType::kF32),
               adds ? std::string() : fmt::format(" but for dimension {}", skip.axis));
 }
 
@@ -92,9 +110,8 @@ void join_forward(ComputeContext& compute, const Skip& skip, const Tensor& input
   }
   const Blocks first(input.shape(), skip.axis), second(skipped.shape(), skip.axis);
   const std::int64_t stride = first.numbers + second.numbers;
-  move_blocks(first, input.as<float>(), first.numbers, y.as<float>(), stride, /*adds=*/false);
-  move_blocks(second, skipped.as<float>(), second.numbers, y.as<float>() + first.numbers, stride,
-              /*adds=*/false);
+  move_blocks(first, {input, 0, first.numbers}, {y, 0, stride}, /*adds=*/false);
+  move_blocks(second, {skipped, 0, second.numbers}, {y, first.numbers, stride}, /*adds=*/false);
 }
 
 void join_backward(ComputeContext& compute, const Skip& skip, const Tensor& dy,
@@ -107,11 +124,10 @@ void join_backward(ComputeContext& compute, const Skip& skip, const Tensor& dy,
   const Blocks first(dinput.shape(), skip.axis), second(dskipped.shape(), skip.axis);
   const std::int64_t stride = first.numbers + second.numbers;
   if (dinput.data != nullptr) {
-    move_blocks(first, dy.as<float>(), stride, dinput.as<float>(), first.numbers, /*adds=*/false);
+    move_blocks(first, {dy, 0, stride}, {dinput, 0, first.numbers}, /*adds=*/false);
   }
   if (dskipped.data != nullptr) {
-    move_blocks(second, dy.as<float>() + first.numbers, stride, dskipped.as<float>(),
-                second.numbers, adds);
+    move_blocks(second, {dy, first.numbers, stride}, {dskipped, 0, second.numbers}, adds);
   }
 }
 

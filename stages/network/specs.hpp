@@ -13,17 +13,28 @@
 
 namespace sluice {
 
-// f32 with a first dimension, for the samples.
+// The types that layers compute with.
+inline bool has_numbers(const TensorSpec& spec) {
+  return spec.dtype == DType::kF32 || spec.dtype == DType::kBf16;
+}
+
+// Numbers with a first dimension, for the samples.
+inline void require_numbers(const TensorSpec& input) {
+  if (has_numbers(input) && input.shape.rank() > 0) return;
+  throw_usage("the input is {}; legal: f32 or bf16 [samples, ...]", to_string(input));
+}
+
 inline void require_f32(const TensorSpec& input) {
   if (input.dtype == DType::kF32 && input.shape.rank() > 0) return;
   throw_usage("the input is {}; legal: f32 [samples, ...]", to_string(input));
 }
 
-// The same with `width` numbers in the last dimension.
-inline void require_width(const TensorSpec& input, std::int64_t width) {
+// With `width` numbers in the last dimension.
+inline void require_width(const TensorSpec& input, std::int64_t width, DType type) {
   const int rank = input.shape.rank();
-  if (input.dtype == DType::kF32 && rank >= 2 && input.shape[rank - 1] == width) return;
-  throw_usage("the input is {}; legal: f32 [samples, ..., {}]", to_string(input), width);
+  if (input.dtype == type && rank >= 2 && input.shape[rank - 1] == width) return;
+  throw_usage("the input is {}; legal: {} [samples, ..., {}]", to_string(input), name_of(type),
+              width);
 }
 
 // The residual stream. context: the most positions, 0: any.

@@ -67,6 +67,18 @@ ResidualOptions residual_options(const TransformerConfig& config, Within within,
           }};
 }
 
+template <typename T>
+std::unique_ptr<Layer> with_branch(const ResidualOptions& outer, const typename T::Options& options,
+                                   const char* named) {
+  return std::make_unique<ResidualLayer>(
+      outer, [=](const ResidualOptions& around, const std::string& name, ParameterSet& parameters) {
+        typename T::Options mine = options;
+        mine.precision = around.precision;
+        mine.result = around.result();
+        return std::make_unique<T>(mine, name + named, parameters);
+      });
+}
+
 std::unique_ptr<Layer> make_attention(const TransformerConfig& config, Within within, int number) {
   const ResidualOptions outer = residual_options(
       config, within, number, kAttention,
@@ -82,15 +94,10 @@ std::unique_ptr<Layer> make_attention(const TransformerConfig& config, Within wi
                                  .recompute = config.recompute == Recompute::kAttention,
                                  .output_deviation = output_deviation(config),
                                  .qkv_bias = !llama || config.qkv_bias,
-                                 .output_bias = !llama || config.attention_output_bias,
-                                 .precision = config.precision,
-                                 .result = outer.result()};
+                                 .output_bias = !llama || config.attention_output_bias};
   if (llama) options.positions = {config.rotary_base, config.rotary_scaling};
   if (config.qk_norm) options.qk_norm = config.norm_epsilon;
-  return std::make_unique<ResidualLayer>(
-      outer, [options](const std::string& name, ParameterSet& parameters) {
-        return std::make_unique<SelfAttention>(options, name + "attention.", parameters);
-      });
+  return with_branch<SelfAttention>(outer, options, "attention.");
 }
 
 std::unique_ptr<Layer> make_mlp(const TransformerConfig& config, Within within, int number) {
@@ -101,13 +108,8 @@ std::unique_ptr<Layer> make_mlp(const TransformerConfig& config, Within within, 
                              .width = config.width,
                              .hidden = sizes_of(config).mlp_width,
                              .output_deviation = output_deviation(config),
-                             .bias = gpt2 || config.mlp_bias,
-                             .precision = config.precision,
-                             .result = outer.result()};
-  return std::make_unique<ResidualLayer>(
-      outer, [options](const std::string& name, ParameterSet& parameters) {
-        return std::make_unique<Mlp>(options, name + "mlp.", parameters);
-      });
+                             .bias = gpt2 || config.mlp_bias};
+  return with_branch<Mlp>(outer, options, "mlp.");
 }
 
 // One that is recomputed where the configuration says so; its parameters have names of their own.

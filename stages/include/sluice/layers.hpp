@@ -11,9 +11,9 @@
 // model. Parameters have the names that torch.nn.Sequential gives them: "0.weight", "0.bias",
 // "2.weight"; cut() has no number. Initial values are drawn from torch's distributions.
 //
-// Tensors. Dimension 0 is the sample. Layers compute in f32, but for those of a transformer. What a
-// layer keeps of a micro-batch is in memory that the stage hands it: a step allocates nothing. On a
-// GPU a layer runs if its operators exist there; another one is Error(kUsage) that names it, when
+// Tensors. Dimension 0 is the sample. Layers compute in f32 unless ModelOptions say otherwise. What
+// a layer keeps of a micro-batch is in memory that the stage hands it: a step allocates nothing. On
+// a GPU a layer runs if its operators exist there; another one is Error(kUsage) that names it, when
 // the pipeline is made.
 //
 // Errors. Layers and losses throw Error(kUsage) for numbers that cannot work when they are made,
@@ -102,12 +102,29 @@ struct LayerPromises {
   bool writes_rounded = false;
 };
 
+// Types of a model's numbers. Parameters, their gradients and statistics are f32.
+struct Precision {
+  DType operands = DType::kF32;  // of products: f32 or bf16
+  DType stream = DType::kF32;    // of what layers hand on, and of its gradient: f32, or operands'
+};
+
+// What a layer takes and gives in a model with a precision; gradients have the types of what they
+// belong to. Where a neighbour hands on another type, Sluice converts in scratch.
+enum class Edges {
+  kF32,       // f32, as in any other model. The report at the start names the layer.
+  kWidened,   // the same, and the report does not name it
+  kOperands,  // takes Precision::operands, gives Precision::stream
+  kStream,    // takes f32 and bf16; output() says what it gives
+};
+
 // A layer of one input and one output. It keeps no state of a micro-batch but in the memory of the
 // call. All work is in order of call.compute().stream().
 class Layer {
  public:
   virtual ~Layer() = default;
 
+  // Before all other calls, in a model with a precision of bf16 alone.
+  virtual Edges set_precision(const Precision& /*precision*/) { return Edges::kF32; }
   // Type and shape of the output. Pure. Throws Error(kUsage) that says what is legal.
   [[nodiscard]] virtual TensorSpec output(const TensorSpec& input) const = 0;
   // Adds its parameters and buffers to `set`, once. Their names begin with `name`: "3.".
@@ -177,6 +194,8 @@ struct LayerSpec {
   // Its first calls are not watched. On a CPU too, a stage of trusted layers alone calls each once
   // on zeros when it is prepared.
   bool trusted = false;
+  // Made of layers: ModelOptions::recompute applies to it.
+  bool composed = false;
 };
 
 // "10, 0.5": the numbers among the arguments.
@@ -210,12 +229,12 @@ template <typename T, typename... Arguments>
 // are on other stages, over the edges between. Layer `to` takes the sum of its input and that
 // output, or both one after the other in dimension `axis`, its input first (on CPUs alone). Layers
 // are counted from 0 as in their names; from -1 is the model's input, and to the number of layers
-// the model's output. f32. It may stand anywhere in a Sequential's list.
+// the model's output. Both of one type, f32 or bf16. It may stand anywhere in a Sequential's list.
 [[nodiscard]] LayerSpec skip(int from, int to, Join join = Join::kAdd, int axis = 1);
 // y = x weightᵀ + bias over the last dimension; weight [out, in], bias [out]; both from
 // U(-1/sqrt(in), 1/sqrt(in)).
 [[nodiscard]] LayerSpec linear(std::int64_t in, std::int64_t out, bool bias = true);
-// Element by element, f32 of any shape. silu is x sigmoid(x). gelu is x times the normal
+// Element by element, of any shape. silu is x sigmoid(x). gelu is x times the normal
 // distribution's function of x, as torch's GELU() is; gelu_tanh is GPT-2's form, within 5e-4 of it,
 // which torch calls approximate="tanh".
 [[nodiscard]] LayerSpec relu();
@@ -261,14 +280,15 @@ struct AttentionOptions {
   double dropout = 0;                     // of the probabilities
   bool bias = true;
 };
-// Causal self-attention over f32 [samples, sequence, width] with heads of width / heads: each place
+// Causal self-attention over [samples, sequence, width] with heads of width / heads: each place
 // attends to itself and those before it. qkv.weight [width + 2 * kv width, width] has the rows of
 // queries, keys and values; output.weight [width, width]; from N(0, 0.02), biases 0. A block of a
 // transformer, with norms and MLP: transformer_block() in <sluice/transformer.hpp>.
 [[nodiscard]] LayerSpec attention(std::int64_t width, int heads,
                                   const AttentionOptions& options = {});
 
-// --- layers of pictures: f32 [samples, channels, height, width]; on CPUs alone ---
+// --- layers of pictures: f32 [samples, channels, height, width]; on CPUs alone. In a model with a
+// precision they compute in f32 on copies (Edges::kWidened). ---
 // One number for height and width, or two.
 struct HeightWidth {
   std::int64_t height = 0, width = 0;
@@ -327,6 +347,9 @@ struct BatchNormOptions {
 class Loss {
  public:
   virtual ~Loss() = default;
+  // Before all other calls, in a model with a precision of bf16 alone. False: it takes f32 outputs,
+  // and Sluice converts them and their gradient in scratch.
+  virtual bool set_precision(const Precision& /*precision*/) { return false; }
   // Type and shape of the targets of these outputs. Pure. Throws Error(kUsage) for outputs that it
   // cannot take.
   [[nodiscard]] virtual TensorSpec targets(const TensorSpec& outputs) const = 0;
@@ -424,12 +447,23 @@ void check_gradients(const LossSpec& loss, const TensorSpec& outputs,
                      const GradientCheck& options = {});
 
 // --- models ---
+// Properties of the whole model. With bf16, what layers hand on and keep takes half the memory, and
+// so do messages; see Layer::set_precision(). A model whose precision is f32 leaves its layers as
+// they are, those of a transformer's configuration in bf16 too.
+struct ModelOptions {
+  DType precision = DType::kF32;         // Precision::operands
+  DType stream_precision = DType::kF32;  // Precision::stream
+  bool recompute = false;                // each group() and residual() is a recompute()
+};
+
 class Sequential {
  public:
   // Without a loss the model only computes outputs. Throws Error(kUsage) for no layers, a cut at an
-  // end or two in a row, and numbers that a layer cannot have.
-  Sequential(std::initializer_list<LayerSpec> layers, LossSpec loss = {});
-  explicit Sequential(std::vector<LayerSpec> layers, LossSpec loss = {});
+  // end or two in a row, and numbers that a layer or the options cannot have.
+  Sequential(std::initializer_list<LayerSpec> layers, LossSpec loss = {},
+             const ModelOptions& options = {});
+  explicit Sequential(std::vector<LayerSpec> layers, LossSpec loss = {},
+                      const ModelOptions& options = {});
 
   // The same model with the type and shape of one sample, as in BatchSpec::inputs: shapes are
   // checked now, and a model without cut() is cut by cost.

@@ -1,0 +1,333 @@
+// ModelOptions: a model of any layers in bf16, recomputed or not. Half the memory, the same bits at
+// every layout, and f32 for layers that know nothing of it.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+#include <sluice/layers.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/transformer.hpp>
+
+#include "stages/network/network_stage.hpp"
+#include "tests/loopback/loopback.hpp"
+#include "tests/runtime/pipeline/scale_layer.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr std::int64_t kSamples = 8, kSide = 16;
+const TensorSpec kPicture{DType::kF32, {1, kSide, kSide}};
+constexpr ModelOptions kBf16Products{.precision = DType::kBf16};
+constexpr ModelOptions kBf16{.precision = DType::kBf16, .stream_precision = DType::kBf16};
+constexpr ModelOptions kBf16Recomputed{
+    .precision = DType::kBf16, .stream_precision = DType::kBf16, .recompute = true};
+
+Sequential resnet(const ModelOptions& options = {}) {
+  const auto block = [](std::int64_t in, std::int64_t out, std::int64_t stride) {
+    std::vector<LayerSpec> shortcut;
+    if (in != out) {
+      shortcut = {conv2d(in, out, 1, {.stride = stride, .bias = false}), batch_norm2d(out)};
+    }
+    return residual(
+        {conv2d(in, out, 3, {.stride = stride, .padding = 1, .bias = false}), batch_norm2d(out),
+         relu(), conv2d(out, out, 3, {.padding = 1, .bias = false}), batch_norm2d(out)},
+        shortcut);
+  };
+  return Sequential({conv2d(1, 8, 3, {.padding = 1, .bias = false}), batch_norm2d(8), relu(),
+                     block(8, 8, 1), relu(), block(8, 8, 1), relu(), max_pool2d(2), block(8, 16, 2),
+                     relu(), block(16, 16, 1), group_norm(2, 16), relu(), avg_pool2d(2),
+                     global_avg_pool2d(), linear(16, 3)},
+                    cross_entropy_loss({.smoothing = 0.1}), options)
+      .with_input(kPicture);
+}
+
+// Rows of a picture are its patches.
+Sequential vit(const ModelOptions& options = {}) {
+  constexpr std::int64_t kWidth = 32;
+  std::vector<LayerSpec> layers = {unflatten({kSide, kSide}), linear(kSide, kWidth)};
+  for (int block = 0; block < 3; ++block) {
+    layers.push_back(residual({layer_norm(kWidth), attention(kWidth, 4), dropout(0.1)}));
+    layers.push_back(residual({layer_norm(kWidth), linear(kWidth, 4 * kWidth), gelu(),
+                               linear(4 * kWidth, kWidth), dropout(0.1)}));
+  }
+  for (LayerSpec& each : std::vector<LayerSpec>{rms_norm(kWidth), flatten(), linear(512, 3)}) {
+    layers.push_back(std::move(each));
+  }
+  return Sequential(std::move(layers), cross_entropy_loss(), options).with_input(kPicture);
+}
+
+struct Result {
+  std::vector<double> losses;
+  std::string digest;
+  friend bool operator==(const Result&, const Result&) = default;
+};
+
+struct Order {
+  const char* schedule = "1f1b";
+  int chunks = 1;
+};
+
+std::vector<float> pictures() {
+  std::vector<float> made(kSamples * kSide * kSide);
+  for (std::size_t i = 0; i < made.size(); ++i) {
+    const std::size_t sample = i / (kSide * kSide);
+    made[i] = to_unit(philox({.seed = 5}, 0, i)[0]) - 0.5F +
+              0.3F * static_cast<float>(sample % 3) * std::sin(static_cast<float>(i));
+  }
+  return made;
+}
+
+Result trained(Communicator& comm, const StageFactory& model, const Order& order = {}) {
+  PipelineOptions options;
+  options.shape = {.pipeline = comm.size(), .micro_batches = 4, .micro_batch_size = 2};
+  options.order = {.schedule = order.schedule, .chunks = order.chunks};
+  options.training.learning_rate = {.peak = 1e-2};
+  const std::vector<float> x = pictures();
+  std::vector<std::int32_t> y(kSamples);
+  for (std::size_t i = 0; i < y.size(); ++i) y[i] = static_cast<std::int32_t>(i % 3);
+  const BatchSpec spec{.inputs = {kPicture}, .targets = {{DType::kI32, {}}}, .feed = Feed::kRank0};
+  Pipeline made(comm, options, model, spec);
+  Batch batch;
+  if (comm.rank() == 0) {
+    batch = {.inputs = {view(x, {kSamples, 1, kSide, kSide})}, .targets = {view(y, {kSamples})}};
+  }
+  Result result;
+  for (int step = 0; step < 6; ++step) result.losses.push_back(made.train_step(batch).loss);
+  result.losses.push_back(made.evaluate(batch).loss);
+  result.digest = digest_of(made);
+  return result;
+}
+
+class PrecisionTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(PrecisionTest, PicturesInBf16HaveTheSameBitsAtEveryLayout) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    for (const auto& model : {resnet, vit}) {
+      const Result wide = trained(*self, model({}));
+      const Result kept = trained(*self, model(kBf16)),
+                   mixed = trained(*self, model(kBf16Products));
+      EXPECT_LT(kept.losses[5], 0.8 * kept.losses[0]);
+      for (std::size_t step = 0; step < 6; ++step) {
+        EXPECT_NEAR(kept.losses[step], wide.losses[step], 0.05) << step;
+        EXPECT_NEAR(mixed.losses[step], wide.losses[step], 0.05) << step;
+      }
+      EXPECT_NE(kept.losses, wide.losses);
+      EXPECT_EQ(trained(*self, model(kBf16Recomputed)), kept);
+      EXPECT_EQ(trained(comm, model(kBf16)), kept);
+      EXPECT_EQ(trained(comm, model(kBf16Products), {"zb-h1"}), mixed);
+      EXPECT_EQ(trained(comm, model(kBf16Recomputed)), kept);
+      EXPECT_EQ(trained(comm, model(kBf16Recomputed), {"zb-h1"}), kept);
+      if (comm.size() == 2) {
+        EXPECT_EQ(trained(comm, model(kBf16), {"zb-v", 2}), kept);
+      }
+    }
+  });
+}
+
+// Sums of connections, too.
+TEST_P(PrecisionTest, ConnectionsCarryBf16) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const auto model = [](const ModelOptions& options) {
+      const auto block = [](std::int64_t in) {
+        return group({conv2d(in, 2, 3, {.padding = 1}), batch_norm2d(2), relu()});
+      };
+      return Sequential({block(1), block(2), block(2), block(4), skip(0, 2),
+                         skip(1, 3, Join::kConcatenate), skip(0, 4), flatten(),
+                         linear(2 * kSide * kSide, 3)},
+                        cross_entropy_loss(), options)
+          .with_input(kPicture);
+    };
+    const Result wide = trained(*self, model({})), kept = trained(*self, model(kBf16));
+    EXPECT_NEAR(kept.losses[3], wide.losses[3], 0.05);
+    EXPECT_EQ(trained(comm, model(kBf16)), kept);
+    EXPECT_EQ(trained(comm, model(kBf16Recomputed), {"zb-h1"}), kept);
+  });
+}
+
+// A layer that takes numbers of both types, and says so.
+class Halve : public Layer {
+ public:
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kStream; }
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override { return input; }
+  void forward(LayerCall& call, const Tensor& y) override { halve(call.x, y); }
+  void backward_input(LayerCall& /*call*/, const Tensor& dy, const Tensor& dx) override {
+    halve(dy, dx);
+  }
+
+ private:
+  static void halve(const Tensor& from, const Tensor& to) {
+    for (std::int64_t i = 0; i < from.elements(); ++i) {
+      if (from.spec.dtype == DType::kF32) {
+        to.at(i) = from.at(i) / 2;
+      } else {
+        to.as<Bf16>()[i] = to_bf16(to_float(from.as<Bf16>()[i]) / 2);
+      }
+    }
+  }
+};
+
+Sequential own_layers(const ModelOptions& options) {
+  return Sequential({flatten(), linear(kSide * kSide, 16), layer<Scale>("scale", 1.5), tanh(),
+                     layer<Halve>("halve"), linear(16, 3)},
+                    elementwise_loss("own",
+                                     [](float output, float target) -> LossTerm {
+                                       const double off = output - target;
+                                       return {off * off / 2, off};
+                                     }),
+                    options)
+      .with_input(kPicture);
+}
+
+StageDescription described(const Sequential& model, std::int64_t samples = 4) {
+  ComputeContext compute({}, 1);
+  const TensorSpec input{DType::kF32, {samples, 1, kSide, kSide}};
+  return model(0, 1)->describe({&input, 1}, compute);
+}
+
+TEST(PrecisionOptionsTest, ALayerThatSaysNothingComputesInF32AndTheReportNamesIt) {
+  EXPECT_EQ(described(own_layers({})).note, "");
+  for (const ModelOptions& options : {kBf16, kBf16Products}) {
+    EXPECT_EQ(described(own_layers(options)).note, "layer 2 (scale) computes in f32");
+  }
+  for (const auto& model : {resnet, vit}) {
+    EXPECT_THAT(described(model(kBf16)).note, Not(HasSubstr("computes in f32")));
+    EXPECT_THAT(described(model(kBf16Recomputed)).note, Not(HasSubstr("not recomputed")));
+  }
+}
+
+TEST(PrecisionOptionsTest, OwnLayersAndLossesTrainInBf16) {
+  with_ranks(2, [&](Communicator& comm) {
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const std::vector<float> x = pictures();
+    std::vector<float> y(kSamples * 3, 0.5F);
+    const auto losses = [&](Communicator& ranks, const ModelOptions& precision) {
+      PipelineOptions options;
+      options.shape = {.pipeline = ranks.size(), .micro_batches = 4, .micro_batch_size = 2};
+      options.training.learning_rate = {.peak = 1e-2};
+      Pipeline made(ranks, options, own_layers(precision),
+                    {.inputs = {kPicture}, .targets = {{DType::kF32, {3}}}, .feed = Feed::kRank0});
+      Batch batch;
+      if (ranks.rank() == 0) {
+        batch = {.inputs = {view(x, {kSamples, 1, kSide, kSide})},
+                 .targets = {view(y, {kSamples, 3})}};
+      }
+      std::vector<double> all;
+      for (int step = 0; step < 4; ++step) all.push_back(made.train_step(batch).loss);
+      return all;
+    };
+    for (const ModelOptions& options : {kBf16, kBf16Products}) {
+      const std::vector<double> wide = losses(*self, {}), kept = losses(*self, options);
+      EXPECT_NEAR(kept[3], wide[3], 0.02 * wide[0]);
+      EXPECT_EQ(losses(comm, options), kept);
+    }
+  });
+}
+
+// What is kept of a micro-batch: the outputs of layers, and what layers keep.
+std::size_t kept_bytes(const Sequential& model) {
+  const StageDescription each = described(model);
+  return each.state_bytes_until_input + each.state_bytes_until_weight;
+}
+
+TEST(PrecisionOptionsTest, Bf16KeepsHalfAndTakesThePlannedBytes) {
+  for (const auto& model : {resnet, vit}) {
+    const auto wide = static_cast<double>(kept_bytes(model({})));
+    EXPECT_LE(static_cast<double>(kept_bytes(model(kBf16))), 0.6 * wide);
+    EXPECT_LE(static_cast<double>(kept_bytes(model({.recompute = true}))), 0.5 * wide);
+    EXPECT_LE(static_cast<double>(kept_bytes(model(kBf16Recomputed))), 0.3 * wide);
+    for (const ModelOptions& options : {kBf16, kBf16Products, kBf16Recomputed}) {
+      for (const bool split : {false, true}) {
+        const StageDescription planned = described(model(options));
+        ComputeContext compute({}, 1);
+        const std::unique_ptr<Stage> stage = model(options)(0, 1);
+        StageSetup setup;
+        setup.compute = &compute;
+        setup.slots = 3;
+        setup.split_backward = split;
+        setup.input_sizes = {{{DType::kF32, {4, 1, kSide, kSide}}}};
+        stage->prepare(setup);
+        const std::size_t slot = planned.state_bytes_until_input +
+                                 planned.state_bytes_until_weight +
+                                 (split ? planned.gradient_bytes_until_weight : 0);
+        EXPECT_EQ(dynamic_cast<NetworkStage&>(*stage).prepared_bytes(),
+                  3 * slot + planned.workspace_bytes + (split ? 0 : planned.shared_gradient_bytes));
+      }
+    }
+  }
+}
+
+TEST(PrecisionOptionsTest, IllegalTypesAreRefused) {
+  const auto refusal = [](const ModelOptions& options) -> std::string {
+    try {
+      (void)Sequential({relu()}, {}, options);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kUsage);
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(refusal({.precision = DType::kF16}),
+              HasSubstr("legal: f32 with f32, and bf16 with f32 or bf16"));
+  EXPECT_THAT(refusal({.stream_precision = DType::kBf16}), HasSubstr("precision f32 with"));
+  EXPECT_EQ(refusal(kBf16), "");
+}
+
+TEST(PrecisionOptionsTest, RanksOfOneModelHaveOnePrecision) {
+  with_ranks(2, [&](Communicator& comm) {
+    const Sequential model = vit(comm.rank() == 0 ? kBf16Products : ModelOptions{});
+    try {
+      (void)trained(comm, model);
+      ADD_FAILURE() << "nothing was refused";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kMismatch);
+      EXPECT_THAT(error.what(), HasSubstr("precision bf16"));
+    }
+  });
+}
+
+// The precision of a transformer's configuration is that of the model.
+TEST(PrecisionOptionsTest, ATransformerIsItsLayersWithItsPrecision) {
+  for (const TransformerKind kind : {TransformerKind::kGpt2, TransformerKind::kLlama}) {
+    for (const DType stream : {DType::kF32, DType::kBf16}) {
+      TransformerConfig config = small_model();
+      config.kind = kind;
+      config.dropout = 0.1F;
+      const TransformerConfig plain = config;
+      config.precision = DType::kBf16;
+      config.stream_precision = stream;
+      const Sequential parts(transformer_layers(plain), transformer_loss(plain),
+                             {.precision = DType::kBf16, .stream_precision = stream});
+      with_ranks(2, [&](Communicator& comm) {
+        const auto result = [&](const StageFactory& model) {
+          PipelineOptions options;
+          options.shape = {.pipeline = 2, .micro_batches = 2, .micro_batch_size = 2};
+          const std::unique_ptr<DataSource> tokens = synthetic_tokens(config);
+          Pipeline made(comm, options, model, *tokens);
+          Result each;
+          for (int step = 0; step < 3; ++step) each.losses.push_back(made.train_step().loss);
+          each.digest = digest_of(made);
+          return each;
+        };
+        const TensorSpec sample{DType::kI32, {config.context}};
+        EXPECT_EQ(result(parts.with_input(sample)), result(Transformer(config)));
+      });
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, PrecisionTest, ::testing::Values(1, 2, 4));
+
+}  // namespace
+}  // namespace sluice::testing
