@@ -16,6 +16,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "stages/compute/thread_team.hpp"
+#include "stages/gradient_check/check_precision.hpp"
 #include "stages/gradient_check/finite_differences.hpp"
 #include "stages/gradient_check/guarded_memory.hpp"
 #include "stages/network/layer_run.hpp"
@@ -513,7 +514,10 @@ class LayerCheck {
 void check_gradients(const LayerSpec& layer, const TensorSpec& input,
                      const GradientCheck& options) {
   if (!layer.make) throw_usage("check_gradients(): {}() is no layer", layer.kind);
-  naming(layer.kind, [&] { LayerCheck(layer, input, options).run(); });
+  naming(layer.kind, [&] {
+    LayerCheck(layer, input, options).run();
+    naming("in a model with a precision", [&] { check_precision(layer, input, options); });
+  });
 }
 
 }  // namespace sluice

@@ -10,6 +10,7 @@
 
 #include <sluice/error.hpp>
 #include <sluice/layers.hpp>
+#include <sluice/operators.hpp>
 #include <sluice/transformer.hpp>
 
 #include "tests/runtime/expect_error.hpp"
@@ -289,6 +290,50 @@ TEST(CheckGradientsTest, PromisesThatDoNotHoldAreFound) {
   passes({.promises = {.in_place = true}});
   expect_fault({.dx_cleared = true, .promises = {.in_place = true}},
                {"square: where dx is dy's memory, as in_place promises, dx is "});
+}
+
+// y = 2 x, of either type; or of floats, whatever it says; or with the gradient of 4 x in bf16.
+class Twice final : public Layer {
+ public:
+  enum class Fault { kNone, kFloats, kGradient };
+  explicit Twice(Fault fault) : fault_(fault) {}
+
+  Edges set_precision(const Precision& precision) override {
+    narrow_ = precision.stream == DType::kBf16;
+    return Edges::kStream;
+  }
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override { return input; }
+  void forward(LayerCall& call, const Tensor& y) override { scale(call, call.x, 2, y); }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    scale(call, dy, narrow_ && fault_ == Fault::kGradient ? 4 : 2, dx);
+  }
+
+ private:
+  void scale(LayerCall& call, const Tensor& from, float factor, const Tensor& to) const {
+    if (from.spec.dtype == DType::kF32 || fault_ == Fault::kFloats) {
+      for (std::int64_t i = 0; i < to.elements(); ++i) to.at(i) = factor * from.at(i);
+      return;
+    }
+    std::vector<float> wide(static_cast<std::size_t>(from.elements()));
+    const Tensor copy{wide.data(), {DType::kF32, from.shape()}};
+    convert(call.compute(), from, copy);
+    for (float& value : wide) value *= factor;
+    convert(call.compute(), copy, to);
+  }
+
+  Fault fault_;
+  bool narrow_ = false;
+};
+
+TEST(CheckGradientsTest, WhatALayerSaysOfBf16IsChecked) {
+  const auto twice = [](Twice::Fault fault) { return layer<Twice>("twice", fault); };
+  check_gradients(twice(Twice::Fault::kNone), kRows);
+  const auto expect_refusal = [&](Twice::Fault fault, const char* part) {
+    expect_error(ErrorCode::kUsage, {"twice: in a model with a precision: ", part},
+                 [&] { check_gradients(twice(fault), kRows); });
+  };
+  expect_refusal(Twice::Fault::kFloats, "forward writes beyond the end of y");
+  expect_refusal(Twice::Fault::kGradient, "dx is ");
 }
 
 TEST(CheckGradientsTest, MemoryThatIsReadBeforeItIsWrittenIsFound) {

@@ -1,0 +1,155 @@
+#include "stages/gradient_check/check_precision.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <sluice/operators.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "stages/gradient_check/finite_differences.hpp"
+#include "stages/gradient_check/guarded_memory.hpp"
+#include "stages/network/layer_run.hpp"
+#include "stages/network/specs.hpp"
+#include "stages/tensor/unwritten.hpp"
+
+namespace sluice {
+namespace {
+
+// What results in bf16 may be off, as a share of the tensor's largest number.
+constexpr double kTolerance = 0.06;
+
+std::vector<float> floats_of(ComputeContext& compute, const Tensor& from) {
+  std::vector<float> made(static_cast<std::size_t>(from.elements()));
+  if (has_numbers(from.spec)) convert(compute, from, {made.data(), {DType::kF32, from.shape()}});
+  return made;
+}
+
+// Numbers that bf16 holds, in the tensor's type.
+void fill(ComputeContext& compute, const Tensor& to, float low, std::uint64_t seed) {
+  if (to.spec.dtype != DType::kBf16 && to.spec.dtype != DType::kF32) {
+    return fill_point(to, low, seed);
+  }
+  const GuardedTensor wide("", {DType::kF32, to.shape()}), narrow("", {DType::kBf16, to.shape()});
+  fill_point(wide.tensor(), low, seed);
+  convert(compute, wide.tensor(), narrow.tensor());
+  convert(compute, narrow.tensor(), to);
+}
+
+struct Results {
+  TensorSpec output;
+  std::vector<float> y, dx, grads;
+};
+
+// Of one micro-batch.
+Results results_of(Layer& layer, const TensorSpec& input, const GradientCheck& options) {
+  ComputeContext compute({}, 1);
+  ParameterSet set;
+  Results results;
+  results.output = layer.output(input);
+  layer.add_parameters(set, "");
+  set.allocate(compute.memory(), options.seed);
+  for (Parameter* each : set.all()) {
+    if (each->rounded.data != nullptr) convert(compute, each->value, each->rounded);
+  }
+  set.zero_grads(compute.stream());
+  const LayerMemory memory = layer.needs(input, compute).memory;
+  const GuardedMemory until_input("LayerMemory::until_input", memory.until_input),
+      until_weight("LayerMemory::until_weight", memory.until_weight),
+      lasting("LayerMemory::lasting", memory.lasting),
+      gradients("LayerMemory::gradients", memory.gradients),
+      scratch("LayerMemory::scratch", memory.scratch);
+  const GuardedTensor x("x", input), y("y", results.output), dy("dy", results.output),
+      dx("dx", input), rounded("rounded_dy", {DType::kBf16, results.output.shape});
+  if (options.input && !is_float(input.dtype)) {
+    options.input(0, x.tensor());
+  } else {
+    fill(compute, x.tensor(), 2, options.seed);
+  }
+  fill(compute, dy.tensor(), 1, options.seed + 1);
+  const Tensor in = x.tensor();
+  StageContext ctx{.compute = compute};
+  ctx.micro_batches = 1;
+  ctx.phase = Phase::kTrain;
+  ctx.step = 1;
+  ctx.seed = options.seed;
+  ctx.samples = input.shape[0];
+  ctx.inputs = {&in, 1};
+  LayerCall call{.stage = ctx,
+                 .x = in,
+                 .until_input = until_input.data(),
+                 .until_weight = until_weight.data(),
+                 .lasting = lasting.data(),
+                 .gradients = memory.gradients > 0 ? gradients.data() : nullptr,
+                 .scratch = scratch.data()};
+  const bool wants_dx = is_float(input.dtype);
+  const auto intact = [&](const char* name) {
+    for (const auto* each : {&x, &y, &dy, &dx, &rounded}) each->require_intact(name);
+    for (const auto* each : {&until_input, &until_weight, &lasting, &gradients, &scratch}) {
+      each->require_intact(name);
+    }
+  };
+  mark_unwritten(y.tensor());
+  layer.forward(call, y.tensor());
+  intact("forward");
+  require_written(y.tensor(), "y");
+  if (layer.promises().reads_rounded && results.output.dtype == DType::kF32) {
+    convert(compute, dy.tensor(), rounded.tensor());
+    call.rounded_dy = rounded.tensor();
+  }
+  results.y = floats_of(compute, y.tensor());
+  if (wants_dx || memory.gradients > 0) {
+    const Tensor to{wants_dx ? dx.tensor().data : nullptr, input};
+    mark_unwritten(to);
+    layer.backward_input(call, dy.tensor(), to);
+    intact("backward_input");
+    require_written(to, "dx");
+    if (wants_dx) results.dx = floats_of(compute, dx.tensor());
+  }
+  layer.backward_weight(call, dy.tensor());
+  intact("backward_weight");
+  for (const Parameter* each : set.all()) {
+    results.grads.insert(results.grads.end(), each->grad.floats().begin(),
+                         each->grad.floats().end());
+  }
+  return results;
+}
+
+void require_near(const char* what, const std::vector<float>& found,
+                  const std::vector<float>& expected) {
+  double largest = 0;
+  for (const float value : expected) largest = std::max(largest, std::abs(double{value}));
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    const double off = std::abs(double{found[i]} - double{expected[i]});
+    if (off <= kTolerance * largest) continue;
+    throw_usage("{} is {:.6g} at element {}, in f32 {:.6g}; legal: within {:.2g}", what, found[i],
+                i, expected[i], kTolerance * largest);
+  }
+}
+
+}  // namespace
+
+void check_precision(const LayerSpec& spec, const TensorSpec& input, const GradientCheck& options) {
+  constexpr DType kWide = DType::kF32, kNarrow = DType::kBf16;
+  for (const DType stream : {kWide, kNarrow}) {
+    const std::unique_ptr<Layer> narrow = make_layer(spec, 0), wide = make_layer(spec, 0);
+    const Edges edges = narrow->set_precision({kNarrow, stream});
+    if (edges != Edges::kOperands && edges != Edges::kStream) return;
+    TensorSpec taken = input;
+    if (has_numbers(input)) taken.dtype = edges == Edges::kOperands ? kNarrow : stream;
+    const Results expected = results_of(*wide, input, options),
+                  found = results_of(*narrow, taken, options);
+    if (found.output.shape != expected.output.shape) {
+      throw_usage("output() makes {} of {}, and {} of {}; legal: one shape",
+                  to_string(found.output), to_string(taken), to_string(expected.output),
+                  to_string(input));
+    }
+    require_near("y", found.y, expected.y);
+    require_near("dx", found.dx, expected.dx);
+    require_near("the gradient of the parameters", found.grads, expected.grads);
+  }
+}
+
+}  // namespace sluice
