@@ -396,7 +396,7 @@ TEST_P(LayersTest, WhatDoesNotFitNamesTheLayerOnAllRanks) {
             "stage 0 is the last one, but is not a LossStage");
     refused(Sequential({relu()}, mse_loss()),
             {.inputs = {{DType::kI32, {2}}}, .targets = {{DType::kF32, {2}}}},
-            "layer 0 (relu): the input is i32 [3, 2]; legal: f32 [samples, ...]");
+            "layer 0 (relu): the input is i32 [3, 2]; legal: f32 or bf16 [samples, ...]");
     refused(Sequential({relu()}, mse_loss()),
             {.inputs = {{DType::kF32, {2}}, {DType::kF32, {2}}}, .targets = {{DType::kF32, {2}}}},
             "these layers take 1 tensors, got 2");
