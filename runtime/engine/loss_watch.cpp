@@ -26,19 +26,27 @@ class Outputs {
       std::copy(had_[i].begin(), had_[i].end(), outputs_[i].as<std::byte>());
     }
   }
-  // The first output of f32 that is as it was, and shows it: half of it would be something else.
+  // The first output that is as it was, and shows it: half of it would be something else.
   [[nodiscard]] std::optional<std::size_t> find_same() const {
     for (std::size_t i = 0; i < had_.size(); ++i) {
-      if (outputs_[i].spec.dtype != DType::kF32 || had_[i].empty()) continue;
-      const std::span<const float> now = outputs_[i].floats();
-      const bool shows =
-          std::any_of(now.begin(), now.end(), [](float value) { return std::isnormal(value); });
-      if (shows && std::memcmp(now.data(), had_[i].data(), had_[i].size()) == 0) return i;
+      const Tensor& now = outputs_[i];
+      if (had_[i].empty() || !shows(now)) continue;
+      if (std::memcmp(now.data, had_[i].data(), had_[i].size()) == 0) return i;
     }
     return std::nullopt;
   }
 
  private:
+  [[nodiscard]] static bool shows(const Tensor& tensor) {
+    for (std::int64_t i = 0; i < tensor.elements(); ++i) {
+      if (tensor.spec.dtype == DType::kF32 && std::isnormal(tensor.at(i))) return true;
+      if (tensor.spec.dtype == DType::kBf16 && std::isnormal(to_float(tensor.as<Bf16>()[i]))) {
+        return true;
+      }
+    }
+    return false;
+  }
+
   std::span<const Tensor> outputs_;
   std::vector<std::vector<std::byte>> had_;  // [output]
 };

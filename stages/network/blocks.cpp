@@ -243,7 +243,8 @@ LayerSpec recompute(LayerSpec layer) {
                  .make = {},
                  .settings = text_of(layer),
                  .name = layer.name,
-                 .trusted = layer.trusted};
+                 .trusted = layer.trusted,
+                 .composed = true};
   layer.name = "";  // of parameters, within
   spec.make = [layer = std::move(layer)](int number) {
     return std::make_unique<RunLayer>(make_layers(layer, 0, number), true);

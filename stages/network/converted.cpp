@@ -1,11 +1,16 @@
 #include "stages/network/converted.hpp"
 
+#include <fmt/format.h>
+
 #include <utility>
 
+#include <sluice/error.hpp>
 #include <sluice/operators.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "comm/base/throw_error.hpp"
 #include "stages/network/specs.hpp"
+#include "stages/network/watched.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {
@@ -29,13 +34,24 @@ void convert_if_copied(ComputeContext& compute, const Tensor& from, const Tensor
 
 class ConvertedLayer final : public Layer {
  public:
-  ConvertedLayer(std::unique_ptr<Layer> inner, DType takes, DType gives)
-      : inner_(std::move(inner)), takes_(takes), gives_(gives) {}
+  ConvertedLayer(std::unique_ptr<Layer> inner, DType takes, DType gives, bool watched)
+      : inner_(std::move(inner)),
+        takes_(takes),
+        gives_(gives),
+        forward_watched_(watched),
+        backward_watched_(watched) {}
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    const TensorSpec made = inner_->output(in_type(input, takes_));
-    makes_ = made.dtype;
-    return in_type(made, gives_);
+    const TensorSpec taken = in_type(input, takes_);
+    try {
+      const TensorSpec made = inner_->output(taken);
+      makes_ = made.dtype;
+      return in_type(made, gives_);
+    } catch (const Error& error) {
+      if (taken == input) throw;
+      throw Error(error.code(),
+                  fmt::format("{} (converted from {})", error.what(), name_of(input.dtype)));
+    }
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     inner_->add_parameters(set, name);
@@ -53,7 +69,7 @@ class ConvertedLayer final : public Layer {
   [[nodiscard]] bool runs_on_gpu() const override { return inner_->runs_on_gpu(); }
   [[nodiscard]] LayerPromises promises() const override {
     LayerPromises promises = inner_->promises();
-    // Between neighbours of one type both gradients are copies.
+    // Between neighbours of one type both gradients are copies; LayerRun asks for f32 or bf16.
     promises.in_place = promises.in_place || takes_ != gives_;
     promises.writes_rounded = false;
     return promises;
@@ -61,13 +77,12 @@ class ConvertedLayer final : public Layer {
   [[nodiscard]] double cost(const TensorSpec& input) const override {
     return inner_->cost(in_type(input, takes_));
   }
-  void check_inputs(const Tensor& x) const override {
-    if (x.spec == in_type(x.spec, takes_)) inner_->check_inputs(x);
-  }
+  void check_inputs(const Tensor& x) const override { inner_->check_inputs(x); }
 
   void forward(LayerCall& call, const Tensor& y) override {
     Inner inner(*this, call, y, {});
-    inner_->forward(inner.call, inner.y);
+    watched(forward_watched_, inner.call, "its output", inner.y,
+            [&] { inner_->forward(inner.call, inner.y); });
     convert_if_copied(call.compute(), inner.y, y);
   }
   void keep_again(LayerCall& call, const Tensor& y) override {
@@ -77,7 +92,8 @@ class ConvertedLayer final : public Layer {
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     Inner inner(*this, call, dy, dx);
     convert_if_copied(call.compute(), dy, inner.y);
-    inner_->backward_input(inner.call, inner.y, inner.dx);
+    watched(backward_watched_, inner.call, "its input's gradient", inner.dx,
+            [&] { inner_->backward_input(inner.call, inner.y, inner.dx); });
     convert_if_copied(call.compute(), inner.dx, dx);
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
@@ -88,7 +104,13 @@ class ConvertedLayer final : public Layer {
   void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     Inner inner(*this, call, dy, dx);
     convert_if_copied(call.compute(), dy, inner.y);
-    inner_->backward(inner.call, inner.y, inner.dx);
+    if (!backward_watched_ && inner.dx.data != nullptr && inner.dx.data != inner.y.data) {
+      watched(backward_watched_, inner.call, "its input's gradient", inner.dx,
+              [&] { inner_->backward_input(inner.call, inner.y, inner.dx); });
+      inner_->backward_weight(inner.call, inner.y);
+    } else {
+      inner_->backward(inner.call, inner.y, inner.dx);
+    }
     convert_if_copied(call.compute(), inner.dx, dx);
   }
 
@@ -107,9 +129,12 @@ class ConvertedLayer final : public Layer {
           const Tensor& dx_or_none)
         : call(outer) {
       BumpAllocator scratch(outer.scratch);
+      // What nobody needs has its place as well: that of later scratch stays.
       const Tensor no_dx{nullptr, outer.x.spec};
-      const Copies made =
-          layer.copies(scratch, outer.x, y_or_dy, dx_or_none.data == nullptr ? no_dx : dx_or_none);
+      const Tensor no_y{nullptr,
+                        y_or_dy.data != nullptr ? y_or_dy.spec : layer.output(outer.x.spec)};
+      const Copies made = layer.copies(scratch, outer.x, y_or_dy.data == nullptr ? no_y : y_or_dy,
+                                       dx_or_none.data == nullptr ? no_dx : dx_or_none);
       convert_if_copied(call.compute(), outer.x, made.x);
       call.x = made.x;
       y = made.y;
@@ -127,6 +152,7 @@ class ConvertedLayer final : public Layer {
 
   std::unique_ptr<Layer> inner_;
   DType takes_, gives_;
+  bool forward_watched_, backward_watched_;
   mutable DType makes_ = DType::kF32;  // before it becomes gives_; output() finds out
 };
 
@@ -152,10 +178,9 @@ class WidenedLoss final : public Loss {
     return inner_->weight(wide(outputs), targets);
   }
   [[nodiscard]] bool leaves_gradients() const override { return inner_->leaves_gradients(); }
-  // A stage calls the other one.
-  void compute(StageContext& ctx, const Tensor& outputs, const Tensor& targets,
-               double* sum) override {
-    inner_->compute(ctx, outputs, targets, sum);
+  void compute(StageContext& /*ctx*/, const Tensor& /*outputs*/, const Tensor& /*targets*/,
+               double* /*sum*/) override {
+    throw_error(ErrorCode::kInternal, "a stage calls compute_in()");
   }
   void compute_in(std::byte* scratch, StageContext& ctx, const Tensor& outputs,
                   const Tensor& targets, double* sum) override {
@@ -176,8 +201,9 @@ class WidenedLoss final : public Loss {
 
 }  // namespace
 
-std::unique_ptr<Layer> converted(std::unique_ptr<Layer> layer, DType takes, DType gives) {
-  return std::make_unique<ConvertedLayer>(std::move(layer), takes, gives);
+std::unique_ptr<Layer> converted(std::unique_ptr<Layer> layer, DType takes, DType gives,
+                                 bool watched) {
+  return std::make_unique<ConvertedLayer>(std::move(layer), takes, gives, watched);
 }
 
 std::unique_ptr<Loss> widened(std::unique_ptr<Loss> loss) {

@@ -13,8 +13,8 @@
 #include "stages/network/converted.hpp"
 #include "stages/network/naming.hpp"
 #include "stages/network/specs.hpp"
+#include "stages/network/watched.hpp"
 #include "stages/tensor/bump_allocator.hpp"
-#include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
 namespace {
@@ -43,20 +43,6 @@ void require_countable(const LayerNeeds& needs, const std::string& layer) {
     throw_usage("{} needs {} bytes; legal: at most {}", layer, bytes,
                 kTooManyBytes / kBufferAlignment * kBufferAlignment);
   }
-}
-
-// Runs `body`, which writes `tensor` and reads the layer's input, and watches the first call on a
-// CPU.
-template <typename Body>
-void watched(bool& was, const LayerCall& call, const char* what, const Tensor& tensor,
-             const Body& body) {
-  if (was || call.compute().device().kind != DeviceKind::kCpu) return body();
-  const Unchanged input({&call.x, 1});
-  mark_unwritten(tensor);
-  body();
-  require_written(tensor, what);
-  input.require("input");
-  was = true;
 }
 
 void copy(StageContext& ctx, const Tensor& from, const Tensor& to) {
@@ -181,7 +167,7 @@ void LayerRun::set_precision(const Precision& precision) {
     part.falls_back = edges == Edges::kF32;
     if (edges != Edges::kStream) {
       const DType takes = edges == Edges::kOperands ? precision.operands : DType::kF32;
-      each.layer = converted(std::move(each.layer), takes, precision.stream);
+      each.layer = converted(std::move(each.layer), takes, precision.stream, each.forward_watched);
     }
     part.promises = each.layer->promises();
   }
@@ -282,10 +268,13 @@ TensorSpec LayerRun::measure(std::size_t index, const TensorSpec& in, ComputeCon
   all.operator_bytes = std::max(all.operator_bytes, place.needs.operator_bytes);
   all.table_bytes = std::max(all.table_bytes, place.needs.table_bytes);
   add_note(all.note, place.needs.note);
+  // By kind: layers within others are counted from 0 again.
   if (recomputes_ && !place.again) {
-    add_note(all.note, each.full_name() + " is not recomputed: it does not promise it");
+    add_note(all.note, each.kind + " is not recomputed: it does not promise it");
   }
-  if (part.falls_back) add_note(all.note, each.full_name() + " computes in f32");
+  if (part.falls_back && (has_numbers(in) || has_numbers(out))) {
+    add_note(all.note, each.kind + " computes in f32: it does not say what it takes of bf16");
+  }
   all.forward_sums += place.needs.forward_sums;
   all.backward_sums += place.needs.backward_sums;
   return out;
@@ -332,7 +321,8 @@ bool LayerRun::reads_rounded(const Plan& plan, std::size_t part) const {
 }
 
 bool LayerRun::in_place(const Plan& plan, std::size_t part) const {
-  return parts_[part].promises.in_place && plan.specs[part] == plan.specs[part + 1];
+  return parts_[part].promises.in_place && plan.specs[part] == plan.specs[part + 1] &&
+         has_numbers(plan.specs[part]);
 }
 
 void LayerRun::lay_out(Plan& plan) const {

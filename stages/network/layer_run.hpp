@@ -181,7 +181,6 @@ class LayerRun {
   [[nodiscard]] Tensor rounded_input(const Call& call, std::size_t part) const;
 
   void run_forward(Call& call, std::size_t part, const Tensor& y);
-  void make_again(Call& call);
   void run_backward(Call& call, std::span<const Tensor> grad_outputs,
                     std::span<const Tensor> grad_inputs, Halves halves);
   void part_backward(Call& call, std::size_t part, const Tensor& dy, const Tensor& dx,

@@ -8,6 +8,7 @@
 
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
+#include "stages/network/converted.hpp"
 #include "stages/network/naming.hpp"
 
 namespace sluice {
@@ -38,9 +39,21 @@ NetworkStage::NetworkStage(StageLayers parts)
                                      .skips = std::move(parts.skips),
                                      .begin = parts.begin}),
       model_(std::move(parts.model)),
+      entry_(parts.begin == 0 ? parts.precision : Precision{}),
       trusted_(std::all_of(run_.layers().begin(), run_.layers().end(),
                            [](const NumberedLayer& each) { return each.forward_watched; })) {
   run_.add_parameters(parameters_);
+}
+
+std::vector<TensorSpec> NetworkStage::taken(std::span<const TensorSpec> inputs) const {
+  std::vector<TensorSpec> specs(inputs.begin(), inputs.end());
+  specs[0] = at_entry(specs[0], entry_);
+  return specs;
+}
+
+std::size_t NetworkStage::entry_bytes(std::span<const TensorSpec> inputs) const {
+  const TensorSpec spec = at_entry(inputs[0], entry_);
+  return spec == inputs[0] ? 0 : round_up(spec.bytes(), kBufferAlignment);
 }
 
 ParameterSet* NetworkStage::parameters() {
@@ -54,13 +67,13 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
     throw_usage("these layers take {} tensors, got {}; carrying() hands others past them",
                 skips.inputs(), inputs.size());
   }
-  const Plan& plan = run_.plan_of(inputs, compute);
+  const Plan& plan = run_.plan_of(taken(inputs), compute);
   const LayerNeeds& needs = plan.needs;
   StageDescription description;
   description.outputs = run_.outputs_of(plan);
   description.state_bytes_until_input = needs.memory.until_input;
   description.state_bytes_until_weight =
-      sum_of_bytes({needs.memory.until_weight, needs.memory.lasting});
+      sum_of_bytes({needs.memory.until_weight, needs.memory.lasting, entry_bytes(inputs)});
   description.gradient_bytes_until_weight = needs.memory.gradients;
   description.shared_gradient_bytes = plan.shared_gradients;
   description.workspace_bytes =
@@ -92,8 +105,11 @@ void NetworkStage::prepare(const StageSetup& setup) {
   trains_ = setup.trains;
   prepared_.clear();
   most_ = {};
+  most_entry_ = 0;
   for (const std::vector<TensorSpec>& inputs : setup.input_sizes) {
-    const Plan& plan = run_.plan_of(inputs, *setup.compute);
+    const Plan& plan = run_.plan_of(taken(inputs), *setup.compute);
+    most_entry_ = std::max(most_entry_, entry_bytes(inputs));
+    inputs_.reserve(inputs.size());
     prepared_.push_back(&plan);
     LayerMemory memory = plan.needs.memory;
     if (!split_) memory.gradients = plan.shared_gradients;
@@ -108,7 +124,7 @@ void NetworkStage::prepare(const StageSetup& setup) {
 void NetworkStage::allocate(const StageSetup& setup) {
   const DeviceMemory& memory = setup.compute->memory();
   const auto slots = static_cast<std::size_t>(setup.slots);
-  state_ = memory.allocate(multiply_bytes(state_of(most_), slots));
+  state_ = memory.allocate(multiply_bytes(sum_of_bytes({state_of(most_), most_entry_}), slots));
   gradients_ = memory.allocate(multiply_bytes(most_.gradients, split_ ? slots : 1));
   scratch_ = memory.allocate(most_.scratch);
   for (const Buffer* buffer : {&state_, &gradients_, &scratch_}) {
@@ -125,12 +141,13 @@ void NetworkStage::allocate(const StageSetup& setup) {
 }
 
 void NetworkStage::prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) {
-  const Plan& plan = run_.plan_of(inputs, compute);
+  const Plan& plan = run_.plan_of(taken(inputs), compute);
   const LayerMemory& memory = plan.needs.memory;
   const LayerMemory most = largest(most_, memory);
   const std::size_t gradients = split_ ? memory.gradients : plan.shared_gradients;
   if (most.until_input > most_.until_input || most.until_weight > most_.until_weight ||
-      most.lasting > most_.lasting || most.scratch > most_.scratch || gradients > most_.gradients) {
+      most.lasting > most_.lasting || most.scratch > most_.scratch || gradients > most_.gradients ||
+      entry_bytes(inputs) > most_entry_) {
     throw_usage("layers need more memory for {} than for a larger micro-batch",
                 to_string(inputs[0]));
   }
@@ -201,22 +218,28 @@ void NetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> outputs) {
   }
 }
 
-LayerRun::Call NetworkStage::call_of(StageContext& ctx) const {
+LayerRun::Call NetworkStage::call_of(StageContext& ctx) {
+  const TensorSpec first = at_entry(ctx.inputs[0].spec, entry_);
   const auto* const plan = [&]() -> const Plan* {
     for (const Plan* each : prepared_) {
-      if (each->specs.front() == ctx.inputs[0].spec) return each;
+      if (each->specs.front() == first) return each;
     }
-    throw_error(ErrorCode::kInternal, "a micro-batch {} was not prepared",
-                to_string(ctx.inputs[0].spec));
+    throw_error(ErrorCode::kInternal, "a micro-batch {} was not prepared", to_string(first));
   }();
   const auto at = [](const Buffer& buffer, std::size_t offset) {
     return buffer.data() == nullptr ? nullptr : buffer.data() + offset;
   };
   const auto slot = static_cast<std::size_t>(ctx.slot);
-  const std::size_t state = slot * state_of(most_);
+  const std::size_t state = slot * (state_of(most_) + most_entry_);
+  std::span<const Tensor> inputs = ctx.inputs;
+  if (first != inputs[0].spec) {
+    inputs_.assign(inputs.begin(), inputs.end());
+    inputs_[0] = {at(state_, state + state_of(most_)), first};
+    inputs = inputs_;
+  }
   return {.stage = ctx,
           .plan = *plan,
-          .inputs = ctx.inputs,
+          .inputs = inputs,
           .memory = {.until_input = at(state_, state),
                      .until_weight = at(state_, state + most_.until_input),
                      .lasting = at(state_, state + most_.until_input + most_.until_weight),
@@ -228,6 +251,9 @@ LayerRun::Call NetworkStage::call_of(StageContext& ctx) const {
 void NetworkStage::forward(StageContext& ctx, std::span<const Tensor> /*inputs*/,
                            std::span<const Tensor> outputs) {
   LayerRun::Call call = call_of(ctx);
+  if (call.inputs[0].data != ctx.inputs[0].data) {
+    convert(ctx.compute, ctx.inputs[0], call.inputs[0]);
+  }
   run_.forward(call, outputs);
 }
 

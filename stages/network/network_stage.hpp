@@ -70,19 +70,26 @@ class NetworkStage : public Stage, public SplitBackward {
  private:
   using Plan = LayerRun::Plan;
 
-  [[nodiscard]] LayerRun::Call call_of(StageContext& ctx) const;
+  [[nodiscard]] LayerRun::Call call_of(StageContext& ctx);
+  // The inputs as the layers take them: see at_entry().
+  [[nodiscard]] std::vector<TensorSpec> taken(std::span<const TensorSpec> inputs) const;
+  // Of a converted input, per slot.
+  [[nodiscard]] std::size_t entry_bytes(std::span<const TensorSpec> inputs) const;
   void warm_up_size(ComputeContext& compute, const Plan& plan);
   void allocate(const StageSetup& setup);
 
   LayerRun run_;
   std::string model_;
-  bool trusted_;  // LayerSpec::trusted of all layers
+  Precision entry_;  // of the model's input; f32 where it is taken as it is
+  bool trusted_;     // LayerSpec::trusted of all layers
   ParameterSet parameters_;
   std::vector<Parameter*> rounded_;      // those with a copy in bf16
   std::vector<Conversion> conversions_;  // of one begin_step()
   bool split_ = true, trains_ = true;    // of StageSetup
   std::vector<const Plan*> prepared_;    // sizes
   LayerMemory most_;                     // of them; gradients: of a slot, or shared
+  std::size_t most_entry_ = 0;           // likewise, of entry_bytes()
+  std::vector<Tensor> inputs_;           // of a call, where the first one is converted
   Buffer state_, gradients_, scratch_;
 };
 

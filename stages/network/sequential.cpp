@@ -98,7 +98,7 @@ Sequential::Sequential(std::vector<LayerSpec> layers, LossSpec loss, const Model
       continue;
     }
     if (spec.make) {
-      const bool again = options.recompute && spec.composed;
+      const bool again = options.recompute && spec.composed && spec.kind != "recompute";
       model->layers.push_back(again ? recompute(std::move(spec)) : std::move(spec));
       continue;
     }
@@ -123,7 +123,8 @@ Sequential Sequential::with_input(const TensorSpec& sample) const {
   const auto model = std::make_shared<Model>(*model_);
   std::vector<std::int64_t> dims = {1};
   for (int d = 0; d < sample.shape.rank(); ++d) dims.push_back(sample.shape[d]);
-  TensorSpec spec{sample.dtype, Shape(std::span<const std::int64_t>(dims))};
+  TensorSpec spec =
+      at_entry({sample.dtype, Shape(std::span<const std::int64_t>(dims))}, model->precision);
   model->costs.clear();
   const int layers = static_cast<int>(model->layers.size());
   const StageSkips skips(model->skips, 0, layers, layers);

@@ -11,10 +11,10 @@
 // model. Parameters have the names that torch.nn.Sequential gives them: "0.weight", "0.bias",
 // "2.weight"; cut() has no number. Initial values are drawn from torch's distributions.
 //
-// Tensors. Dimension 0 is the sample. Layers compute in f32 unless ModelOptions say otherwise. What
-// a layer keeps of a micro-batch is in memory that the stage hands it: a step allocates nothing. On
-// a GPU a layer runs if its operators exist there; another one is Error(kUsage) that names it, when
-// the pipeline is made.
+// Tensors. Dimension 0 is the sample. Layers compute in f32 unless ModelOptions, or a transformer's
+// configuration, say otherwise. What a layer keeps of a micro-batch is in memory that the stage
+// hands it: a step allocates nothing. On a GPU a layer runs if its operators exist there; another
+// one is Error(kUsage) that names it, when the pipeline is made.
 //
 // Errors. Layers and losses throw Error(kUsage) for numbers that cannot work when they are made,
 // and for shapes and types that do not fit when the stage is described. The message names the layer
@@ -109,12 +109,12 @@ struct Precision {
 };
 
 // What a layer takes and gives in a model with a precision; gradients have the types of what they
-// belong to. Where a neighbour hands on another type, Sluice converts in scratch.
+// belong to. Integers stay. Where a neighbour hands on another type, Sluice converts in scratch.
 enum class Edges {
-  kF32,       // f32, as in any other model. The report at the start names the layer.
+  kF32,       // f32, as in any other model. The report at the start names the layer's kind.
   kWidened,   // the same, and the report does not name it
   kOperands,  // takes Precision::operands, gives Precision::stream
-  kStream,    // takes f32 and bf16; output() says what it gives
+  kStream,    // takes and gives Precision::stream
 };
 
 // A layer of one input and one output. It keeps no state of a micro-batch but in the memory of the
@@ -123,7 +123,7 @@ class Layer {
  public:
   virtual ~Layer() = default;
 
-  // Before all other calls, in a model with a precision of bf16 alone.
+  // Before all other calls but promises(), in a model with a precision of bf16 alone.
   virtual Edges set_precision(const Precision& /*precision*/) { return Edges::kF32; }
   // Type and shape of the output. Pure. Throws Error(kUsage) that says what is legal.
   [[nodiscard]] virtual TensorSpec output(const TensorSpec& input) const = 0;
@@ -145,8 +145,8 @@ class Layer {
     return static_cast<double>(input.shape.elements());
   }
 
-  // Of the model's first layer alone: its input in host memory. Throws Error(kData) for values that
-  // forward cannot take, as Stage::check_inputs().
+  // Of the model's first layer alone: its input in host memory, before any conversion. Throws
+  // Error(kData) for values that forward cannot take, as Stage::check_inputs().
   virtual void check_inputs(const Tensor& /*x*/) const {}
 
   // Writes y; x stays as it is, here and in backward_input.
@@ -448,9 +448,10 @@ void check_gradients(const LossSpec& loss, const TensorSpec& outputs,
                      const GradientCheck& options = {});
 
 // --- models ---
-// Properties of the whole model. With bf16, what layers hand on and keep takes half the memory, and
-// so do messages; see Layer::set_precision(). A model whose precision is f32 leaves its layers as
-// they are, those of a transformer's configuration in bf16 too.
+// Properties of the whole model. With a bf16 stream, what layers hand on and keep takes half the
+// memory, and so do messages. An f32 input of the model is converted to the stream's type first,
+// and infer() returns outputs in it. See Layer::set_precision(). A model whose precision is f32
+// leaves its layers as they are, those of a transformer's configuration in bf16 too.
 struct ModelOptions {
   DType precision = DType::kF32;         // Precision::operands
   DType stream_precision = DType::kF32;  // Precision::stream

@@ -156,6 +156,33 @@ TEST_P(PrecisionTest, ConnectionsCarryBf16) {
   });
 }
 
+// Connections and sums from the model's input, and layers that take whatever comes.
+TEST_P(PrecisionTest, AnyLayerCanBeTheFirst) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const std::vector<std::vector<LayerSpec>> begins = {
+        {residual({conv2d(1, 1, 3, {.padding = 1})})},
+        {dropout(0.1), residual({layer_norm(kSide), linear(kSide, kSide)}), skip(-1, 2)},
+        {layer_norm(kSide), linear(kSide, kSide), relu(), skip(0, 2)},
+        {unflatten({kSide, kSide}),
+         transformer_block({.layers = 1, .heads = 2, .width = static_cast<int>(kSide)})},
+        {group({conv2d(1, 1, 3, {.padding = 1}), relu()})}};
+    for (const std::vector<LayerSpec>& begin : begins) {
+      const auto model = [&](const ModelOptions& options) {
+        std::vector<LayerSpec> layers = begin;
+        for (const LayerSpec& each : {flatten(), linear(kSide * kSide, 8), relu(), linear(8, 3)}) {
+          layers.push_back(each);
+        }
+        return Sequential(layers, cross_entropy_loss(), options).with_input(kPicture);
+      };
+      const Result wide = trained(*self, model({})), kept = trained(*self, model(kBf16));
+      EXPECT_NEAR(kept.losses[3], wide.losses[3], 0.05) << begin[0].kind;
+      EXPECT_EQ(trained(*self, model(kBf16Recomputed)), kept) << begin[0].kind;
+      EXPECT_EQ(trained(comm, model(kBf16)), kept) << begin[0].kind;
+    }
+  });
+}
+
 // A layer that takes numbers of both types, and says so.
 class Halve : public Layer {
  public:
@@ -199,7 +226,8 @@ StageDescription described(const Sequential& model, std::int64_t samples = 4) {
 TEST(PrecisionOptionsTest, ALayerThatSaysNothingComputesInF32AndTheReportNamesIt) {
   EXPECT_EQ(described(own_layers({})).note, "");
   for (const ModelOptions& options : {kBf16, kBf16Products}) {
-    EXPECT_EQ(described(own_layers(options)).note, "layer 2 (scale) computes in f32");
+    EXPECT_EQ(described(own_layers(options)).note,
+              "scale computes in f32: it does not say what it takes of bf16");
   }
   for (const auto& model : {resnet, vit}) {
     EXPECT_THAT(described(model(kBf16)).note, Not(HasSubstr("computes in f32")));
@@ -233,6 +261,123 @@ TEST(PrecisionOptionsTest, OwnLayersAndLossesTrainInBf16) {
       EXPECT_EQ(losses(comm, options), kept);
     }
   });
+}
+
+// Tensors of other types are not converted, so their gradients are no copies.
+template <typename From, typename To>
+class Convert : public Layer {
+ public:
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    return {dtype_of<To>(), input.shape};
+  }
+  void add_parameters(ParameterSet& set, const std::string& name) override {
+    weight_ = &set.add(name + "weight", {1}, Init::constant(1.5));
+  }
+  void forward(LayerCall& call, const Tensor& y) override {
+    for (std::int64_t i = 0; i < y.elements(); ++i) {
+      y.as<To>()[i] = static_cast<To>(call.x.as<From>()[i] * static_cast<From>(weight()));
+    }
+  }
+  void backward_input(LayerCall& /*call*/, const Tensor& dy, const Tensor& dx) override {
+    for (std::int64_t i = 0; i < dy.elements(); ++i) {
+      dx.as<From>()[i] = static_cast<From>(dy.as<To>()[i] * static_cast<To>(weight()));
+    }
+  }
+  void backward_weight(LayerCall& call, const Tensor& dy) override {
+    for (std::int64_t i = 0; i < dy.elements(); ++i) {
+      weight_->grad.at(0) +=
+          static_cast<float>(dy.as<To>()[i] * static_cast<To>(call.x.as<From>()[i]));
+    }
+  }
+
+ private:
+  [[nodiscard]] float weight() const { return weight_->value.at(0); }
+  Parameter* weight_ = nullptr;
+};
+
+// Two samples of two numbers.
+Result trained_on_two(const Sequential& model, const char* schedule = "1f1b") {
+  Result result;
+  with_ranks(1, [&](Communicator& comm) {
+    PipelineOptions options;
+    options.shape = {.micro_batches = 1, .micro_batch_size = 2};
+    options.order.schedule = schedule;
+    options.training.learning_rate = {.peak = 1e-2};
+    const std::vector<float> x = {0.5F, -0.25F, 0.75F, 1}, y = {1, 2, 3, 4};
+    Pipeline made(comm, options, model,
+                  {.inputs = {{DType::kF32, {2}}}, .targets = {{DType::kF32, {2}}}});
+    const Batch batch{.inputs = {view(x, {2, 2})}, .targets = {view(y, {2, 2})}};
+    for (int step = 0; step < 3; ++step) result.losses.push_back(made.train_step(batch).loss);
+    result.digest = digest_of(made);
+  });
+  return result;
+}
+
+TEST(PrecisionOptionsTest, LayersOfDoublesHaveTheirGradients) {
+  const auto model = [](const ModelOptions& options) {
+    return Sequential(
+        {layer<Convert<float, double>>("widen"), layer<Convert<double, double>>("scale"),
+         layer<Convert<double, float>>("narrow")},
+        mse_loss(), options);
+  };
+  const Result wide = trained_on_two(model({})), kept = trained_on_two(model(kBf16));
+  EXPECT_NEAR(kept.losses[2], wide.losses[2], 0.01 * wide.losses[0]);
+  EXPECT_EQ(trained_on_two(model(kBf16), "zb-h1").losses, kept.losses);
+}
+
+// Writes no gradient.
+class IdleLoss : public Loss {
+ public:
+  [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override { return outputs; }
+  [[nodiscard]] double weight(const TensorSpec& /*outputs*/, const Tensor& targets) const override {
+    return static_cast<double>(targets.elements());
+  }
+  void compute(StageContext& /*ctx*/, const Tensor& outputs, const Tensor& /*targets*/,
+               double* sum) override {
+    *sum = outputs.at(0);
+  }
+};
+
+class LeavesOne : public Scale {
+ public:
+  explicit LeavesOne(bool in_backward) : Scale(1), in_backward_(in_backward) {}
+  void forward(LayerCall& call, const Tensor& y) override {
+    const float had = y.at(0);
+    Scale::forward(call, y);
+    if (!in_backward_) y.at(0) = had;
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    const float had = dx.at(0);
+    Scale::backward_input(call, dy, dx);
+    if (in_backward_) dx.at(0) = had;
+  }
+
+ private:
+  bool in_backward_;
+};
+
+TEST(PrecisionOptionsTest, MistakesOfOwnLayersAndLossesAreFoundInBf16Too) {
+  const auto refusal = [](const Sequential& model) -> std::string {
+    try {
+      (void)trained_on_two(model);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto leaves = [](bool in_backward, const ModelOptions& options) {
+    return Sequential({linear(2, 2), layer<LeavesOne>("own", in_backward), linear(2, 2)},
+                      mse_loss(), options);
+  };
+  const LossSpec idle = loss<IdleLoss>("idle");
+  for (const ModelOptions& options : {ModelOptions{}, kBf16Products, kBf16}) {
+    EXPECT_THAT(refusal(leaves(false, options)),
+                HasSubstr("leaves 1 of the 4 numbers of its output"));
+    EXPECT_THAT(refusal(leaves(true, options)),
+                HasSubstr("leaves 1 of the 4 numbers of its input's gradient"));
+    EXPECT_THAT(refusal(Sequential({linear(2, 2)}, idle, options)),
+                HasSubstr("as forward() wrote it; legal in training"));
+  }
 }
 
 // What is kept of a micro-batch: the outputs of layers, and what layers keep.

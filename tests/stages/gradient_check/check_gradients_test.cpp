@@ -2,7 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -334,6 +336,66 @@ TEST(CheckGradientsTest, WhatALayerSaysOfBf16IsChecked) {
   };
   expect_refusal(Twice::Fault::kFloats, "forward writes beyond the end of y");
   expect_refusal(Twice::Fault::kGradient, "dx is ");
+}
+
+// Keeps its input alone, with the help of scratch.
+class Keeps final : public Layer {
+ public:
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kOperands; }
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override { return input; }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
+                                 ComputeContext& /*compute*/) const override {
+    return {.memory = {.until_weight = input.bytes(), .scratch = kBufferAlignment}};
+  }
+  [[nodiscard]] LayerPromises promises() const override {
+    return {.recomputes = true, .keeps_alone = true};
+  }
+  void keep_again(LayerCall& call, const Tensor& /*y*/) override {
+    std::fill_n(call.scratch, kBufferAlignment, std::byte{1});
+    std::memcpy(call.until_weight, call.x.data, call.x.spec.bytes());
+  }
+  void forward(LayerCall& call, const Tensor& y) override {
+    keep_again(call, y);
+    std::memcpy(y.data, call.x.data, y.spec.bytes());
+  }
+  void backward_input(LayerCall& /*call*/, const Tensor& dy, const Tensor& dx) override {
+    std::memcpy(dx.data, dy.data, dx.spec.bytes());
+  }
+};
+
+TEST(CheckGradientsTest, ALayerIsRecomputedInBf16WithinItsScratch) {
+  EXPECT_NO_THROW(check_gradients(recompute({layer<Keeps>("keeps")}), {DType::kF32, {4, 8}}));
+}
+
+// A logarithm has no value at the check's own numbers.
+class Logarithm final : public Layer {
+ public:
+  Edges set_precision(const Precision& /*precision*/) override { return Edges::kF32; }
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override { return input; }
+  void forward(LayerCall& call, const Tensor& y) override {
+    for (std::int64_t i = 0; i < y.elements(); ++i) y.at(i) = std::log(call.x.at(i));
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    for (std::int64_t i = 0; i < dy.elements(); ++i) dx.at(i) = dy.at(i) / call.x.at(i);
+  }
+};
+
+TEST(CheckGradientsTest, Bf16IsCheckedWithTheInputOfTheCaller) {
+  const GradientCheck options{.input = [](int micro_batch, const Tensor& x) {
+    for (std::int64_t i = 0; i < x.elements(); ++i) {
+      x.at(i) = 1 + static_cast<float>(i + micro_batch) / 4;
+    }
+  }};
+  EXPECT_NO_THROW(check_gradients(layer<Logarithm>("log"), kRows, options));
+  EXPECT_NO_THROW(check_gradients(group({layer<Logarithm>("log"), tanh()}), kRows, options));
+}
+
+TEST(CheckGradientsTest, BlocksPassWhereBf16RoundsToTheOtherSideOfAKink) {
+  const TensorSpec input{DType::kF32, {2, 4, 8}};
+  for (std::uint64_t seed = 1; seed <= 8; ++seed) {
+    EXPECT_NO_THROW(check_gradients(residual({layer_norm(8), linear(8, 32), relu(), linear(32, 8)}),
+                                    input, {.seed = seed}));
+  }
 }
 
 TEST(CheckGradientsTest, MemoryThatIsReadBeforeItIsWrittenIsFound) {
