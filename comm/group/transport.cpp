@@ -125,9 +125,10 @@ class DeviceStaging {
 class MessageTransport final : public Transport {
  public:
   MessageTransport(Communicator& comm, std::size_t max_open, std::size_t piece_bytes, Device device,
-                   Owner memory)
+                   Owner memory, StreamView compute)
       : comm_(comm),
         memory_(std::move(memory)),
+        compute_(compute),
         piece_bytes_(piece_bytes),
         staging_(device),
         operations_(max_open) {
@@ -171,6 +172,7 @@ class MessageTransport final : public Transport {
       start_pieces(operation, pieces_of(operation).count());
     } else {
       // MPI reads a direct payload itself, after its ready event.
+      buffer.device->ready.record(compute_);
       if (!buffer.device->direct) {
         staging_.copy_from_device(buffer, pieces_of(operation), operation.copied);
       }
@@ -189,6 +191,7 @@ class MessageTransport final : public Transport {
     operation.expected = expected;
     operation.number = posted_++;
     buffer.header().magic = 0;  // shows whether a message that is too long left its header
+    if (buffer.device != nullptr) buffer.device->ready.record(compute_);
     const std::size_t head = head_bytes(buffer, buffer.capacity);
     operation.head = comm_.post_recv(peer, tag, {buffer.message, kHeaderBytes + head});
     if (buffer.device != nullptr || head < expected.bytes) drive_along(ticket);
@@ -210,6 +213,9 @@ class MessageTransport final : public Transport {
     Operation& operation = operation_of(ticket);
     if (!driven_.empty()) drive();
     if (operation.driven || !complete(operation)) return false;
+    if (operation.receives && operation.buffer.device != nullptr) {
+      compute_.wait(operation.buffer.device->arrived);
+    }
     operation.open = false;
     free_.push_back(ticket);
     return true;
@@ -477,6 +483,7 @@ class MessageTransport final : public Transport {
 
   Communicator& comm_;
   Owner memory_;  // that buffers are sent from
+  StreamView compute_;
   std::size_t piece_bytes_;
   DeviceStaging staging_;
   std::vector<Ticket> driven_;  // in the order they were opened
@@ -489,8 +496,9 @@ class MessageTransport final : public Transport {
 
 std::unique_ptr<Transport> make_message_transport(Communicator& comm, std::size_t max_open,
                                                   std::size_t piece_bytes, Device device,
-                                                  Owner memory) {
-  return std::make_unique<MessageTransport>(comm, max_open, piece_bytes, device, std::move(memory));
+                                                  Owner memory, StreamView compute) {
+  return std::make_unique<MessageTransport>(comm, max_open, piece_bytes, device, std::move(memory),
+                                            compute);
 }
 
 }  // namespace sluice

@@ -1,4 +1,5 @@
-// Transport: tagged, self-describing messages of a plan's channels, receives posted ahead.
+// Transport: tagged, self-describing messages of a plan's channels, receives posted ahead. Here
+// over a Communicator; runtime/job/nccl_routes.hpp has the one over NCCL.
 //
 // Every message starts with a 64-byte header. The receiver compares it with what its plan expects;
 // a difference is an error that names both ends. Labels (step, phase, channel, slot) are opaque
@@ -13,11 +14,11 @@
 // device (DeviceSide::direct, the same at both ends).
 //
 // An operation starts after a "ready" and ends with a "done". On host buffers ready is always now,
-// and done is test(). On device buffers ready is an event of the compute stream. test() reports the
-// end of a send, and of a receive for the host; for a stream a receive ends with the event
-// `arrived`. No call blocks but cancel_all(), and each test() advances every operation. All calls
-// come from one thread. Only events for the pieces of a device payload are allocated after
-// construction, when a payload has more pieces than any before.
+// and done is test(). On device buffers ready is a point of the compute stream, where the operation
+// is started. test() then tells that the operation is done for that stream: work put on it from now
+// on runs after the message. No call blocks but cancel_all(), and each test() advances every
+// operation. All calls come from one thread. Only events for the pieces of a device payload are
+// allocated after construction, when a payload has more pieces than any before.
 #pragma once
 
 #include <array>
@@ -72,10 +73,10 @@ inline constexpr std::size_t kMaxPieceBytes = std::size_t{1} << 30;
 // Where a payload lies on a GPU. Owned by the caller, as long as its operation is open.
 struct DeviceSide {
   std::byte* payload = nullptr;
-  // Recorded by the caller: after it a send may read the payload, or a receive may overwrite it.
+  // Recorded by the transport. After it a send may read the payload, or a receive may overwrite it.
   Event ready;
-  // Recorded by the transport before a receive's test() returns true: after it the payload is
-  // complete.
+  // Likewise, before a receive's test() returns true. After it the payload is complete. A receive
+  // is posted when the last one's is done.
   Event arrived;
   bool direct = false;  // MPI reads and writes the payload itself
 };
@@ -105,9 +106,14 @@ class Transport {
   [[nodiscard]] virtual Ticket start_send(int peer, int tag, const MessageBuffer& buffer) = 0;
   // `expected` says what must arrive (magic, version, phase, step, channel, micro_batch, tensor,
   // tensor_count, dtype and rank are compared; shape and bytes may be smaller, never larger than
-  // expected). Error(kMismatch) from test() names both ends.
+  // expected). Error(kMismatch) from test() names both ends. Where headers do not travel, messages
+  // arrive in the order in which they were sent.
   [[nodiscard]] virtual Ticket post_recv(int peer, int tag, const MessageBuffer& buffer,
                                          const MessageHeader& expected) = 0;
+  // Operations from hold() to flush() start together, where the transport has groups. A second
+  // hold() adds to the group.
+  virtual void hold() {}
+  virtual void flush() {}
   // Advances all operations, for a rank that waits for something else.
   virtual void progress() = 0;
   // Calls progress(); true once the operation is done, and the ticket is then invalid.
@@ -120,11 +126,12 @@ class Transport {
 // The transport over a communicator, which must outlive it. Uses the tags [0, max_channel_tag] of
 // `comm`, and max_tag() - tag for payloads above `piece_bytes` (at least 1; equal on all ranks).
 // `max_open` operations may be open at once, else Error(kInternal). `device` is where device
-// payloads lie that go through host memory; two streams are made for their copies. The destructor
+// payloads lie that go through host memory; two streams are made for their copies. `compute`: the
+// stream of those who write and read device payloads. The destructor
 // cancels open operations. A payload in pieces allocates the first time. `memory` owns the buffers
 // of sends; without it the caller keeps that memory as Communicator::cancel() says.
 [[nodiscard]] std::unique_ptr<Transport> make_message_transport(
     Communicator& comm, std::size_t max_open, std::size_t piece_bytes = kMaxPieceBytes,
-    Device device = {}, Owner memory = nullptr);
+    Device device = {}, Owner memory = nullptr, StreamView compute = {});
 
 }  // namespace sluice

@@ -28,7 +28,6 @@
 #include "runtime/job/activity.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/job/nccl_routes.hpp"
 #include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
@@ -91,14 +90,10 @@ struct Engine::Impl final : DeviceWait {
   void wait_recv(const PlanOp& op);
   void start_send(const PlanOp& op);
   void wait_send(const PlanOp& op);
-  // Posts or starts the slot's tensors over NCCL, in one group with the ops that belong to it.
-  void issue_nccl(const PlanOp& op, Slot& slot, int peer);
-  // Makes all later work of the compute stream run after the slot's messages.
-  void wait_nccl_on_stream(Slot& slot) {
-    if (!slot.nccl.empty()) computed_until = 0;  // the stream may wait
-    for (NcclTicket& ticket : slot.nccl) config.nccl->wait_on_stream(ticket);
-    slot.nccl.clear();
-  }
+  // Posts or starts the slot's tensors, in one group with the ops that belong to it; `ticket_of`
+  // does so with tensor i.
+  template <typename TicketOf>
+  void issue(const PlanOp& op, Slot& slot, const TicketOf& ticket_of);
   void release(const PlanOp& op);
   [[nodiscard]] StageContext context_of(const PlanOp& op);
   void compute(const PlanOp& op, StepActions* actions);
@@ -136,6 +131,9 @@ struct Engine::Impl final : DeviceWait {
   void progress() {
     transport->progress();
     if (config.nccl != nullptr) config.nccl->progress();
+  }
+  Transport& transport_of(const Slot& slot) {
+    return slot.route == RouteKind::kNccl ? *config.nccl : *transport;
   }
   // Blocks until `done()`, which drives the transport. Polls the interrupt.
   template <typename Done>
@@ -197,7 +195,6 @@ struct Engine::Impl final : DeviceWait {
   std::vector<TraceEvent> events;
   std::deque<HostMirror> mirrors;  // [output] of the last stage
   std::vector<Tensor> outputs;     // of a micro-batch, in host memory
-  bool group_open = false;         // of NCCL messages
   int in_flight = 0;
   std::vector<std::string> range_names;  // [op] for a profiler; empty where none listens
   // When the last compute ended, while only bookkeeping follows, else 0; on a GPU any other number.
@@ -211,7 +208,7 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       table(config_in),
       transport(make_message_transport(
           *config.communicator, table.tensors() + 1, config.piece_bytes,
-          table.has_staged() ? config.compute->device() : Device{}, table.memory())),
+          table.has_staged() ? config.compute->device() : Device{}, table.memory(), stream())),
       messages(*config_in.compute, *transport),
       waiter(config_in.communicator->local_size()),
       batch(config_in.batch != nullptr ? *config_in.batch : own_batch.emplace(*config_in.compute)),
@@ -311,23 +308,25 @@ void Engine::Impl::post_recv(const PlanOp& op) {
   if (slot.state != SlotState::kFree) refuse(op, SlotState::kFree, slot.state);
   slot.pool->shape(slot, samples(op));
   if (config.trace_events > 0) slot.started = steady_seconds();
-  if (slot.route == RouteKind::kNccl) {
-    issue_nccl(op, slot, peer);
-    slot.state = SlotState::kPosted;
-    return;
-  }
+  issue(op, slot, [&, peer = peer, tag = tag](Transport& over, std::size_t i) {
+    // What arrived last has left host memory; what read it is on the stream already.
+    if (const DeviceSide* side = slot.buffers[i].device) until(side->arrived);
+    return over.post_recv(peer, tag, slot.buffers[i],
+                          header_of(op, slot, i, request.phase, request.step));
+  });
+  slot.state = SlotState::kPosted;
+}
+
+template <typename TicketOf>
+void Engine::Impl::issue(const PlanOp& op, Slot& slot, const TicketOf& ticket_of) {
+  Transport& over = transport_of(slot);
+  over.hold();
   slot.tickets.assign(slot.tensors.size(), kDoneTicket);
   for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
-    if (slot.tensors[i].data == nullptr) continue;
-    if (DeviceSide* side = slot.buffers[i].device) {
-      // What arrived last has left host memory; what read it is on the stream already.
-      until(side->arrived);
-      side->ready.record(stream());
-    }
-    slot.tickets[i] = transport->post_recv(peer, tag, slot.buffers[i],
-                                           header_of(op, slot, i, request.phase, request.step));
+    if (slot.tensors[i].data != nullptr) slot.tickets[i] = ticket_of(over, i);
   }
-  slot.state = SlotState::kPosted;
+  const PlanOp* const next = &op + 1;
+  if (next == mine.ops.data() + mine.ops.size() || !next->with_previous) over.flush();
 }
 
 void Engine::Impl::wait_recv(const PlanOp& op) {
@@ -336,14 +335,9 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
     refuse(op, fmt::format("it waits for a receive that was never posted (the slot is {})",
                            describe(slot.state)));
   }
-  wait_nccl_on_stream(slot);
   wait(op, slot);
-  for (std::size_t i = 0; i < slot.tensors.size() && !slot.tickets.empty(); ++i) {
-    if (slot.tensors[i].data == nullptr) continue;
-    take_shape(slot, i);
-    if (slot.buffers[i].device == nullptr) continue;
-    stream().wait(slot.buffers[i].device->arrived);
-    computed_until = 0;
+  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
+    if (slot.tensors[i].data != nullptr) take_shape(slot, i);
   }
   slot.state = SlotState::kFilled;
   if (config.trace_events > 0) {
@@ -356,44 +350,20 @@ void Engine::Impl::start_send(const PlanOp& op) {
   Slot& slot = *slot_place;
   if (slot.state != SlotState::kFilled) refuse(op, SlotState::kFilled, slot.state);
   if (config.trace_events > 0) slot.started = steady_seconds();
-  if (slot.route == RouteKind::kNccl) {
-    issue_nccl(op, slot, peer);
-    slot.state = SlotState::kSending;
-    return;
-  }
-  slot.tickets.assign(slot.tensors.size(), kDoneTicket);
-  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
-    if (slot.tensors[i].data == nullptr) continue;
+  issue(op, slot, [&, peer = peer, tag = tag](Transport& over, std::size_t i) {
     slot.buffers[i].header() = header_of(op, slot, i, request.phase, request.step);
     if (slot.headers[i].bytes > kShortMessage) computed_until = 0;
-    if (slot.buffers[i].device != nullptr) slot.buffers[i].device->ready.record(stream());
-    slot.tickets[i] = transport->start_send(peer, tag, slot.buffers[i]);
-  }
+    return over.start_send(peer, tag, slot.buffers[i]);
+  });
   slot.state = SlotState::kSending;
 }
 
 void Engine::Impl::wait_send(const PlanOp& op) {
   Slot& slot = *message(op).slot;
   if (slot.state != SlotState::kSending) refuse(op, SlotState::kSending, slot.state);
-  wait_nccl_on_stream(slot);
   wait(op, slot);
   slot.state = SlotState::kFree;
   if (config.trace_events > 0) record(TraceTrack::kSends, op, slot.started, steady_seconds());
-}
-
-void Engine::Impl::issue_nccl(const PlanOp& op, Slot& slot, int peer) {
-  if (!group_open) config.nccl->begin_group();
-  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
-    if (slot.tensors[i].data == nullptr) continue;
-    DeviceSide& side = slot.device[i];
-    side.ready.record(stream());
-    const std::span<std::byte> data(side.payload, slot.tensors[i].spec.bytes());
-    slot.nccl.push_back(op.kind == OpKind::kPostRecv ? config.nccl->recv(peer, data, side.ready)
-                                                     : config.nccl->send(peer, data, side.ready));
-  }
-  const PlanOp* const next = &op + 1;
-  group_open = next != mine.ops.data() + mine.ops.size() && next->with_previous;
-  if (!group_open) config.nccl->end_group();
 }
 
 void Engine::Impl::release(const PlanOp& op) {
@@ -424,7 +394,7 @@ StageContext Engine::Impl::context_of(const PlanOp& op) {
 }
 
 void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
-  if (config.nccl != nullptr) config.nccl->progress();  // issuing an action takes a while
+  if (on_gpu) progress();  // issuing an action takes a while
   LocalStage& stage = local(op);
   StageContext ctx = context_of(op);
   if (op.stage > 0) ctx.inputs = expect(op, BufferKind::kInput, SlotState::kFilled).tensors;
@@ -636,16 +606,18 @@ void Engine::Impl::wait_until(const WaitSubject& subject, const Done& done) {
   waiter.reset();
   const WaitScope scope(config.interrupt, subject);
   while (!done()) {
-    if (config.nccl != nullptr) config.nccl->progress();
+    progress();
     scope.poll();
     waiter.pause();
   }
 }
 
 void Engine::Impl::wait(const PlanOp& op, const Slot& slot) {
+  Transport& over = transport_of(slot);
+  if (!slot.device.empty()) computed_until = 0;  // the stream may wait
   for (std::size_t i = 0; i < slot.tickets.size(); ++i) {
     const Ticket ticket = slot.tickets[i];
-    if (transport->test(ticket)) continue;
+    if (over.test(ticket)) continue;
     const StageTable::Message& place = table.message(op);
     const bool receives = op.kind == OpKind::kWaitRecv;
     wait_until({.what = receives ? WaitSubject::What::kReceive : WaitSubject::What::kSend,
@@ -653,15 +625,12 @@ void Engine::Impl::wait(const PlanOp& op, const Slot& slot) {
                 .tag = place.tag,
                 .bytes = slot.headers[i].bytes,
                 .needed_op = table.needed_op(op)},
-               [&] { return transport->test(ticket); });
+               [&] { return over.test(ticket); });
   }
 }
 
 void Engine::Impl::until(const Event& event) {
-  wait_until({.what = WaitSubject::What::kDevice}, [&] {
-    transport->progress();
-    return event.done();
-  });
+  wait_until({.what = WaitSubject::What::kDevice}, [&] { return event.done(); });
 }
 
 void Engine::Impl::refuse(const PlanOp& op, SlotState needed, SlotState state) const {

@@ -21,7 +21,6 @@ namespace sluice {
 
 class ActivityBoard;  // runtime/job/activity.hpp
 class DeviceBatch;    // runtime/engine/device_batch.hpp
-class NcclRoutes;     // runtime/job/nccl_routes.hpp
 class SlotStore;      // runtime/engine/slots.hpp
 
 // Seconds in the compute actions of a stage: forward, whole backward, input half and weight half,
@@ -53,7 +52,7 @@ struct EngineConfig {
   Interrupt* interrupt = nullptr;            // polled by waits; may be null
   ActivityBoard* activity = nullptr;         // shows what runs; may be null
   std::size_t piece_bytes = kMaxPieceBytes;  // of messages; equal on all ranks
-  NcclRoutes* nccl = nullptr;                // for edges of kind kNccl
+  Transport* nccl = nullptr;                 // for edges of kind kNccl
   std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device
   Collective* collective = nullptr;  // sums over replicas within actions; null: there are none
   bool progress_in_actions = true;   // on a CPU, as PipelineOptions::Devices

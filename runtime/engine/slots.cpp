@@ -99,14 +99,14 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
   for (Slot& slot : slots_) slot.pool = this;
   if (pool.kind == BufferKind::kState) return;
   const bool staged = route_ == RouteKind::kStaged, direct = route_ == RouteKind::kDirect;
-  const bool nccl = route_ == RouteKind::kNccl;
-  const bool from_device = staged || direct || nccl;
+  const bool nccl = route_ == RouteKind::kNccl, headers_alone = direct || nccl;
+  const bool from_device = staged || headers_alone;
   const Device device = place.memory.device();
   const auto tensors = edges.inputs(edges.largest(), edge_of(pool));
   const std::size_t on_device = bytes(pool, edges);
-  const std::size_t on_host = staged   ? on_device
-                              : direct ? slots_.size() * tensors.size() * kHeaderBytes
-                                       : 0;
+  const std::size_t on_host = staged          ? on_device
+                              : headers_alone ? slots_.size() * tensors.size() * kHeaderBytes
+                                              : 0;
   const auto& [memory, host] =
       place.store.take(pool, place.memory, on_device, on_host, staged ? device : Device{});
   std::size_t next = 0, next_header = 0;
@@ -116,7 +116,6 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
     slot.buffers.resize(tensors.size());
     slot.headers.resize(tensors.size());
     slot.tickets.reserve(tensors.size());
-    slot.nccl.reserve(tensors.size());
     if (from_device) slot.device.resize(tensors.size());
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       set_spec(slot, i, tensors[i].spec);
@@ -124,10 +123,10 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
       const std::size_t payload = next + kBufferAlignment;
       slot.tensors[i].data = memory.data() + payload;
       slot.buffers[i].capacity = tensors[i].spec.bytes();
-      if (direct) {
+      if (headers_alone) {
         slot.buffers[i].message = host.data() + next_header;
         next_header += kHeaderBytes;
-      } else if (staged || device.kind == DeviceKind::kCpu) {  // the others carry no header
+      } else if (staged || device.kind == DeviceKind::kCpu) {  // a local hand-over has no header
         std::byte* const base = staged ? host.data() : memory.data();
         slot.buffers[i].message = base + payload - kHeaderBytes;
       }

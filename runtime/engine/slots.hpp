@@ -14,7 +14,6 @@
 #include <sluice/tensor.hpp>
 
 #include "comm/group/transport.hpp"
-#include "comm/nccl/nccl_queue.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/edges.hpp"
 
@@ -36,8 +35,7 @@ struct Slot {
   std::vector<MessageBuffer> buffers;
   std::vector<MessageHeader> headers;  // each describes its tensor
   std::vector<DeviceSide> device;      // of buffers, for messages from or to a GPU
-  std::vector<Ticket> tickets;         // [tensor] of the last message; empty over NCCL
-  std::vector<NcclTicket> nccl;        // the same over NCCL
+  std::vector<Ticket> tickets;         // [tensor] of the last message
   double started = 0;                  // when the open operation began, for traces
 };
 
@@ -66,7 +64,8 @@ class SlotStore {
  public:
   struct Memory {
     Buffer device;
-    // Of messages of a GPU's slots. kStaged: with the layout of `device`. kDirect: headers alone.
+    // Of messages of a GPU's slots. kStaged: with the layout of `device`. kDirect, kNccl: headers
+    // alone.
     HostBuffer host;
   };
   // For slots of one stage and kind: `bytes` on the device, `host_bytes` page-locked for `locked`.

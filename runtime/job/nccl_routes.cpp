@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sluice/error.hpp>
@@ -58,6 +59,67 @@ std::vector<NcclTransport::Edge> edges_of(const JobLayout& layout) {
 
 }  // namespace
 
+class NcclMessages final : public Transport {
+ public:
+  // [pipeline rank] its rank in the transport.
+  NcclMessages(NcclTransport& transport, StreamView compute, std::vector<int> gpu_of_rank,
+               std::size_t open)
+      : transport_(transport), compute_(compute), gpu_of_rank_(std::move(gpu_of_rank)) {
+    tickets_.reserve(open);
+    free_.reserve(open);
+  }
+
+  Ticket start_send(int peer, int /*tag*/, const MessageBuffer& buffer) override {
+    buffer.device->ready.record(compute_);
+    return opened(transport_.send(gpu_of_rank_[at(peer)],
+                                  {buffer.device->payload, buffer.header().bytes},
+                                  buffer.device->ready));
+  }
+  Ticket post_recv(int peer, int /*tag*/, const MessageBuffer& buffer,
+                   const MessageHeader& expected) override {
+    buffer.header() = expected;  // as if it had arrived
+    buffer.device->ready.record(compute_);
+    return opened(transport_.recv(gpu_of_rank_[at(peer)], {buffer.device->payload, expected.bytes},
+                                  buffer.device->ready));
+  }
+  void hold() override {
+    if (!std::exchange(holds_, true)) transport_.queue().begin_group();
+  }
+  void flush() override {
+    if (std::exchange(holds_, false)) transport_.queue().end_group();
+  }
+  void progress() override { transport_.queue().progress(); }
+  bool test(Ticket ticket) override {
+    if (ticket == kDoneTicket) return true;
+    NcclQueue& queue = transport_.queue();
+    queue.progress();
+    if (!queue.issued(tickets_[at(ticket)])) return false;
+    queue.wait_on(compute_, tickets_[at(ticket)]);
+    free_.push_back(ticket);
+    return true;
+  }
+  void cancel_all() override {}  // NcclRoutes::abort() ends them all
+
+ private:
+  Ticket opened(const NcclTicket& made) {
+    if (free_.empty()) {
+      tickets_.push_back(made);
+      return static_cast<Ticket>(tickets_.size()) - 1;
+    }
+    const Ticket ticket = free_.back();
+    free_.pop_back();
+    tickets_[at(ticket)] = made;
+    return ticket;
+  }
+
+  NcclTransport& transport_;
+  StreamView compute_;
+  std::vector<int> gpu_of_rank_;
+  std::vector<NcclTicket> tickets_;
+  std::vector<Ticket> free_;
+  bool holds_ = false;
+};
+
 // Its communicators join the pipeline's ranks with a GPU. All ranks call split().
 struct NcclRoutes::Impl {
   Impl(JobContext& job, const JobLayout& layout, ComputeContext& compute_in, const SumLoad& load,
@@ -73,6 +135,7 @@ struct NcclRoutes::Impl {
     queue.emplace(compute.device(), open + sum_groups, job.world.ranks->local_size());
     transport.emplace(*queue, bootstrap, compute.memory(), edges_of(layout),
                       NcclLabel{"the pipeline", job.world.ranks->rank()}, job.watch.get());
+    messages.emplace(*transport, compute.stream(), gpu_of_rank, open);
     if (!layout.wires.sums_by_nccl(layout.place.rank)) return;
     sums.emplace(*queue, *job.replicas.collectives, compute.memory(),
                  NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.place.rank),
@@ -93,6 +156,7 @@ struct NcclRoutes::Impl {
   // On a GPU. Destroyed before the members above, whose memory NCCL may still use.
   std::optional<NcclQueue> queue;
   std::optional<NcclTransport> transport;
+  std::optional<NcclMessages> messages;
   std::optional<NcclSums> sums;
 };
 
@@ -101,6 +165,8 @@ NcclRoutes::NcclRoutes(JobContext& job, const JobLayout& layout, ComputeContext&
     : impl_(std::make_unique<Impl>(job, layout, compute, sums, open, all_reduce)) {}
 
 NcclRoutes::~NcclRoutes() = default;
+
+Transport* NcclRoutes::messages() { return impl_->messages ? &*impl_->messages : nullptr; }
 
 void NcclRoutes::begin_group() { impl_->queue->begin_group(); }
 
@@ -167,6 +233,7 @@ NcclRoutes::NcclRoutes(JobContext& /*groups*/, const JobLayout& /*layout*/,
   throw Error(ErrorCode::kInternal, "this build has no NCCL");
 }
 NcclRoutes::~NcclRoutes() = default;
+Transport* NcclRoutes::messages() { return nullptr; }
 void NcclRoutes::begin_group() {}
 NcclTicket NcclRoutes::send(int, std::span<const std::byte>, const Event&) { return {}; }
 NcclTicket NcclRoutes::recv(int, std::span<std::byte>, const Event&) { return {}; }

@@ -12,6 +12,7 @@
 #include <sluice/compute.hpp>
 #include <sluice/plan.hpp>
 
+#include "comm/group/transport.hpp"
 #include "comm/nccl/nccl_queue.hpp"
 #include "runtime/job/job_context.hpp"
 #include "runtime/layout/job_layout.hpp"
@@ -35,6 +36,10 @@ class NcclRoutes {
   ~NcclRoutes();
   NcclRoutes(const NcclRoutes&) = delete;
   NcclRoutes& operator=(const NcclRoutes&) = delete;
+
+  // A plan's messages between GPUs. No header travels, so the order in which two ranks issue them
+  // identifies them: see NcclTransport. Null on a rank without GPU.
+  [[nodiscard]] Transport* messages();
 
   // One group of sends and receives, which start after `ready`. The caller records `ready` on the
   // compute stream first. `peer`: rank of the pipeline.

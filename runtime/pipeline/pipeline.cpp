@@ -439,7 +439,7 @@ std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, bool train
                    .interrupt = job.engine_watch.get(),
                    .activity = job.activity.get(),
                    .piece_bytes = job.piece_bytes(),
-                   .nccl = nccl.get(),
+                   .nccl = nccl != nullptr ? nccl->messages() : nullptr,
                    .routes = layout.wires.routes,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
                    .progress_in_actions = options.devices.progress_in_actions,
