@@ -147,8 +147,6 @@ struct Pipeline::Impl {
   void run_call(Call call, const std::string& who, const std::function<void()>& body);
   void require_training() const;
   void require_no_gradients() const;
-  // Whether a step has batches, but is not complete.
-  [[nodiscard]] bool step_open() const { return gradients_ready || earlier_samples > 0; }
   // Divides the shares of a step's batch into micro-batches. All ranks throw the same.
   void cut_step();
   double count_targets();
@@ -160,10 +158,9 @@ struct Pipeline::Impl {
   void check_share(bool targets);
   StepReport train_step();
   StepReport train_on(Call call, const Batch& batch);
-  // Runs this rank's part of a batch, which has step_ranges.
+  // Runs this rank's part of a batch, of step.ranges.
   StepReport run_batch(const BatchLoader::Batch& batch, BatchEnd end);
   StepReport end_batch(BatchEnd end, double started);
-  void forget_batches();
   StepReport optimizer_step();
   void drop_gradients();
   void set_learning_rate(const LearningRate& rate);
@@ -209,17 +206,12 @@ struct Pipeline::Impl {
   std::unique_ptr<TiedUses> tied;
   std::unique_ptr<GradientSync> gradients;
   std::unique_ptr<StageBuffers> stage_buffers;
-  std::uint64_t step = 0;
+  StepState step;
   bool closed = false;
   std::optional<Error> failed;
-  std::atomic<bool> busy = false;  // in a call; a source may ask from its own thread
-  // Of the step whose batches come one by one.
-  bool gradients_ready = false;          // forward_backward() was the last call
-  std::int64_t earlier_samples = 0;      // of its earlier batches, over all replicas
-  std::vector<SampleRange> step_ranges;  // micro-batches of the present batch
-  double targets_here = 0;               // of the present batch, on the last stage's ranks
-  std::vector<double> replica_targets;   // [replica]
-  std::unique_ptr<Watchdog> watchdog;    // null: options.watch is off
+  std::atomic<bool> busy = false;       // in a call; a source may ask from its own thread
+  std::vector<double> replica_targets;  // [replica]
+  std::unique_ptr<Watchdog> watchdog;   // null: options.watch is off
 };
 
 Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
@@ -314,8 +306,8 @@ void Pipeline::Impl::prepare_training() {
     });
   }
   rethrow_oom_with_plan("the optimizer", [&] {
-    gradients =
-        std::make_unique<GradientSync>(job, layout, options, *compute, nccl.get(), *tied, bindings);
+    gradients = std::make_unique<GradientSync>(job, layout, options, *compute, nccl.get(), *tied,
+                                               bindings, step);
   });
   rethrow_oom_with_plan("the buffers of stages", [&] {
     stage_buffers = std::make_unique<StageBuffers>(job, *compute, *mirror, bindings);
@@ -492,7 +484,8 @@ void Pipeline::Impl::guarded(const std::string& who, const Body& body) {
 void Pipeline::Impl::agree(Call call, const Batch* batch, std::int64_t argument,
                            const std::function<void()>& check) {
   std::optional<Error> refusal;
-  const BatchFeed::Asked asked{.call = call, .step = step, .argument = argument, .batch = batch};
+  const BatchFeed::Asked asked{
+      .call = call, .step = step.done, .argument = argument, .batch = batch};
   guarded([&] { refusal = feed->agree(asked, check); });
   // Not guarded: all ranks throw it, and the control channel keeps what it reports for good.
   if (refusal) throw Error(*refusal);
@@ -502,7 +495,7 @@ void Pipeline::Impl::run_call(Call call, const std::string& who,
                               const std::function<void()>& body) {
   require_open();
   agree(call, nullptr);
-  if (step_open() && (call == Call::kLoad || call == Call::kSetState)) {
+  if (step.open() && (call == Call::kLoad || call == Call::kSetState)) {
     throw_usage(
         "other values in the middle of a step: optimizer_step() or drop_gradients() comes before "
         "set_state() and before loading");
@@ -532,7 +525,7 @@ void Pipeline::Impl::require_training() const {
 
 // All ranks throw it: they made the same calls before.
 void Pipeline::Impl::require_no_gradients() const {
-  if (!gradients_ready) return;
+  if (!step.gradients_ready) return;
   throw_usage(
       "a step is complete: optimizer_step() or drop_gradients() comes before other batches");
 }
@@ -556,7 +549,7 @@ void Pipeline::Impl::cut_step() {
         least - shares.begin(), *least, most, pieces, size);
   }
   const SampleRange share = feed->share();
-  cut_samples({earlier_samples + share.first, share.count}, size, pieces, step_ranges);
+  cut_samples({step.earlier.samples + share.first, share.count}, size, pieces, step.ranges);
   training.plan(static_cast<int>(pieces));
 }
 
@@ -564,7 +557,7 @@ void Pipeline::Impl::cut_step() {
 // ranks, with one exchange between replicas; elsewhere 1.
 double Pipeline::Impl::count_targets() {
   if (!layout.owns(layout.plans.num_stages() - 1)) return 1;
-  job.replicas.collectives->all_gather(std::as_bytes(std::span(&targets_here, 1)),
+  job.replicas.collectives->all_gather(std::as_bytes(std::span(&step.targets_here, 1)),
                                        std::as_writable_bytes(std::span(replica_targets)));
   double total = 0;
   for (const double count : replica_targets) total += count;
@@ -604,13 +597,13 @@ StepReport Pipeline::Impl::train_step() {
   const BatchLoader::Batch* batch = nullptr;
   guarded([&] {
     const ActivityScope loading(*job.activity, Doing::kLoading);
-    batch = &loader->load(step + 1, job.watch.get());
+    batch = &loader->load(step.done + 1, job.watch.get());
   });
-  step_ranges.assign(layout.plans.micro_batches.begin(), layout.plans.micro_batches.end());
-  for (SampleRange& range : step_ranges) range.first += earlier_samples;
+  step.ranges.assign(layout.plans.micro_batches.begin(), layout.plans.micro_batches.end());
+  for (SampleRange& range : step.ranges) range.first += step.earlier.samples;
   agree(Call::kTrainSource, nullptr, 0, [this, batch] {
     require_rate();
-    targets_here = check_batch(*batch, step_ranges, earlier_samples, /*targets=*/true);
+    step.targets_here = check_batch(*batch, step.ranges, step.earlier.samples, /*targets=*/true);
   });
   return run_batch(*batch, BatchEnd::kUpdate);
 }
@@ -622,12 +615,12 @@ StepReport Pipeline::Impl::train_on(Call call, const Batch& batch) {
   cut_step();
   const BatchLoader::Batch* mine = nullptr;
   guarded("a batch", [&] {
-    for (const SampleRange& range : step_ranges) need_size(range.count);
+    for (const SampleRange& range : step.ranges) need_size(range.count);
     feed->distribute(batch, /*targets=*/true);
-    mine = &feed->cut(step_ranges, step_ranges.front().first);
+    mine = &feed->cut(step.ranges, step.ranges.front().first);
   });
   agree(Call::kValues, nullptr, 0, [this, mine] {
-    targets_here = check_batch(*mine, step_ranges, earlier_samples, /*targets=*/true);
+    step.targets_here = check_batch(*mine, step.ranges, step.earlier.samples, /*targets=*/true);
   });
   const BatchEnd end = call == Call::kTrain        ? BatchEnd::kUpdate
                        : call == Call::kAccumulate ? BatchEnd::kAccumulate
@@ -640,40 +633,40 @@ StepReport Pipeline::Impl::run_batch(const BatchLoader::Batch& batch, BatchEnd e
   guarded([&] {
     use_device(compute->device());
     const double started = steady_seconds();
-    const std::uint64_t number = step + 1;
-    rethrow_oom_with_plan("messages",
-                          [&] { engine = &training.engine(static_cast<int>(step_ranges.size())); });
+    const int micro_batches = static_cast<int>(step.ranges.size());
+    rethrow_oom_with_plan("messages", [&] { engine = &training.engine(micro_batches); });
     job.set_progress_engine(engine);
     const double targets = count_targets();
+    step.begin_batch(started, micro_batches, end);
     const StepRequest request{.phase = Phase::kTrain,
-                              .step = number,
+                              .step = step.number,
                               .seed = options.training.seed,
-                              .loss_scale = 1 / gradients->divisor(targets),
-                              .first_batch = earlier_samples == 0,
+                              .loss_scale = 1 / step.divisor(targets),
+                              .first_batch = step.earlier.samples == 0,
                               .last_batch = end != BatchEnd::kAccumulate,
-                              .micro_batches = step_ranges,
+                              .micro_batches = step.ranges,
                               .batch = &batch};
-    if (earlier_samples == 0) stage_buffers->keep();
-    gradients->begin(number, started, static_cast<int>(step_ranges.size()), end, engine->outcome());
-    rethrow_oom_with_plan(fmt::format("step {}", number),
+    if (step.earlier.samples == 0) stage_buffers->keep();
+    gradients->expect(engine->outcome());
+    rethrow_oom_with_plan(fmt::format("step {}", step.number),
                           [&] { engine->run(request, gradients.get()); });
     report = end_batch(end, started);
   });
-  if (gradients->refused() && !report.skipped) throw gradients->refusal();
+  if (step.refused() && !report.skipped) throw step.refusal(layout.parameters);
   return report;
 }
 
 // In a guarded body.
 StepReport Pipeline::Impl::end_batch(BatchEnd end, double started) {
-  const bool refused = gradients->refused();
-  const bool skips = refused && gradients->totals().finite == 0 &&
-                     gradients->totals().other_rate_rank < 0 && options.training.skip_nonfinite;
+  const bool refused = step.refused();
+  const bool skips = refused && step.totals.finite == 0 && step.totals.other_rate_rank < 0 &&
+                     options.training.skip_nonfinite;
   const bool ends = refused || end == BatchEnd::kUpdate;
-  gradients_ready = !refused && end == BatchEnd::kGradients;
+  step.gradients_ready = !refused && end == BatchEnd::kGradients;
   if (!ends) {
-    for (const std::int64_t share : feed->shares()) earlier_samples += share;
+    for (const std::int64_t share : feed->shares()) step.earlier.samples += share;
     StepReport report = report_of(steady_seconds() - started);
-    report.step = step + 1;
+    report.step = step.number;
     return report;
   }
   if (refused) {
@@ -681,28 +674,22 @@ StepReport Pipeline::Impl::end_batch(BatchEnd end, double started) {
   } else {
     stage_buffers->join();
   }
-  forget_batches();
+  gradients->clear();
   if (refused && !skips) return {};
-  ++step;
+  ++step.done;
   StepReport report = report_of(steady_seconds() - started);
   job.activity->step_ended(report.seconds);
-  if (options.checks.replicas_every > 0 && step % options.checks.replicas_every == 0) {
+  if (options.checks.replicas_every > 0 && step.done % options.checks.replicas_every == 0) {
     const ActivityScope comparing(*job.activity, Doing::kComparing);
-    rethrow_oom_with_plan(fmt::format("the comparison of replicas after step {}", step),
-                          [&] { check_replicas(job, *tied, bindings, *mirror, step); });
+    rethrow_oom_with_plan(fmt::format("the comparison of replicas after step {}", step.done),
+                          [&] { check_replicas(job, *tied, bindings, *mirror, step.done); });
   }
   return report;
 }
 
-void Pipeline::Impl::forget_batches() {
-  gradients->clear();
-  gradients_ready = false;
-  earlier_samples = 0;
-}
-
 StepReport Pipeline::Impl::optimizer_step() {
   require_training();
-  if (!gradients_ready) throw_usage("optimizer_step() needs a forward_backward() before it");
+  if (!step.gradients_ready) throw_usage("optimizer_step() needs a forward_backward() before it");
   agree(Call::kUpdate, nullptr, 0, [&] { require_rate(); });
   StepReport report;
   guarded("the update", [&] {
@@ -710,7 +697,7 @@ StepReport Pipeline::Impl::optimizer_step() {
     gradients->update(started);
     report = end_batch(BatchEnd::kUpdate, started);
   });
-  if (gradients->refused() && !report.skipped) throw gradients->refusal();
+  if (step.refused() && !report.skipped) throw step.refusal(layout.parameters);
   return report;
 }
 
@@ -719,13 +706,13 @@ void Pipeline::Impl::drop_gradients() {
   agree(Call::kDrop, nullptr);
   guarded([&] {
     use_device(compute->device());
-    if (step_open()) stage_buffers->restore();
-    forget_batches();
+    if (step.open()) stage_buffers->restore();
+    gradients->clear();
   });
 }
 
 void Pipeline::Impl::require_rate() const {
-  require_sensible_at(step + 1, options.training.learning_rate, options.training.groups);
+  require_sensible_at(step.done + 1, options.training.learning_rate, options.training.groups);
 }
 
 void Pipeline::Impl::set_learning_rate(const LearningRate& rate) {
@@ -782,21 +769,21 @@ void Pipeline::Impl::require_open() const {
 }
 
 StepReport Pipeline::Impl::report_of(double seconds) const {
-  const StepTotals& totals = gradients->totals();
+  const StepTotals& totals = step.totals;
   StepReport report;
-  report.step = step;
+  report.step = step.done;
   report.loss = totals.loss;
   report.targets = totals.targets;
   report.skipped = totals.finite == 0;
   report.grad_norm = totals.grad_norm;
-  report.learning_rate = options.training.learning_rate.at(step);
+  report.learning_rate = options.training.learning_rate.at(step.done);
   report.seconds = seconds;
   report.pipeline_seconds = totals.window_seconds;
   // The two times come from different clocks: a bubble near 0 may come out negative.
   report.bubble_measured = std::max(
       0.0, 1 - totals.busy_seconds / (totals.window_seconds * layout.place.topology.ranks()));
   if (job.world.ranks->rank() == 0) {
-    report.peak_in_flight = gradients->peaks();
+    report.peak_in_flight = gradients->record().peaks();
     report.peak_bytes.reserve(layout.memory.ranks.size());
     for (const RankMemory& memory : layout.memory.ranks) {
       report.peak_bytes.push_back(static_cast<std::int64_t>(memory.total()));
@@ -976,15 +963,15 @@ const Error* Pipeline::failure() const { return impl_->failed ? &*impl_->failed 
 void Pipeline::set_learning_rate(double rate) { impl_->set_learning_rate({.peak = rate}); }
 void Pipeline::set_learning_rate(const LearningRate& rate) { impl_->set_learning_rate(rate); }
 void Pipeline::close() { impl_->close(); }
-std::uint64_t Pipeline::step() const { return impl_->step; }
+std::uint64_t Pipeline::step() const { return impl_->step.done; }
 void Pipeline::set_step(std::uint64_t step) {
   impl_->require_idle();
   if (step > kMostSteps) throw_usage("set_step({}); legal are 0 to {}", step, kMostSteps);
-  if (impl_->step_open()) {
+  if (impl_->step.open()) {
     throw_usage(
         "set_step() in the middle of a step: optimizer_step() or drop_gradients() comes before");
   }
-  impl_->step = step;
+  impl_->step.done = step;
 }
 const JobLayout& PipelineAccess::layout(const Pipeline& pipeline) { return pipeline.impl_->layout; }
 
@@ -1050,7 +1037,7 @@ void PipelineAccess::run_call(Pipeline& pipeline, Call call, const std::string& 
 }
 
 Tensor PipelineAccess::before_open_step(const Pipeline& pipeline, const Tensor& value) {
-  return pipeline.impl_->step_open() ? pipeline.impl_->stage_buffers->kept(value) : value;
+  return pipeline.impl_->step.open() ? pipeline.impl_->stage_buffers->kept(value) : value;
 }
 
 void PipelineAccess::saved(Pipeline& pipeline, std::uint64_t step) {
@@ -1061,15 +1048,16 @@ const std::vector<std::string>& PipelineAccess::hosts(const Pipeline& pipeline) 
 }
 std::span<const double> PipelineAccess::busy_seconds(const Pipeline& pipeline) {
   if (pipeline.impl_->gradients == nullptr) return {};
-  return pipeline.impl_->gradients->busy_seconds();
+  return pipeline.impl_->gradients->record().busy_seconds();
 }
 
 void PipelineAccess::set_step_flags(Pipeline& pipeline, std::function<std::uint32_t()> mine) {
-  if (pipeline.impl_->gradients != nullptr) pipeline.impl_->gradients->set_flags(std::move(mine));
+  if (pipeline.impl_->gradients != nullptr) {
+    pipeline.impl_->gradients->record().set_flags(std::move(mine));
+  }
 }
 std::uint32_t PipelineAccess::step_flags(const Pipeline& pipeline) {
-  if (pipeline.impl_->gradients == nullptr) return 0;
-  return static_cast<std::uint32_t>(pipeline.impl_->gradients->totals().flags);
+  return static_cast<std::uint32_t>(pipeline.impl_->step.totals.flags);
 }
 
 std::vector<TraceEvent> PipelineAccess::trace(const Pipeline& pipeline) {

@@ -1,0 +1,129 @@
+#include "runtime/gradients/record_exchange.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "comm/base/index.hpp"
+#include "runtime/engine/steady_seconds.hpp"
+
+namespace sluice {
+namespace {
+
+void check(StepTotals& totals, double value, double index, double is_loss) {
+  if (std::isfinite(value) || totals.finite == 0) return;
+  totals.finite = 0;
+  totals.first_nonfinite_index = index;
+  totals.nonfinite_is_loss = is_loss;
+}
+
+}  // namespace
+
+RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
+                               const PipelineOptions& options)
+    : job_(job),
+      layout_(layout),
+      rate_(options.training.learning_rate),
+      first_square_(first_loss_ + 2 * at(options.shape.micro_batches)) {
+  std::size_t most = 0;
+  for (int rank = 0; rank < layout_.place.topology.pipeline; ++rank) {
+    std::size_t count = 0;
+    for (const int stage : layout_.plans.placement().stages_of(rank)) {
+      count += layout_.parameters.stages[at(stage)].parameters.size();
+    }
+    most = std::max(most, count);
+  }
+  mine_.resize(first_square_ + most);
+  if (job_.world.ranks->rank() != 0) return;
+  all_.resize(mine_.size() * at(job_.world.ranks->size()));
+  peaks_.resize(at(layout_.place.topology.pipeline));
+  busy_.resize(at(job_.world.ranks->size()));
+  next_.resize(at(layout_.place.topology.pipeline));
+}
+
+void RecordExchange::exchange(StepState& step, const StepOutcome& outcome,
+                              std::span<const double> squares) {
+  pack(step, outcome, squares);
+  job_.world.collectives->gather(std::as_bytes(std::span(mine_)),
+                                 std::as_writable_bytes(std::span(all_)), 0);
+  if (job_.world.ranks->rank() == 0) reduce(step);
+  job_.world.collectives->broadcast(std::as_writable_bytes(std::span(&step.totals, 1)), 0);
+}
+
+void RecordExchange::pack(const StepState& step, const StepOutcome& outcome,
+                          std::span<const double> squares) {
+  std::fill(mine_.begin(), mine_.end(), 0.0);
+  for (std::size_t i = 0; i < outcome.losses.size(); ++i) {
+    mine_[first_loss_ + 2 * i] = outcome.losses[i].sum;
+    mine_[first_loss_ + 2 * i + 1] = outcome.losses[i].weight;
+  }
+  std::copy(squares.begin(), squares.end(), mine_.begin() + static_cast<int>(first_square_));
+  mine_[0] = steady_seconds() - step.started;
+  mine_[1] = outcome.busy_seconds;
+  mine_[2] = outcome.peak_in_flight;
+  mine_[3] = flags_ ? flags_() : 0;
+  mine_[4] = rate_.at(step.number);
+}
+
+const double* RecordExchange::record(int replica, int rank) const {
+  return &all_[at(layout_.place.topology.rank_of(replica, rank)) * mine_.size()];
+}
+
+// On rank 0. Losses are added in order of batch, replica and micro-batch, whatever the number of
+// the step's batches, squares in order of stage and parameter: neither order depends on the
+// placement.
+void RecordExchange::reduce(StepState& step) {
+  reduce_losses(step);
+  reduce_squares(step.totals);
+  reduce_ranks(step.totals);
+}
+
+void RecordExchange::reduce_losses(StepState& step) const {
+  StepTotals& totals = step.totals;
+  totals.loss_sum = step.earlier.loss_sum;
+  totals.targets = step.earlier.targets;
+  for (int r = 0; r < layout_.place.topology.replicas; ++r) {
+    const double* const losses = record(r, layout_.plans.last_rank()) + first_loss_;
+    for (int m = 0; m < step.micro_batches; ++m) {
+      check(totals, losses[2 * m], r * step.micro_batches + m, 1);
+      totals.loss_sum += losses[2 * m];
+      totals.targets += losses[2 * m + 1];
+    }
+  }
+}
+
+void RecordExchange::reduce_squares(StepTotals& totals) {
+  double squares = 0;
+  std::fill(next_.begin(), next_.end(), first_square_);
+  double index = 0;
+  for (int s = 0; s < layout_.plans.num_stages(); ++s) {
+    const int rank = layout_.plans.placement().rank_of(s);
+    for (std::size_t i = 0; i < layout_.parameters.stages[at(s)].parameters.size(); ++i, ++index) {
+      if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
+      const double square = record(0, rank)[next_[at(rank)]++];
+      check(totals, square, index, 0);
+      squares += square;
+    }
+  }
+  totals.grad_norm = std::sqrt(squares);
+}
+
+void RecordExchange::reduce_ranks(StepTotals& totals) {
+  std::uint32_t flags = 0;
+  for (int rank = 0; rank < job_.world.ranks->size(); ++rank) {
+    const double* values = &all_[at(rank) * mine_.size()];
+    totals.window_seconds = std::max(totals.window_seconds, values[0]);
+    totals.busy_seconds += values[1];
+    busy_[at(rank)] = values[1];
+    flags |= static_cast<std::uint32_t>(values[3]);
+    if (values[4] == all_[4] || totals.other_rate_rank >= 0) continue;
+    totals.other_rate_rank = rank;
+    totals.rate = all_[4];
+    totals.other_rate = values[4];
+  }
+  totals.flags = flags;
+  for (int rank = 0; rank < layout_.place.topology.pipeline; ++rank) {
+    peaks_[at(rank)] = static_cast<int>(record(0, rank)[2]);
+  }
+}
+
+}  // namespace sluice

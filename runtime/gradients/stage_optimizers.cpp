@@ -1,0 +1,125 @@
+#include "runtime/gradients/stage_optimizers.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <set>
+#include <utility>
+
+#include "comm/base/throw_error.hpp"
+#include "runtime/job/guard.hpp"
+
+namespace sluice {
+namespace {
+
+// A save has state by "kind.parameter", next to the model's parameters and buffers; a load finds it
+// by the same name.
+void require_savable(const std::vector<OptimizerState>& states,
+                     std::span<Parameter* const> parameters, const ParameterTable& model) {
+  std::set<std::string> owned, saved;
+  for (const Parameter* parameter : parameters) owned.insert(parameter->name);
+  for (const StageEntry& stage : model.stages) {
+    for (const ParameterEntry& each : stage.parameters) saved.insert(each.name);
+    for (const ParameterEntry& each : stage.buffers) saved.insert(each.name);
+  }
+  for (const OptimizerState& state : states) {
+    const TensorSpec& spec = state.tensor.spec;
+    if (!owned.contains(state.parameter)) {
+      throw_usage(
+          "the optimizer has state '{}' of '{}'; legal: of the {} parameters that the factory got",
+          state.kind, state.parameter, parameters.size());
+    }
+    if (spec.dtype != DType::kF32 && spec.dtype != DType::kBf16) {
+      throw_usage("the optimizer's state '{}' of '{}' is {}; legal: f32 and bf16", state.kind,
+                  state.parameter, to_string(spec));
+    }
+    if (state.tensor.data == nullptr && spec.bytes() > 0) {
+      throw_usage("the optimizer's state '{}' of '{}' has null data; legal: memory of its own",
+                  state.kind, state.parameter);
+    }
+    if (!saved.insert(state.kind + "." + state.parameter).second) {
+      throw_usage(
+          "the optimizer's state '{}' of '{}' has a name in saves, '{}.{}', that something else "
+          "has too; legal: another kind",
+          state.kind, state.parameter, state.kind, state.parameter);
+    }
+  }
+}
+
+}  // namespace
+
+StageOptimizers::StageOptimizers(const PipelineOptions::Training& training,
+                                 std::span<const OwnedParameter> owners,
+                                 const ParameterTable& model, ComputeContext& compute)
+    : compute_(compute) {
+  for (const auto& [stage, parameter] : owners) {
+    const ParameterGroup* group = group_of(training.groups, parameter->name);
+    frozen_.push_back(group != nullptr && group->frozen);
+    if (frozen_.back()) continue;
+    const double scale = group == nullptr ? 1 : group->learning_rate_scale;
+    const std::optional<float> decay = group == nullptr ? std::nullopt : group->weight_decay;
+    auto like = std::find_if(updated_.begin(), updated_.end(), [&](const Updated& each) {
+      return each.rate_scale == scale && each.weight_decay == decay;
+    });
+    if (like == updated_.end()) {
+      like = updated_.insert(like, {scale, decay, stage, stage, {}, nullptr});
+    }
+    like->last_stage = stage;
+    like->parameters.push_back(parameter);
+  }
+  for (Updated& each : updated_) {
+    if (training.make_optimizer) {
+      try {
+        each.optimizer = training.make_optimizer(each.parameters, compute_.memory());
+      } catch (...) {
+        rethrow_from("making " + each.name());
+      }
+      if (each.optimizer == nullptr) throw_usage("the factory made no optimizer");
+      require_savable(each.state(), each.parameters, model);
+      continue;
+    }
+    OptimizerConfig config = training.optimizer;
+    if (each.weight_decay) {
+      config.weight_decay = *each.weight_decay;
+      for (Parameter* parameter : each.parameters) parameter->decay = true;
+    }
+    each.optimizer =
+        sluice::make_optimizer(config, each.parameters, compute_.memory(), training.seed);
+  }
+}
+
+std::string StageOptimizers::Updated::name() const {
+  const std::string stages = first_stage == last_stage
+                                 ? fmt::format("stage {}", first_stage)
+                                 : fmt::format("stages {} to {}", first_stage, last_stage);
+  return fmt::format("the optimizer of {} ({} parameter{}, the first '{}')", stages,
+                     parameters.size(), parameters.size() == 1 ? "" : "s",
+                     parameters.front()->name);
+}
+
+std::vector<OptimizerState> StageOptimizers::Updated::state() const {
+  return calling([&] { return name() + ", state()"; }, [&] { return optimizer->state(); });
+}
+
+std::vector<OptimizerState> StageOptimizers::state() const {
+  std::vector<OptimizerState> all;
+  for (const Updated& each : updated_) {
+    std::vector<OptimizerState> states = each.state();
+    std::move(states.begin(), states.end(), std::back_inserter(all));
+  }
+  return all;
+}
+
+void StageOptimizers::update(std::uint64_t step, double rate, double factor) {
+  for (const Updated& each : updated_) {
+    try {
+      each.optimizer->update(compute_, step, static_cast<float>(rate * each.rate_scale),
+                             static_cast<float>(factor));
+    } catch (...) {
+      rethrow_from(fmt::format("{}, update() of step {}", each.name(), step));
+    }
+  }
+}
+
+}  // namespace sluice

@@ -1,0 +1,56 @@
+// The optimizers of a rank's parameters: one for those with equal settings. Internal to the
+// pipeline.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <sluice/compute.hpp>
+#include <sluice/options.hpp>
+
+#include "runtime/layout/job_layout.hpp"
+#include "stages/operators/optimizer.hpp"
+
+namespace sluice {
+
+struct OwnedParameter {
+  int stage = 0;
+  Parameter* parameter = nullptr;
+};
+
+class StageOptimizers {
+ public:
+  // `owners` in global order; all that is named outlives this. What a factory of the program's
+  // throws, and what of it cannot be saved, is an Error that names the parameters.
+  StageOptimizers(const PipelineOptions::Training& training, std::span<const OwnedParameter> owners,
+                  const ParameterTable& model, ComputeContext& compute);
+
+  // [owner] Not updated.
+  [[nodiscard]] const std::vector<bool>& frozen() const { return frozen_; }
+  // Gradients count times `factor`.
+  void update(std::uint64_t step, double rate, double factor);
+  [[nodiscard]] std::vector<OptimizerState> state() const;
+
+ private:
+  // Parameters with equal settings.
+  struct Updated {
+    double rate_scale = 1;
+    std::optional<float> weight_decay;  // in place of the configuration's
+    int first_stage = 0, last_stage = 0;
+    std::vector<Parameter*> parameters;
+    std::unique_ptr<Optimizer> optimizer;
+    // "the optimizer of stage 1 (2 parameters, the first 'w1')".
+    [[nodiscard]] std::string name() const;
+    [[nodiscard]] std::vector<OptimizerState> state() const;
+  };
+
+  ComputeContext& compute_;
+  std::vector<Updated> updated_;
+  std::vector<bool> frozen_;
+};
+
+}  // namespace sluice
