@@ -36,7 +36,7 @@ ORDER = {
     "schedules": ("model", "generate plan files lanes", "simulate", "verify draw", "search"),
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
                "network", "gradient_check layers", "transformer"),
-    "runtime": ("files options", "data weights", "tokens", "layout", "job", "program engine", "watch gradients", "pipeline",
+    "runtime": ("files options", "data weights", "tokens", "layout", "job", "program engine", "watch gradients", "planning", "pipeline",
                 "checkpoint report", "models explore launch", "supervise doctor saves", "cli start"),
 }
 
@@ -74,6 +74,7 @@ HEADER_ROOMS = {
     "mpi": "comm/mpi",
     "operators": "stages/compute",
     "options": "runtime/layout",
+    "pipeline": "runtime/pipeline",
     "search": "schedules/search",
     "simulate": "schedules/simulate",
     "torch": "stages/stage",

@@ -21,7 +21,7 @@ namespace sluice {
 class DataSource;
 class Pipeline;  // <sluice/pipeline.hpp>
 
-// Defined in runtime/pipeline/pipeline.cpp.
+// Defined in runtime/pipeline/public_calls.cpp.
 class PipelineAccess {
  public:
   // Collective. The layout alone, for a dry run: of a device's memory it takes only what library

@@ -19,7 +19,7 @@
 #include "comm/group/control.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/pipeline/programs.hpp"
-#include "runtime/pipeline/transport_plan.hpp"
+#include "runtime/planning/transport_plan.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"

@@ -1,4 +1,4 @@
-#include "runtime/pipeline/transport_plan.hpp"
+#include "runtime/planning/transport_plan.hpp"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include "runtime/pipeline/stage_report.hpp"
+#include "runtime/planning/stage_report.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

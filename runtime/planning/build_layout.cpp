@@ -1,4 +1,4 @@
-#include "runtime/pipeline/build_layout.hpp"
+#include "runtime/planning/build_layout.hpp"
 
 #include <fmt/format.h>
 
@@ -21,9 +21,9 @@
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/job/guard.hpp"
-#include "runtime/pipeline/memory_plan.hpp"
-#include "runtime/pipeline/stage_report.hpp"
-#include "runtime/pipeline/transport_plan.hpp"
+#include "runtime/planning/memory_plan.hpp"
+#include "runtime/planning/stage_report.hpp"
+#include "runtime/planning/transport_plan.hpp"
 
 namespace sluice {
 namespace {

@@ -1,4 +1,4 @@
-#include "runtime/pipeline/memory_plan.hpp"
+#include "runtime/planning/memory_plan.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

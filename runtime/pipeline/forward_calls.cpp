@@ -1,0 +1,156 @@
+#include "runtime/pipeline/forward_calls.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
+#include "runtime/data/batch_shape.hpp"
+#include "runtime/data/named_calls.hpp"
+#include "runtime/job/guard.hpp"
+#include "runtime/pipeline/refusal.hpp"
+
+namespace sluice {
+
+ForwardCalls::ForwardCalls(PipelineParts& parts, PipelineCalls& calls)
+    : parts_(parts),
+      calls_(calls),
+      rounds_(parts.layout, parts.forward,
+              [&parts](std::int64_t samples) { parts.need_size(samples); }),
+      source_rounds_(parts.layout, parts.compute->device()),
+      outputs_(parts.job, parts.layout) {}
+
+EvaluationReport ForwardCalls::run_evaluation(const std::string& who, SampleRange samples,
+                                              std::int64_t least_rounds,
+                                              const ForwardRounds::Load& load) {
+  EvaluationReport report;
+  calls_.refusable(who, [&] {
+    const LossResult loss = rounds_.run(Phase::kEvaluate, parts_.options.training.seed, samples,
+                                        load, {}, least_rounds);
+    const std::array<double, 2> mine = {loss.sum, loss.weight};
+    std::vector<double> all(2 * at(parts_.job.world.ranks->size()));
+    parts_.job.world.collectives->all_gather(std::as_bytes(std::span(mine)),
+                                             std::as_writable_bytes(std::span(all)));
+    std::array<double, 2> total = {0, 0};
+    for (int r = 0; r < parts_.layout.place.topology.replicas; ++r) {
+      const std::size_t rank =
+          at(parts_.layout.place.topology.rank_of(r, parts_.layout.plans.last_rank()));
+      total[0] += all[2 * rank];
+      total[1] += all[2 * rank + 1];
+    }
+    report = {.loss = total[0] / total[1], .targets = total[1]};
+  });
+  return report;
+}
+
+void ForwardCalls::require_loss() const {
+  if (parts_.lacks_loss)
+    throw_usage("evaluate() needs a loss, but the last stage is not a LossStage");
+}
+
+EvaluationReport ForwardCalls::evaluate(const DataSource& other, std::int64_t samples) {
+  calls_.require_open();
+  calls_.agree(Call::kEvaluateSource, nullptr, samples, [&] {
+    require_loss();
+    if (&other == parts_.batches.own.get()) {
+      throw_usage(
+          "this pipeline was made from a BatchSpec and has no source: pass a batch or a source");
+    }
+    parts_.feed->require_like(other);
+    constexpr std::int64_t kMost = 1'000'000'000'000;
+    if (samples >= 1 && samples <= kMost) return;
+    throw_usage("an evaluation of {} samples; legal are 1 to {}", samples, kMost);
+  });
+  // All ranks agree before each round, also those of replicas with fewer.
+  const int replicas = parts_.layout.place.topology.replicas;
+  return run_evaluation(fmt::format("evaluation of {} samples", samples),
+                        share_of(samples, replicas, parts_.layout.place.replica),
+                        rounds_.rounds_of(share_of(samples, replicas, 0).count),
+                        [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
+                          const BatchLoader::Batch* batch = nullptr;
+                          const std::optional<Error> refusal =
+                              parts_.feed->agree({.call = Call::kValues}, [&] {
+                                batch = &source_rounds_.load(other, ranges);
+                                (void)parts_.check_batch(*batch, ranges, 0, /*targets=*/true);
+                              });
+                          if (refusal) throw Refused{*refusal};
+                          return *batch;
+                        });
+}
+
+EvaluationReport ForwardCalls::evaluate(const Batch& batch) {
+  calls_.require_open();
+  calls_.agree(Call::kEvaluate, &batch, 0, [&] { require_loss(); });
+  calls_.guarded("a batch", [&] { parts_.feed->distribute(batch, /*targets=*/true); });
+  calls_.agree(Call::kValues, nullptr, 0, [this] { check_share(/*targets=*/true); });
+  const SampleRange share = parts_.feed->share();
+  return run_evaluation("evaluation of a batch", share, 0,
+                        [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
+                          return parts_.feed->cut(ranges, share.first);
+                        });
+}
+
+void ForwardCalls::check_share(bool targets) {
+  const SampleRange share = parts_.feed->share();
+  const std::int64_t size = parts_.layout.wires.edges.largest();
+  for (std::int64_t done = 0; done < share.count; done += size) {
+    const SampleRange range{share.first + done, std::min(size, share.count - done)};
+    const std::span<const SampleRange> one(&range, 1);
+    (void)parts_.check_batch(parts_.feed->cut(one, share.first), one, 0, targets);
+  }
+}
+
+void ForwardCalls::require_answers(const InferOptions& how) const {
+  if (how.to < InferOptions::kEveryRank || how.to >= parts_.job.world.ranks->size()) {
+    throw_usage("infer() to rank {}; legal are 0 to {}, kWhereMade and kEveryRank", how.to,
+                parts_.job.world.ranks->size() - 1);
+  }
+  if (how.on_outputs && how.to != InferOptions::kWhereMade) {
+    throw_usage(
+        "infer() with on_outputs and with a rank that gets all outputs_; one of them is legal");
+  }
+  if (parts_.bindings.empty() || parts_.bindings.back().loss == nullptr) return;
+  std::string why;
+  try {
+    why = parts_.bindings.back().loss->why_no_answers();
+  } catch (...) {
+    rethrow_from(fmt::format("stage {}, why_no_answers()", parts_.bindings.back().index));
+  }
+  if (!why.empty()) throw Error(ErrorCode::kUsage, why);
+}
+
+std::span<const Tensor> ForwardCalls::infer(const Batch& batch, const InferOptions& how) {
+  calls_.require_open();
+  calls_.agree(Call::kInfer, &batch, how.to, [&] { require_answers(how); });
+  outputs_.require_samples();
+  calls_.guarded("a batch", [&] { parts_.feed->distribute(batch, /*targets=*/false); });
+  calls_.agree(Call::kValues, nullptr, 0, [this] { check_share(/*targets=*/false); });
+  calls_.guarded("inference", [&] {
+    outputs_.begin();
+    const SampleRange share = parts_.feed->share();
+    ForwardRounds::OnOutputs take = [&](SampleRange samples, std::span<const Tensor> made) {
+      if (!how.on_outputs) return outputs_.add(made);
+      calling("on_outputs", [&] { how.on_outputs(samples, made); });
+    };
+    (void)rounds_.run(
+        Phase::kGenerate, parts_.options.training.seed, share,
+        [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
+          return parts_.feed->cut(ranges, share.first);
+        },
+        take);
+    if (how.to == InferOptions::kEveryRank) {
+      outputs_.gather_to_all();
+    } else if (how.to != InferOptions::kWhereMade) {
+      outputs_.gather_to(how.to);
+    }
+    parts_.job.world.collectives
+        ->barrier();  // an error of any rank reaches the others in this call
+  });
+  return outputs_.tensors();
+}
+
+}  // namespace sluice

@@ -1,0 +1,263 @@
+#include "runtime/pipeline/pipeline_parts.hpp"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
+#include "runtime/gradients/bucketed_sums.hpp"
+#include "runtime/job/direct_edges.hpp"
+#include "runtime/job/guard.hpp"
+#include "runtime/planning/build_layout.hpp"
+#include "runtime/planning/stage_report.hpp"
+#include "runtime/planning/transport_plan.hpp"
+#include "stages/compute/thread_team.hpp"
+
+namespace sluice {
+namespace {
+
+// Sums a stage's batch statistics over its replicas.
+class ReplicaSum : public Collective {
+ public:
+  explicit ReplicaSum(Collectives& replicas) : replicas_(replicas) {}
+  void sum(std::span<double> values) override {
+    const auto count = values.size();
+    const auto replicas = at(replicas_.communicator().size());
+    all_.resize(count * replicas);
+    replicas_.all_gather(std::as_bytes(values), std::as_writable_bytes(std::span(all_)));
+    for (std::size_t i = 0; i < count; ++i) {
+      values[i] = all_[i];
+      for (std::size_t r = 1; r < replicas; ++r) values[i] += all_[r * count + i];
+    }
+  }
+
+ private:
+  Collectives& replicas_;
+  std::vector<double> all_;  // [replica][value]
+};
+
+}  // namespace
+
+PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options_in,
+                             const StageFactory& make_stage, Batches batches_in)
+    : options(options_in), job(world, options), batches(std::move(batches_in)) {
+  const ActivityScope setting_up(*job.activity, Doing::kSettingUp);
+  job.guarded([&] { start_watchdog(); });
+  job.guarded([&] {
+    rethrow_device_error_with_plan("the libraries", [&] {
+      compute = std::make_unique<ComputeContext>(job.place.device(), options.devices.threads);
+    });
+    const ThreadTeam team(*compute);
+    compute->set_device_wait(&device_wait);
+    compute->set_tf32(options.devices.tf32);
+    BuiltLayout built;
+    // Libraries may take memory when they plan what the stages will ask of them.
+    rethrow_oom_with_plan("the layout", [&] {
+      built = build_layout(job, options, *compute, make_stage, *batches.source,
+                           /*any_size=*/batches.own != nullptr);
+    });
+    layout = std::move(built.layout);
+    stages = std::move(built.stages);
+    take_memory();
+    mirror = std::make_unique<HostMirror>(*compute);
+    replica_sum = std::make_unique<ReplicaSum>(*job.replicas.collectives);
+    prepare_stages();
+    // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
+    job.world.collectives->barrier();
+    rethrow_device_error_with_plan("NCCL's communicators", [&] { make_nccl(); });
+    rethrow_oom_with_plan("test messages", [&] { probe_direct_edges(job, layout, *compute); });
+    rethrow_oom_with_plan("tied parameters", [&] {
+      tied = std::make_unique<TiedUses>(job, layout.plans, layout.parameters, *compute, nccl.get(),
+                                        *mirror, bindings);
+    });
+    rethrow_oom_with_plan("messages", [&] {
+      device_batch = std::make_unique<DeviceBatch>(*compute, batch_capacity());
+      if (!options.training.inference) engine = &training.add(layout.plans.train);
+      if (options.training.inference) forward.add(layout.plans.train);
+      if (!layout.plans.forward.ranks.empty()) forward.add(layout.plans.forward);
+    });
+    if (nccl != nullptr) {
+      for (const std::span<std::byte> memory : slots->device_memory()) {
+        nccl->register_messages(memory);
+      }
+    }
+    job.set_progress_engine(engine);
+    feed = std::make_unique<BatchFeed>(job, layout, *batches.source, batches.feed);
+  });
+}
+
+// NCCL is destroyed first. After an error its kernels may wait for messages that never come, and
+// freeing a GPU's memory waits for kernels.
+PipelineParts::~PipelineParts() {
+  watchdog.reset();  // its thread looks at what goes now
+  job.set_progress_engine(nullptr);
+  nccl.reset();
+}
+
+void PipelineParts::start_watchdog() {
+  if (!options.watch.on) return;
+  WatchedJob watched{.activity = job.activity.get(), .abort = {}, .ranks = {}};
+  for (int rank = 0; rank < job.world.ranks->size(); ++rank) {
+    const Topology& topology = job.place.topology;
+    watched.ranks.push_back({.host = job.hosts[at(rank)],
+                             .stages = job.stage_places.stages_of(topology.pipeline_rank(rank)),
+                             .replica = topology.replica(rank)});
+  }
+  // On this thread, within a wait.
+  watched.abort = [this](int code) {
+    if (nccl != nullptr) nccl->abort();
+    job.world.ranks->abort(code);
+  };
+  watchdog = std::make_unique<Watchdog>(*job.world.collectives, std::move(watched), options.watch);
+}
+
+DeviceBatch::Capacity PipelineParts::batch_capacity() const {
+  DeviceBatch::Capacity capacity;
+  const std::int64_t largest = layout.wires.edges.largest();
+  for (const TensorSpec& spec : batches.source->input_specs(largest)) {
+    capacity.inputs.push_back(spec.bytes());
+  }
+  for (const TensorSpec& spec : batches.source->target_specs(largest)) {
+    capacity.targets.push_back(spec.bytes());
+  }
+  return capacity;
+}
+
+void PipelineParts::throw_with_plan(const std::string& who, const Error& error) const {
+  std::string plan = "not made yet";
+  if (!layout.memory.ranks.empty()) plan = to_string(layout.memory.ranks[at(layout.place.rank)]);
+  throw_error(ErrorCode::kDevice, "{} on {} of {}: {}; the plan of this rank: {}", who,
+              to_string(job.place.device()), job.devices.ranks[at(job.world.ranks->rank())].host,
+              error.what(), plan);
+}
+
+void PipelineParts::take_memory() {
+  rethrow_oom_with_plan("the plan", [&] {
+    compute->memory().reserve(layout.memory.ranks[at(layout.place.rank)].arena());
+    compute->reserve_workspace(layout.memory.operator_bytes);
+    compute->free_outgrown();
+  });
+}
+
+// A communicator takes hundreds of megabytes of a GPU: training and evaluations share one set.
+void PipelineParts::make_nccl() {
+  if (!NcclRoutes::wanted(layout)) return;
+  std::size_t open = 8 + TiedUses::most_open(layout.parameters);
+  layout.plans.for_each_plan([&](const Plan& plan) {
+    for (const BufferPool& pool : plan.ranks[at(layout.place.rank)].pools) open += at(pool.count);
+  });
+  const SumLoad sums = layout.wires.sums_by_nccl(layout.place.rank)
+                           ? BucketedSums::load_of(bindings, options.devices.bucket_bytes)
+                           : SumLoad{};
+  nccl =
+      std::make_unique<NcclRoutes>(job, layout, *compute, sums, open, options.devices.all_reduce);
+}
+
+void PipelineParts::prepare_stages() {
+  const std::vector<int>& mine = layout.plans.placement().stages_of(layout.place.rank);
+  const bool splits = layout.plans.splits_backward();
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    const int index = mine[i];
+    StageBinding binding{.index = index,
+                         .stage = stages[i].get(),
+                         .split = dynamic_cast<SplitBackward*>(stages[i].get()),
+                         .loss = nullptr,
+                         .parameters = nullptr};
+    if (splits && binding.split == nullptr) {
+      throw_usage("schedule '{}' splits the backward pass, but stage {} is not a SplitBackward",
+                  options.order.schedule, index);
+    }
+    if (index + 1 == layout.plans.num_stages()) {
+      binding.loss = dynamic_cast<LossStage*>(stages[i].get());
+      lacks_loss = binding.loss == nullptr;
+      if (lacks_loss && !options.training.inference) {
+        throw_usage(
+            "stage {} is the last one, but is not a LossStage; legal for infer() alone, with "
+            "options.training.inference",
+            index);
+      }
+    }
+    StageSetup setup{.compute = compute.get(),
+                     .slots = layout.plans.slots_of(index),
+                     .split_backward = splits,
+                     .trains = !options.training.inference,
+                     .seed = options.training.seed,
+                     .input_sizes = {}};
+    for (const std::int64_t size : layout.wires.edges.sizes()) {
+      std::vector<TensorSpec>& specs = setup.input_sizes.emplace_back();
+      for (const EdgeTensor& tensor : layout.wires.edges.inputs(size, index))
+        specs.push_back(tensor.spec);
+    }
+    rethrow_device_error_with_plan("the stages", [&] {
+      try {
+        stages[i]->prepare(setup);
+      } catch (...) {
+        rethrow_from(fmt::format("stage {}, prepare()", index));
+      }
+    });
+    try {
+      binding.parameters = stages[i]->parameters();
+    } catch (...) {
+      rethrow_from(fmt::format("stage {}, parameters()", index));
+    }
+    require_prepared(binding, layout.parameters.stages[at(index)], setup.trains);
+    bindings.push_back(binding);
+  }
+}
+
+std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains) {
+  const RankPlan& mine = plan.ranks[at(layout.place.rank)];
+  return std::make_unique<Engine>(
+      EngineConfig{.plan = &plan,
+                   .rank = layout.place.rank,
+                   .edges = &layout.wires.edges,
+                   .stages = bindings,
+                   .compute = compute.get(),
+                   .communicator = job.messages.get(),
+                   .interrupt = job.engine_watch.get(),
+                   .activity = job.activity.get(),
+                   .piece_bytes = job.piece_bytes(),
+                   .nccl = nccl != nullptr ? nccl->messages() : nullptr,
+                   .routes = layout.wires.routes,
+                   .collective = plan.forward_only ? nullptr : replica_sum.get(),
+                   .progress_in_actions = options.devices.progress_in_actions,
+                   .slots = slots,
+                   .batch = device_batch.get(),
+                   .cuda_graphs = trains && options.devices.cuda_graphs,
+                   .trace_events = trains && options.checks.trace ? mine.ops.size() : 0});
+}
+
+Plan PipelineParts::plan_smaller(int micro_batches) const {
+  Plan plan = plan_step(layout, options, micro_batches);
+  for (int stage = 0; stage < layout.plans.num_stages(); ++stage) {
+    const int needed = StepPlans::slots_of(plan, stage), there = layout.plans.slots_of(stage);
+    if (needed <= there) continue;
+    throw_usage(
+        "schedule '{}' keeps {} micro-batches of stage {} in flight for a step of {}, but {} for "
+        "the largest, of {}; take another number of micro-batches, or another schedule",
+        plan.schedule_name, needed, stage, micro_batches, there, layout.plans.train.micro_batches);
+  }
+  return plan;
+}
+
+void PipelineParts::need_size(std::int64_t samples) {
+  if (layout.wires.edges.has(samples)) return;
+  add_size(job, *compute, *batches.source, stages, samples, layout);
+}
+
+double PipelineParts::check_batch(const BatchLoader::Batch& batch,
+                                  std::span<const SampleRange> ranges, std::int64_t before,
+                                  bool targets) const {
+  double counted = 0;
+  for (std::size_t m = 0; m < ranges.size(); ++m) {
+    const SampleRange samples{ranges[m].first - before, ranges[m].count};
+    if (layout.owns(0)) check_inputs(bindings.front(), batch.inputs[m], samples);
+    if (targets && layout.owns(layout.plans.num_stages() - 1)) {
+      counted += check_targets(bindings.back(), batch.targets[m], samples);
+    }
+  }
+  return counted;
+}
+
+}  // namespace sluice

@@ -1,0 +1,111 @@
+// What a pipeline is made of, in the order in which it is made: the job, its layout, stages,
+// memory, communicators, engines. Internal to the pipeline.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+#include <sluice/options.hpp>
+#include <sluice/stage.hpp>
+
+#include "runtime/engine/device_batch.hpp"
+#include "runtime/engine/engine.hpp"
+#include "runtime/engine/slots.hpp"
+#include "runtime/gradients/step_state.hpp"
+#include "runtime/gradients/tied_uses.hpp"
+#include "runtime/job/host_mirror.hpp"
+#include "runtime/job/job_context.hpp"
+#include "runtime/job/nccl_routes.hpp"
+#include "runtime/job/polled_device_wait.hpp"
+#include "runtime/pipeline/batch_feed.hpp"
+#include "runtime/pipeline/programs.hpp"
+#include "runtime/planning/build_layout.hpp"
+#include "runtime/watch/watchdog.hpp"
+
+namespace sluice {
+
+struct PipelineParts {
+  // Where batches of train_step() come from.
+  struct Batches {
+    std::unique_ptr<const DataSource> own;  // shapes alone; null where the caller has a source
+    const DataSource* source = nullptr;     // shapes, and batches unless `own`
+    Feed feed = Feed::kWhereUsed;
+  };
+  // Collective over `world`.
+  PipelineParts(Communicator& world, const PipelineOptions& options_in,
+                const StageFactory& make_stage, Batches batches_in);
+  ~PipelineParts();
+  PipelineParts(const PipelineParts&) = delete;
+  PipelineParts& operator=(const PipelineParts&) = delete;
+
+  // Runs `body`. Where the memory of the device, or of the host, is not enough, the Error names
+  // `who` and the plan's table.
+  template <typename Body>
+  void rethrow_oom_with_plan(const std::string& who, const Body& body) const {
+    try {
+      body();
+    } catch (const OutOfMemory& error) {
+      throw_with_plan(who, error);
+    }
+  }
+  // The same for every error of this rank's device: libraries do not say that memory was the
+  // reason. Errors of other ranks are not changed.
+  template <typename Body>
+  void rethrow_device_error_with_plan(const std::string& who, const Body& body) const {
+    try {
+      body();
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kDevice || error.rank() >= 0) throw;
+      throw_with_plan(who, error);
+    }
+  }
+  // The plan of a step that is smaller than the largest.
+  Plan plan_smaller(int micro_batches) const;
+  // Collective over the pipeline: micro-batches of so many samples may come.
+  void need_size(std::int64_t samples);
+  // Throws what this rank's stages find in a batch before its first message. `before`: samples of
+  // the step's earlier batches. Returns how many targets count here.
+  double check_batch(const BatchLoader::Batch& batch, std::span<const SampleRange> ranges,
+                     std::int64_t before, bool targets) const;
+
+  PipelineOptions options;
+  JobContext job;
+  PolledDeviceWait device_wait{*job.watch};
+  JobLayout layout;
+  std::vector<std::unique_ptr<Stage>> stages;
+  bool lacks_loss = false;  // the last stage is here, and is not a LossStage
+  std::vector<StageBinding> bindings;
+  std::unique_ptr<ComputeContext> compute;
+  std::unique_ptr<HostMirror> mirror;
+  std::unique_ptr<Collective> replica_sum;  // of a stage's batch statistics
+  std::unique_ptr<NcclRoutes> nccl;
+  std::shared_ptr<SlotStore> slots = std::make_shared<SlotStore>();
+  std::unique_ptr<DeviceBatch> device_batch;
+  Batches batches;
+  Programs training{job.place.rank, [this](int n) { return plan_smaller(n); },
+                    [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};
+  Programs forward{job.place.rank, [this](int n) { return plan_forward(layout, n); },
+                   [this](const Plan& plan) { return make_engine(plan, /*trains=*/false); }};
+  Engine* engine = nullptr;  // of the last training step, at first of the largest
+  std::unique_ptr<BatchFeed> feed;
+  std::unique_ptr<TiedUses> tied;
+  StepState step;
+  std::unique_ptr<Watchdog> watchdog;  // null: options.watch is off
+
+ private:
+  [[noreturn]] void throw_with_plan(const std::string& who, const Error& error) const;
+  void take_memory();
+  void prepare_stages();
+  void make_nccl();
+  [[nodiscard]] DeviceBatch::Capacity batch_capacity() const;
+  // Only a training engine records traces and CUDA graphs.
+  std::unique_ptr<Engine> make_engine(const Plan& plan, bool trains);
+  void start_watchdog();
+};
+
+}  // namespace sluice

@@ -1,0 +1,221 @@
+// The members of Pipeline and PipelineAccess: each calls the part that it belongs to.
+#include <fmt/format.h>
+
+#include <optional>
+#include <utility>
+
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "runtime/data/batch_shape.hpp"
+#include "runtime/data/named_calls.hpp"
+#include "runtime/job/sensible_options.hpp"
+#include "runtime/pipeline/forward_calls.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/pipeline/pipeline_calls.hpp"
+#include "runtime/pipeline/pipeline_parts.hpp"
+#include "runtime/pipeline/refusal.hpp"
+#include "runtime/pipeline/training_steps.hpp"
+#include "runtime/planning/build_layout.hpp"
+#include "stages/compute/thread_team.hpp"
+
+namespace sluice {
+
+struct Pipeline::Impl {
+  Impl(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
+       PipelineParts::Batches batches)
+      : parts(world, options, make_stage, std::move(batches)) {}
+
+  PipelineParts parts;
+  PipelineCalls calls{parts};
+  ForwardCalls forward{parts, calls};
+  TrainingSteps steps{parts, calls};
+};
+
+Pipeline::Pipeline(Communicator& world, const PipelineOptions& options,
+                   const StageFactory& make_stage, const DataSource& source)
+    : impl_(std::make_unique<Impl>(world, options, make_stage,
+                                   PipelineParts::Batches{nullptr, &source})) {}
+Pipeline::Pipeline(Communicator& world, const PipelineOptions& options,
+                   const StageFactory& make_stage, const BatchSpec& batches) {
+  PipelineParts::Batches from{
+      .own = make_batch_shapes(batches), .source = nullptr, .feed = batches.feed};
+  from.source = from.own.get();
+  PipelineOptions compared = options;
+  compared.checks.configuration.emplace_back("BatchSpec", to_text(batches));
+  impl_ = std::make_unique<Impl>(world, compared, make_stage, std::move(from));
+}
+Pipeline::~Pipeline() = default;
+
+JobLayout PipelineAccess::plan_layout(Communicator& world, const PipelineOptions& options,
+                                      const StageFactory& make_stage, const DataSource& source) {
+  const bool planned =
+      world.size() == 1 && (options.shape.pipeline > 1 || options.shape.replicas > 1);
+  JobContext job(world, options, planned ? JobSize::kPlanned : JobSize::kStarted);
+  JobLayout layout;
+  job.guarded([&] {
+    ComputeContext compute(job.place.device(), options.devices.threads);
+    const ThreadTeam team(compute);
+    compute.set_tf32(options.devices.tf32);
+    layout = build_layout(job, options, compute, make_stage, source, /*any_size=*/false).layout;
+  });
+  return layout;
+}
+
+StepReport Pipeline::train_step() { return impl_->steps.train_step(); }
+StepReport Pipeline::train_step(const Batch& batch) {
+  return impl_->steps.train_on(Call::kTrain, batch);
+}
+StepReport Pipeline::accumulate(const Batch& batch) {
+  return impl_->steps.train_on(Call::kAccumulate, batch);
+}
+StepReport Pipeline::forward_backward(const Batch& batch) {
+  return impl_->steps.train_on(Call::kGradients, batch);
+}
+StepReport Pipeline::optimizer_step() { return impl_->steps.optimizer_step(); }
+void Pipeline::drop_gradients() { impl_->steps.drop_gradients(); }
+EvaluationReport Pipeline::evaluate(const Batch& batch) { return impl_->forward.evaluate(batch); }
+EvaluationReport Pipeline::evaluate(const DataSource& source, std::int64_t samples) {
+  return impl_->forward.evaluate(source, samples);
+}
+double Pipeline::evaluate_own(std::int64_t samples) {
+  return impl_->forward.evaluate(*impl_->parts.batches.source, samples).loss;
+}
+std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs,
+                                        const InferOptions& options) {
+  return impl_->forward.infer({.inputs = {inputs.begin(), inputs.end()}, .targets = {}}, options);
+}
+BatchShare Pipeline::share() const { return impl_->parts.feed->passed(); }
+bool Pipeline::usable() const { return impl_->calls.usable(); }
+const Error* Pipeline::failure() const { return impl_->calls.failure(); }
+void Pipeline::set_learning_rate(double rate) { impl_->steps.set_learning_rate({.peak = rate}); }
+void Pipeline::set_learning_rate(const LearningRate& rate) { impl_->steps.set_learning_rate(rate); }
+void Pipeline::close() { impl_->calls.close(); }
+std::uint64_t Pipeline::step() const { return impl_->parts.step.done; }
+void Pipeline::set_step(std::uint64_t step) {
+  impl_->calls.require_idle();
+  if (step > kMostSteps) throw_usage("set_step({}); legal are 0 to {}", step, kMostSteps);
+  if (impl_->parts.step.open()) {
+    throw_usage(
+        "set_step() in the middle of a step: optimizer_step() or drop_gradients() comes before");
+  }
+  impl_->parts.step.done = step;
+}
+const JobLayout& PipelineAccess::layout(const Pipeline& pipeline) {
+  return pipeline.impl_->parts.layout;
+}
+
+std::vector<Pipeline::Owned> Pipeline::parameters() {
+  std::vector<Owned> owned;
+  for (const StageBinding& binding : impl_->parts.bindings) {
+    ParameterSet* set = binding.parameters;
+    if (set == nullptr) continue;
+    int index = 0;
+    for (Parameter* parameter : set->all()) {
+      owned.push_back({.stage = binding.index,
+                       .owner = impl_->parts.layout.parameters.is_owner(binding.index, index++),
+                       .parameter = parameter});
+    }
+  }
+  return owned;
+}
+
+DataLoader Pipeline::loader(std::shared_ptr<const Dataset> data, LoaderOptions how) {
+  std::optional<DataLoader> made;
+  impl_->calls.run_call(Call::kLoader, "a loader", [&] {
+    Collectives& world = *impl_->parts.job.world.collectives;
+    on_all_ranks(world, [&] {
+      if (data != nullptr) impl_->parts.feed->require_items(spec_of(*data));
+      how.share = impl_->parts.feed->passed();
+      made.emplace(data, how);
+    });
+    require_same_or_refuse(world, {{"size of the data set", fmt::format("{}", size_of(*data))},
+                                   {"LoaderOptions::batch_size", fmt::format("{}", how.batch_size)},
+                                   {"LoaderOptions::shuffle", fmt::format("{}", how.shuffle)},
+                                   {"LoaderOptions::seed", fmt::format("{}", how.seed)},
+                                   {"LoaderOptions::drop_last", fmt::format("{}", how.drop_last)}});
+  });
+  return std::move(*made);
+}
+
+std::vector<Pipeline::Owned> Pipeline::buffers() {
+  std::vector<Owned> owned;
+  for (const StageBinding& binding : impl_->parts.bindings) {
+    ParameterSet* set = binding.parameters;
+    if (set == nullptr) continue;
+    for (Parameter* buffer : set->buffers()) {
+      owned.push_back({.stage = binding.index, .owner = true, .parameter = buffer});
+    }
+  }
+  return owned;
+}
+
+void Pipeline::values_changed() {
+  impl_->calls.run_call(Call::kValuesChanged, "tied parameters", [&] {
+    impl_->parts.tied->mark_values_changed();
+    impl_->parts.tied->broadcast_tied_values();
+  });
+}
+
+std::vector<OptimizerState> Pipeline::optimizer_state() {
+  if (impl_->steps.gradients() == nullptr) return {};
+  const PipelineCalls::InCall in_call(impl_->calls);
+  return impl_->steps.gradients()->optimizer_state();
+}
+
+void PipelineAccess::require_idle(const Pipeline& pipeline) {
+  pipeline.impl_->calls.require_idle();
+}
+Collectives& PipelineAccess::world(Pipeline& pipeline) {
+  return *pipeline.impl_->parts.job.world.collectives;
+}
+void PipelineAccess::guarded(Pipeline& pipeline, const std::function<void()>& body) {
+  pipeline.impl_->calls.guarded(body);
+}
+void PipelineAccess::guarded(Pipeline& pipeline, const std::string& who,
+                             const std::function<void()>& body) {
+  pipeline.impl_->calls.guarded(who, body);
+}
+
+void PipelineAccess::run_call(Pipeline& pipeline, Call call, const std::string& who,
+                              const std::function<void()>& body) {
+  pipeline.impl_->calls.run_call(call, who, body);
+}
+
+Tensor PipelineAccess::before_open_step(const Pipeline& pipeline, const Tensor& value) {
+  return pipeline.impl_->parts.step.open() ? pipeline.impl_->steps.kept(value) : value;
+}
+
+void PipelineAccess::saved(Pipeline& pipeline, std::uint64_t step) {
+  pipeline.impl_->parts.job.activity->saved(step);
+}
+const std::vector<std::string>& PipelineAccess::hosts(const Pipeline& pipeline) {
+  return pipeline.impl_->parts.job.hosts;
+}
+std::span<const double> PipelineAccess::busy_seconds(const Pipeline& pipeline) {
+  if (pipeline.impl_->steps.gradients() == nullptr) return {};
+  return pipeline.impl_->steps.gradients()->record().busy_seconds();
+}
+
+void PipelineAccess::set_step_flags(Pipeline& pipeline, std::function<std::uint32_t()> mine) {
+  if (pipeline.impl_->steps.gradients() != nullptr) {
+    pipeline.impl_->steps.gradients()->record().set_flags(std::move(mine));
+  }
+}
+std::uint32_t PipelineAccess::step_flags(const Pipeline& pipeline) {
+  return static_cast<std::uint32_t>(pipeline.impl_->parts.step.totals.flags);
+}
+
+std::vector<TraceEvent> PipelineAccess::trace(const Pipeline& pipeline) {
+  if (pipeline.impl_->parts.engine == nullptr) return {};
+  const auto events = pipeline.impl_->parts.engine->trace();
+  return {events.begin(), events.end()};
+}
+
+ComputeContext& Pipeline::compute() { return *impl_->parts.compute; }
+const StepOutcome& PipelineAccess::last_outcome(const Pipeline& pipeline) {
+  return pipeline.impl_->parts.engine->outcome();
+}
+
+}  // namespace sluice

@@ -1,0 +1,267 @@
+#include "runtime/pipeline/training_steps.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
+#include "runtime/data/batch_shape.hpp"
+#include "runtime/engine/steady_seconds.hpp"
+#include "runtime/gradients/replica_check.hpp"
+#include "runtime/job/sensible_options.hpp"
+#include "stages/compute/thread_team.hpp"
+
+namespace sluice {
+
+TrainingSteps::TrainingSteps(PipelineParts& parts, PipelineCalls& calls)
+    : parts_(parts), calls_(calls), replica_targets_(at(parts.layout.place.topology.replicas)) {
+  if (parts.options.training.inference) return;
+  parts.job.guarded([&] {
+    const ThreadTeam team(*parts.compute);
+    prepare();
+  });
+}
+
+void TrainingSteps::prepare() {
+  if (parts_.batches.own == nullptr) {
+    parts_.rethrow_oom_with_plan("the batches", [&] {
+      loader_ = std::make_unique<BatchLoader>(
+          *parts_.batches.source, Phase::kTrain, parts_.layout.plans.micro_batches,
+          parts_.layout.owns(0), parts_.layout.owns(parts_.layout.plans.num_stages() - 1),
+          parts_.compute->device());
+    });
+  }
+  parts_.rethrow_oom_with_plan("the optimizer", [&] {
+    gradients_ = std::make_unique<GradientSync>(parts_.job, parts_.layout, parts_.options,
+                                                *parts_.compute, parts_.nccl.get(), *parts_.tied,
+                                                parts_.bindings, parts_.step);
+  });
+  parts_.rethrow_oom_with_plan("the buffers of stages", [&] {
+    stage_buffers_ = std::make_unique<StageBuffers>(parts_.job, *parts_.compute, *parts_.mirror,
+                                                    parts_.bindings);
+  });
+  gradients_->clear();
+  parts_.compute->wait();
+  parts_.job.world.collectives->barrier();
+}
+
+void TrainingSteps::require_training() const {
+  calls_.require_open();
+  if (parts_.options.training.inference) throw_usage("an inference pipeline does not train");
+}
+
+// All ranks throw it: they made the same calls before.
+void TrainingSteps::require_no_gradients() const {
+  if (!parts_.step.gradients_ready) return;
+  throw_usage(
+      "a step is complete: optimizer_step() or drop_gradients() comes before other batches");
+}
+
+void TrainingSteps::cut_step() {
+  const std::span<const std::int64_t> shares = parts_.feed->shares();
+  const std::int64_t size = parts_.layout.wires.edges.largest();
+  const std::int64_t most = *std::max_element(shares.begin(), shares.end());
+  const std::int64_t pieces = (most + size - 1) / size;
+  if (pieces > parts_.layout.plans.train.micro_batches) {
+    throw_usage(
+        "a batch of {} samples for a replica; this pipeline was made for at most {}: {} "
+        "micro-batches of {} (PipelineOptions::Shape); accumulate() takes several batches a step",
+        most, parts_.layout.plans.train.micro_batches * size,
+        parts_.layout.plans.train.micro_batches, size);
+  }
+  const auto least = std::min_element(shares.begin(), shares.end());
+  if (*least < pieces) {
+    throw_usage(
+        "replica {} has {} samples, but another replica's {} make {} micro-batches of {}; all "
+        "replicas need the same number of micro-batches",
+        least - shares.begin(), *least, most, pieces, size);
+  }
+  const SampleRange share = parts_.feed->share();
+  cut_samples({parts_.step.earlier.samples + share.first, share.count}, size, pieces,
+              parts_.step.ranges);
+  parts_.training.plan(static_cast<int>(pieces));
+}
+
+// The number of targets in the global batch, which the mean loss is taken over. On the last stage's
+// ranks, with one exchange between replicas; elsewhere 1.
+double TrainingSteps::count_targets() {
+  if (!parts_.layout.owns(parts_.layout.plans.num_stages() - 1)) return 1;
+  parts_.job.replicas.collectives->all_gather(
+      std::as_bytes(std::span(&parts_.step.targets_here, 1)),
+      std::as_writable_bytes(std::span(replica_targets_)));
+  double total = 0;
+  for (const double count : replica_targets_) total += count;
+  return total;
+}
+
+StepReport TrainingSteps::train_step() {
+  require_training();
+  if (loader_ == nullptr) {
+    throw_usage("this pipeline was made from a BatchSpec and has no source: pass a batch");
+  }
+  require_no_gradients();
+  const BatchLoader::Batch* batch = nullptr;
+  calls_.guarded([&] {
+    const ActivityScope loading(*parts_.job.activity, Doing::kLoading);
+    batch = &loader_->load(parts_.step.done + 1, parts_.job.watch.get());
+  });
+  parts_.step.ranges.assign(parts_.layout.plans.micro_batches.begin(),
+                            parts_.layout.plans.micro_batches.end());
+  for (SampleRange& range : parts_.step.ranges) range.first += parts_.step.earlier.samples;
+  calls_.agree(Call::kTrainSource, nullptr, 0, [this, batch] {
+    require_rate();
+    parts_.step.targets_here = parts_.check_batch(*batch, parts_.step.ranges,
+                                                  parts_.step.earlier.samples, /*targets=*/true);
+  });
+  return run_batch(*batch, BatchEnd::kUpdate);
+}
+
+StepReport TrainingSteps::train_on(Call call, const Batch& batch) {
+  require_training();
+  require_no_gradients();
+  calls_.agree(call, &batch, 0, [&] { require_rate(); });
+  cut_step();
+  const BatchLoader::Batch* mine = nullptr;
+  calls_.guarded("a batch", [&] {
+    for (const SampleRange& range : parts_.step.ranges) parts_.need_size(range.count);
+    parts_.feed->distribute(batch, /*targets=*/true);
+    mine = &parts_.feed->cut(parts_.step.ranges, parts_.step.ranges.front().first);
+  });
+  calls_.agree(Call::kValues, nullptr, 0, [this, mine] {
+    parts_.step.targets_here = parts_.check_batch(*mine, parts_.step.ranges,
+                                                  parts_.step.earlier.samples, /*targets=*/true);
+  });
+  const BatchEnd end = call == Call::kTrain        ? BatchEnd::kUpdate
+                       : call == Call::kAccumulate ? BatchEnd::kAccumulate
+                                                   : BatchEnd::kGradients;
+  return run_batch(*mine, end);
+}
+
+StepReport TrainingSteps::run_batch(const BatchLoader::Batch& batch, BatchEnd end) {
+  StepReport report;
+  calls_.guarded([&] {
+    use_device(parts_.compute->device());
+    const double started = steady_seconds();
+    const int micro_batches = static_cast<int>(parts_.step.ranges.size());
+    parts_.rethrow_oom_with_plan("messages",
+                                 [&] { parts_.engine = &parts_.training.engine(micro_batches); });
+    parts_.job.set_progress_engine(parts_.engine);
+    const double targets = count_targets();
+    parts_.step.begin_batch(started, micro_batches, end);
+    const StepRequest request{.phase = Phase::kTrain,
+                              .step = parts_.step.number,
+                              .seed = parts_.options.training.seed,
+                              .loss_scale = 1 / parts_.step.divisor(targets),
+                              .first_batch = parts_.step.earlier.samples == 0,
+                              .last_batch = end != BatchEnd::kAccumulate,
+                              .micro_batches = parts_.step.ranges,
+                              .batch = &batch};
+    if (parts_.step.earlier.samples == 0) stage_buffers_->keep();
+    gradients_->expect(parts_.engine->outcome());
+    parts_.rethrow_oom_with_plan(fmt::format("step {}", parts_.step.number),
+                                 [&] { parts_.engine->run(request, gradients_.get()); });
+    report = end_batch(end, started);
+  });
+  if (parts_.step.refused() && !report.skipped) throw parts_.step.refusal(parts_.layout.parameters);
+  return report;
+}
+
+// In a guarded body.
+StepReport TrainingSteps::end_batch(BatchEnd end, double started) {
+  const bool refused = parts_.step.refused();
+  const bool skips = refused && parts_.step.totals.finite == 0 &&
+                     parts_.step.totals.other_rate_rank < 0 &&
+                     parts_.options.training.skip_nonfinite;
+  const bool ends = refused || end == BatchEnd::kUpdate;
+  parts_.step.gradients_ready = !refused && end == BatchEnd::kGradients;
+  if (!ends) {
+    for (const std::int64_t share : parts_.feed->shares()) parts_.step.earlier.samples += share;
+    StepReport report = report_of(steady_seconds() - started);
+    report.step = parts_.step.number;
+    return report;
+  }
+  if (refused) {
+    stage_buffers_->restore();
+  } else {
+    stage_buffers_->join();
+  }
+  gradients_->clear();
+  if (refused && !skips) return {};
+  ++parts_.step.done;
+  StepReport report = report_of(steady_seconds() - started);
+  parts_.job.activity->step_ended(report.seconds);
+  if (parts_.options.checks.replicas_every > 0 &&
+      parts_.step.done % parts_.options.checks.replicas_every == 0) {
+    const ActivityScope comparing(*parts_.job.activity, Doing::kComparing);
+    parts_.rethrow_oom_with_plan(
+        fmt::format("the comparison of replicas after step {}", parts_.step.done), [&] {
+          check_replicas(parts_.job, *parts_.tied, parts_.bindings, *parts_.mirror,
+                         parts_.step.done);
+        });
+  }
+  return report;
+}
+
+StepReport TrainingSteps::optimizer_step() {
+  require_training();
+  if (!parts_.step.gradients_ready)
+    throw_usage("optimizer_step() needs a forward_backward() before it");
+  calls_.agree(Call::kUpdate, nullptr, 0, [&] { require_rate(); });
+  StepReport report;
+  calls_.guarded("the update", [&] {
+    const double started = steady_seconds();
+    gradients_->update(started);
+    report = end_batch(BatchEnd::kUpdate, started);
+  });
+  if (parts_.step.refused() && !report.skipped) throw parts_.step.refusal(parts_.layout.parameters);
+  return report;
+}
+
+void TrainingSteps::drop_gradients() {
+  require_training();
+  calls_.agree(Call::kDrop, nullptr);
+  calls_.guarded([&] {
+    use_device(parts_.compute->device());
+    if (parts_.step.open()) stage_buffers_->restore();
+    gradients_->clear();
+  });
+}
+
+void TrainingSteps::require_rate() const {
+  require_sensible_at(parts_.step.done + 1, parts_.options.training.learning_rate,
+                      parts_.options.training.groups);
+}
+
+void TrainingSteps::set_learning_rate(const LearningRate& rate) {
+  calls_.require_idle();
+  require_sensible(rate, parts_.options.training.groups);
+  parts_.options.training.learning_rate = rate;
+}
+
+StepReport TrainingSteps::report_of(double seconds) const {
+  const StepTotals& totals = parts_.step.totals;
+  StepReport report;
+  report.step = parts_.step.done;
+  report.loss = totals.loss;
+  report.targets = totals.targets;
+  report.skipped = totals.finite == 0;
+  report.grad_norm = totals.grad_norm;
+  report.learning_rate = parts_.options.training.learning_rate.at(parts_.step.done);
+  report.seconds = seconds;
+  report.pipeline_seconds = totals.window_seconds;
+  // The two times come from different clocks: a bubble near 0 may come out negative.
+  report.bubble_measured =
+      std::max(0.0, 1 - totals.busy_seconds /
+                            (totals.window_seconds * parts_.layout.place.topology.ranks()));
+  if (parts_.job.world.ranks->rank() == 0) {
+    report.peak_in_flight = gradients_->record().peaks();
+    report.peak_bytes.reserve(parts_.layout.memory.ranks.size());
+    for (const RankMemory& memory : parts_.layout.memory.ranks) {
+      report.peak_bytes.push_back(static_cast<std::int64_t>(memory.total()));
+    }
+  }
+  return report;
+}
+
+}  // namespace sluice
