@@ -1,12 +1,16 @@
 // One rank's training step against its own matrix products: the step is recorded, then its products
 // are replayed on the same operands, in turn with whole steps. Products of bf16 both ways: by the
 // library's own, and widened to f32; the line on the machine tells which of them the program takes.
+// Then Transformer against Sequentials of a GPT.
 //   step_benchmark [--json FILE] [--rounds N]
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
+#include <vector>
 
 #include <sluice/error.hpp>
+#include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/transformer.hpp>
 
@@ -60,6 +64,43 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
   return result;
 }
 
+// The default model of general layers.
+Sequential general_layers(const TransformerConfig& config) {
+  const std::int64_t width = config.width;
+  std::vector<LayerSpec> layers = {embedding(config.vocabulary, width, config.context)};
+  for (int block = 0; block < config.layers; ++block) {
+    layers.push_back(residual({layer_norm(width), attention(width, config.heads)}));
+    layers.push_back(residual(
+        {layer_norm(width), linear(width, 4 * width), gelu_tanh(), linear(4 * width, width)}));
+  }
+  layers.push_back(layer_norm(width));
+  layers.push_back(linear(width, config.vocabulary, /*bias=*/false));
+  return Sequential(std::move(layers), cross_entropy_loss());
+}
+
+// Steps of each model in turns; seconds, medians.
+std::vector<double> in_turns(Communicator& comm, const std::vector<Sequential>& models,
+                             int rounds) {
+  const TransformerConfig config;
+  const RandomTokens source(config.context, config.vocabulary);
+  PipelineOptions options;
+  options.shape.micro_batch_size = 4;
+  std::vector<std::unique_ptr<Pipeline>> pipelines;
+  for (const Sequential& model : models) {
+    pipelines.push_back(std::make_unique<Pipeline>(comm, options, model, source));
+  }
+  std::vector<std::vector<double>> seconds(models.size());
+  for (int i = -3; i < rounds; ++i) {
+    for (std::size_t m = 0; m < models.size(); ++m) {
+      const double step = pipelines[m]->train_step().seconds;
+      if (i >= 0) seconds[m].push_back(step);
+    }
+  }
+  std::vector<double> medians;
+  for (const std::vector<double>& each : seconds) medians.push_back(median(each));
+  return medians;
+}
+
 }  // namespace
 }  // namespace sluice::benchmarks
 
@@ -88,6 +129,22 @@ int main(int argc, char** argv) try {
   });
   report.print();
   report.save(argument(argc, argv, "--json", ""));
+  Report alike("One rank, fp32: Transformer, and a Sequential of a GPT",
+               {"model", "tokens/s", "ratio"});
+  run_loopback(1, [&](Communicator& comm) {
+    const TransformerConfig config;
+    const std::vector<double> seconds = in_turns(
+        comm,
+        {Transformer(config), Sequential(transformer_layers(config), transformer_loss(config)),
+         general_layers(config)},
+        rounds);
+    const char* const names[] = {"Transformer", "Sequential(transformer_layers())",
+                                 "Sequential of general layers"};
+    for (std::size_t i = 0; i < seconds.size(); ++i) {
+      alike.row({names[i], 4 * config.context / seconds[i], seconds[0] / seconds[i]});
+    }
+  });
+  alike.print();
 } catch (const sluice::Error& error) {
   std::fprintf(stderr, "%s\n", error.what());
   return sluice::exit_code(error.code());

@@ -43,7 +43,8 @@ struct HuggingFaceModel {
                                           const std::string& preferred = {});
 
 // The model's tensors for a save: transformers' names, matrices transposed where it has them so.
-// Lists every parameter. Requires: architecture_of(config) is not empty.
+// Lists every parameter. In a model with a part of the program's own, that part's parameters keep
+// their own names. Requires: architecture_of(config) is not empty.
 [[nodiscard]] FileLayout hugging_face_layout(const TransformerConfig& config);
 
 // The files beside the weights, which are of type `dtype`. Those of `base`, of the model that this

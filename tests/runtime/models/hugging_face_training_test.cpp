@@ -4,12 +4,15 @@
 
 #include <cmath>
 #include <cstdint>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <vector>
 
 #include <sluice/checkpoint.hpp>
 #include <sluice/data.hpp>
 #include <sluice/hugging_face.hpp>
+#include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 
 #include "runtime/checkpoint/save_directory.hpp"
@@ -174,6 +177,51 @@ TEST_P(HuggingFaceTrainingTest, FollowsTransformersAndHandsTheModelBack) {
   EXPECT_EQ(values_of(end, /*masters=*/false), values_of(place.path() / "back"));
   const bool rounded = precision == DType::kBf16;
   EXPECT_EQ(rounded, values_of(end) != values_of(place.path() / "back"));
+}
+
+std::string text_of_file(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// A model with a part of one's own: the others have transformers' names.
+TEST(HuggingFacePartsTest, ASaveHasTransformersNamesWhereThePartsAreIts) {
+  TemporaryDirectory place;
+  TransformerConfig config = small_model();
+  std::vector<LayerSpec> layers = transformer_layers(config);
+  LayerSpec mlp = residual(
+      {layer_norm(config.width), linear(config.width, 8), relu(), linear(8, config.width)});
+  mlp.name = "own_mlp.";
+  layers[2].parts[1] = std::move(mlp);  // of the second block
+  const Sequential model =
+      Sequential(layers, transformer_loss(config)).with_input({DType::kI32, {config.context}});
+  with_ranks(2, [&](Communicator& comm) {
+    PipelineOptions options;
+    options.shape = {.pipeline = 2, .micro_batches = 2, .micro_batch_size = 2};
+    const auto data = synthetic_tokens(config);
+    Pipeline pipeline(comm, options, model, *data);
+    for (int step = 0; step < 2; ++step) (void)pipeline.train_step();
+    save_checkpoint(pipeline, {.directory = place.path() / "run",
+                               .model = {},
+                               .layout = hugging_face_layout(config),
+                               .files = hugging_face_files(config, DType::kF32)});
+    const std::string digest = digest_of(pipeline);
+    Pipeline other(comm, options, model, *data);
+    (void)load_checkpoint(other, place.path() / "run");
+    EXPECT_EQ(digest_of(other), digest);
+    EXPECT_EQ(other.train_step().loss, pipeline.train_step().loss);
+  });
+  const auto step = place.path() / "run" / step_directory_name(2);
+  std::string text;
+  for (const auto& entry : std::filesystem::directory_iterator(step)) {
+    if (entry.path().filename().string().starts_with("model")) text += text_of_file(entry.path());
+  }
+  for (const char* name : {"transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight",
+                           "transformer.h.1.attn.c_attn.weight", "transformer.ln_f.bias",
+                           "blocks.1.own_mlp.1.weight"}) {
+    EXPECT_NE(text.find(name), std::string::npos) << name;
+  }
+  EXPECT_EQ(text.find("transformer.h.1.mlp"), std::string::npos);
 }
 
 std::vector<std::string> model_names() {
