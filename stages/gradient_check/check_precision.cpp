@@ -42,33 +42,83 @@ struct Results {
   std::vector<float> y, dx, grads;
 };
 
-// Of one micro-batch.
+// A micro-batch of a layer: its tensors, and its memory.
+struct OneBatch {
+  GuardedMemory until_input, until_weight, lasting, gradients, scratch;
+  GuardedTensor x, y, dy, dx, rounded;
+
+  OneBatch(const TensorSpec& input, const TensorSpec& output, const LayerMemory& memory)
+      : until_input("LayerMemory::until_input", memory.until_input),
+        until_weight("LayerMemory::until_weight", memory.until_weight),
+        lasting("LayerMemory::lasting", memory.lasting),
+        gradients("LayerMemory::gradients", memory.gradients),
+        scratch("LayerMemory::scratch", memory.scratch),
+        x("x", input),
+        y("y", output),
+        dy("dy", output),
+        dx("dx", input),
+        rounded("rounded_dy", {DType::kBf16, output.shape}) {}
+
+  void fill(ComputeContext& compute, const GradientCheck& options) const {
+    fill_rounded(compute, x.tensor(), [&](const Tensor& to) {
+      options.input ? options.input(0, to) : fill_point(to, 2, options.seed);
+    });
+    fill_rounded(compute, dy.tensor(),
+                 [&](const Tensor& to) { fill_point(to, 1, options.seed + 1); });
+    convert(compute, dy.tensor(), rounded.tensor());
+  }
+  [[nodiscard]] LayerCall call(StageContext& ctx) const {
+    return {.stage = ctx,
+            .x = x.tensor(),
+            .until_input = until_input.data(),
+            .until_weight = until_weight.data(),
+            .lasting = lasting.data(),
+            .gradients = gradients.size() > 0 ? gradients.data() : nullptr,
+            .scratch = scratch.data()};
+  }
+  void require_intact(const char* name) const {
+    for (const auto* each : {&x, &y, &dy, &dx, &rounded}) each->require_intact(name);
+    for (const auto* each : {&until_input, &until_weight, &lasting, &gradients, &scratch}) {
+      each->require_intact(name);
+    }
+  }
+};
+
+// Both passes of the batch.
+void run(Layer& layer, const OneBatch& batch, LayerCall call) {
+  const Tensor y = batch.y.tensor(), dy = batch.dy.tensor();
+  Tensor dx = batch.dx.tensor();
+  mark_unwritten(y);
+  layer.forward(call, y);
+  batch.require_intact("forward");
+  require_written(y, "y");
+  if (layer.promises().reads_rounded && y.spec.dtype == DType::kF32) {
+    call.rounded_dy = batch.rounded.tensor();
+  }
+  if (!is_float(dx.spec.dtype)) dx.data = nullptr;
+  if (dx.data != nullptr || call.gradients != nullptr) {
+    mark_unwritten(dx);
+    layer.backward_input(call, dy, dx);
+    batch.require_intact("backward_input");
+    require_written(dx, "dx");
+  }
+  layer.backward_weight(call, dy);
+  batch.require_intact("backward_weight");
+}
+
 Results results_of(Layer& layer, const TensorSpec& input, const GradientCheck& options) {
   ComputeContext compute({}, 1);
   ParameterSet set;
-  Results results;
   const TensorSpec output = layer.output(input);
-  results.output = output.shape;
   layer.add_parameters(set, "");
   set.allocate(compute.memory(), options.seed);
   for (Parameter* each : set.all()) {
     if (each->rounded.data != nullptr) convert(compute, each->value, each->rounded);
   }
   set.zero_grads(compute.stream());
-  const LayerMemory memory = layer.needs(input, compute).memory;
-  const GuardedMemory until_input("LayerMemory::until_input", memory.until_input),
-      until_weight("LayerMemory::until_weight", memory.until_weight),
-      lasting("LayerMemory::lasting", memory.lasting),
-      gradients("LayerMemory::gradients", memory.gradients),
-      scratch("LayerMemory::scratch", memory.scratch);
-  const GuardedTensor x("x", input), y("y", output), dy("dy", output), dx("dx", input),
-      rounded("rounded_dy", {DType::kBf16, output.shape});
-  fill_rounded(compute, x.tensor(), [&](const Tensor& to) {
-    options.input ? options.input(0, to) : fill_point(to, 2, options.seed);
-  });
-  fill_rounded(compute, dy.tensor(),
-               [&](const Tensor& to) { fill_point(to, 1, options.seed + 1); });
-  const Tensor in = x.tensor();
+  const OneBatch batch(input, output, layer.needs(input, compute).memory);
+  batch.fill(compute, options);
+  const Tensor in = batch.x.tensor();
   StageContext ctx{.compute = compute};
   ctx.micro_batches = 1;
   ctx.phase = Phase::kTrain;
@@ -76,39 +126,11 @@ Results results_of(Layer& layer, const TensorSpec& input, const GradientCheck& o
   ctx.seed = options.seed;
   ctx.samples = input.shape[0];
   ctx.inputs = {&in, 1};
-  LayerCall call{.stage = ctx,
-                 .x = in,
-                 .until_input = until_input.data(),
-                 .until_weight = until_weight.data(),
-                 .lasting = lasting.data(),
-                 .gradients = memory.gradients > 0 ? gradients.data() : nullptr,
-                 .scratch = scratch.data()};
-  const bool wants_dx = is_float(input.dtype);
-  const auto intact = [&](const char* name) {
-    for (const auto* each : {&x, &y, &dy, &dx, &rounded}) each->require_intact(name);
-    for (const auto* each : {&until_input, &until_weight, &lasting, &gradients, &scratch}) {
-      each->require_intact(name);
-    }
-  };
-  mark_unwritten(y.tensor());
-  layer.forward(call, y.tensor());
-  intact("forward");
-  require_written(y.tensor(), "y");
-  if (layer.promises().reads_rounded && output.dtype == DType::kF32) {
-    convert(compute, dy.tensor(), rounded.tensor());
-    call.rounded_dy = rounded.tensor();
-  }
-  results.y = floats_of(compute, y.tensor());
-  if (wants_dx || memory.gradients > 0) {
-    const Tensor to{wants_dx ? dx.tensor().data : nullptr, input};
-    mark_unwritten(to);
-    layer.backward_input(call, dy.tensor(), to);
-    intact("backward_input");
-    require_written(to, "dx");
-    if (wants_dx) results.dx = floats_of(compute, dx.tensor());
-  }
-  layer.backward_weight(call, dy.tensor());
-  intact("backward_weight");
+  run(layer, batch, batch.call(ctx));
+  Results results;
+  results.output = output.shape;
+  results.y = floats_of(compute, batch.y.tensor());
+  if (is_float(input.dtype)) results.dx = floats_of(compute, batch.dx.tensor());
   for (const Parameter* each : set.all()) {
     results.grads.insert(results.grads.end(), each->grad.floats().begin(),
                          each->grad.floats().end());
