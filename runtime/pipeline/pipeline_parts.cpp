@@ -87,9 +87,7 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
   });
 }
 
-// NCCL is destroyed first. After an error its kernels may wait for messages that never come, and
-// freeing a GPU's memory waits for kernels.
-PipelineParts::~PipelineParts() {
+void PipelineParts::end() noexcept {
   watchdog.reset();  // its thread looks at what goes now
   job.set_progress_engine(nullptr);
   nccl.reset();

@@ -39,9 +39,13 @@ struct PipelineParts {
   // Collective over `world`.
   PipelineParts(Communicator& world, const PipelineOptions& options_in,
                 const StageFactory& make_stage, Batches batches_in);
-  ~PipelineParts();
+  ~PipelineParts() { end(); }
   PipelineParts(const PipelineParts&) = delete;
   PipelineParts& operator=(const PipelineParts&) = delete;
+
+  // Before anything that lies on a device goes: ends NCCL, whose kernels may wait for messages that
+  // never come after an error, for freeing a GPU's memory waits for kernels.
+  void end() noexcept;
 
   // Runs `body`. Where the memory of the device, or of the host, is not enough, the Error names
   // `who` and the plan's table.

@@ -26,6 +26,9 @@ struct Pipeline::Impl {
   Impl(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
        PipelineParts::Batches batches)
       : parts(world, options, make_stage, std::move(batches)) {}
+  ~Impl() { parts.end(); }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
 
   PipelineParts parts;
   PipelineCalls calls{parts};

@@ -17,6 +17,7 @@ namespace sluice {
 TrainingSteps::TrainingSteps(PipelineParts& parts, PipelineCalls& calls)
     : parts_(parts), calls_(calls), replica_targets_(at(parts.layout.place.topology.replicas)) {
   if (parts.options.training.inference) return;
+  const ActivityScope setting_up(*parts.job.activity, Doing::kSettingUp);
   parts.job.guarded([&] {
     const ThreadTeam team(*parts.compute);
     prepare();
