@@ -111,7 +111,7 @@ void ForwardCalls::require_answers(const InferOptions& how) const {
   }
   if (how.on_outputs && how.to != InferOptions::kWhereMade) {
     throw_usage(
-        "infer() with on_outputs and with a rank that gets all outputs_; one of them is legal");
+        "infer() with on_outputs and with a rank that gets all outputs; one of them is legal");
   }
   if (parts_.bindings.empty() || parts_.bindings.back().loss == nullptr) return;
   std::string why;

@@ -76,7 +76,7 @@ void PipelineCalls::require_idle() const {
   if (!busy_) return;
   throw_usage(
       "a pipeline is called from a callback of its own, in the middle of another call; legal "
-      "there are functions that only read, such as parts_.step() and parameters()");
+      "there are functions that only read, such as step() and parameters()");
 }
 
 // Not guarded: the answer is the same on all ranks, and some may still be closing.
