@@ -80,6 +80,48 @@ TEST_P(DeviceLayersTest, EveryDepthHasTheBitsOfOneRankAndTheCpusToRounding) {
   });
 }
 
+// Numbers that become bf16 at the model's entry, and a loss that takes f32.
+TEST_P(DeviceLayersTest, AModelInBf16HasTheBitsOfOneRankAndTheCpusToRounding) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    std::vector<float> x(6 * 6 * 16), y(6 * 3);
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i * i % 11) / 8 - 0.5F;
+    for (std::size_t i = 0; i < y.size(); ++i) y[i] = static_cast<float>(i % 3);
+    const Batch batch{.inputs = {view(x, {6, 6, 16})}, .targets = {view(y, {6, 3})}};
+    for (const DType stream : {DType::kF32, DType::kBf16}) {
+      const auto train = [&](Communicator& over, const std::string& schedule,
+                             const std::string& devices, bool graphs = false,
+                             bool recomputes = false) {
+        const Sequential model =
+            Sequential({residual({layer_norm(16), attention(16, 4)}), skip(-1, 1),
+                        transformer_block({.layers = 1, .heads = 2, .width = 16}),
+                        group({rms_norm(16), linear(16, 24), gelu(), linear(24, 16)}), dropout(0.1),
+                        flatten(), linear(96, 3)},
+                       mse_loss(), {DType::kBf16, stream, recomputes})
+                .with_input({DType::kF32, {6, 16}});
+        PipelineOptions options = options_of(over.size(), schedule, devices);
+        options.devices.cuda_graphs = graphs;
+        Pipeline pipeline(over, options, model,
+                          {.inputs = {{DType::kF32, {6, 16}}}, .targets = {{DType::kF32, {3}}}});
+        std::vector<double> losses;
+        for (int step = 0; step < 4; ++step) losses.push_back(pipeline.train_step(batch).loss);
+        return losses;
+      };
+      const std::vector<double> alone = train(*self, "1f1b", "cuda:0");
+      const std::vector<double> cpu = train(*self, "1f1b", "cpu");
+      EXPECT_LT(alone[3], alone[0]);
+      for (std::size_t step = 0; step < 3; ++step) {
+        EXPECT_NEAR(alone[step], cpu[step], 2e-2 * cpu[0]) << step;
+      }
+      for (const char* schedule : {"1f1b", "zb-h1"}) {
+        EXPECT_EQ(train(comm, schedule, "cuda:0"), alone) << schedule;
+      }
+      EXPECT_EQ(train(comm, "1f1b", "cuda:0", /*graphs=*/true), alone);
+      EXPECT_EQ(train(comm, "zb-h1", "cuda:0", true, /*recomputes=*/true), alone);
+    }
+  });
+}
+
 TEST_P(DeviceLayersTest, LayersWithoutOperatorsThereAreNamed) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     if (comm.size() > 1) return;
