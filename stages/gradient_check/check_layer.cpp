@@ -440,6 +440,7 @@ class LayerCheck {
     const LayerMemory &mine = needs.memory, &most = needs_.memory;
     more(mine.until_input, most.until_input, "until_input");
     more(mine.until_weight, most.until_weight, "until_weight");
+    more(mine.lasting, most.lasting, "lasting");
     more(mine.gradients, most.gradients, "gradients");
     more(mine.scratch, most.scratch, "scratch");
     more(needs.operator_bytes, needs_.operator_bytes, "operator_bytes");

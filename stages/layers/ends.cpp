@@ -36,8 +36,10 @@ TensorSpec EmbeddingLayer::output(const TensorSpec& input) const {
 }
 
 void EmbeddingLayer::add_parameters(ParameterSet& set, const std::string& name) {
-  tokens_ = &set.add(name + kTokenEmbedding + "weight", Shape{options_.vocabulary, options_.width},
-                     Init::normal(0.02), true, options_.tied);
+  // Tied uses have one name, whatever groups they are in.
+  tokens_ =
+      &set.add((options_.tied ? "" : name) + kTokenEmbedding + "weight",
+               Shape{options_.vocabulary, options_.width}, Init::normal(0.02), true, options_.tied);
   if (options_.positions == 0) return;
   positions_ = &set.add(name + "position_embedding.weight",
                         Shape{options_.positions, options_.width}, Init::normal(0.02));
@@ -96,7 +98,8 @@ TensorSpec HeadLayer::output(const TensorSpec& input) const {
 void HeadLayer::add_parameters(ParameterSet& set, const std::string& name) {
   norm_.emplace(options_.norm, name + "final_norm.", options_.width, options_.norm_epsilon, set);
   if (in_chunks()) return;
-  projection_.emplace(name + name_of_projection(options_), projection_of(options_), set);
+  projection_.emplace((options_.tied ? "" : name) + name_of_projection(options_),
+                      projection_of(options_), set);
 }
 
 HeadLayer::Kept HeadLayer::allocate(const TensorSpec& input, DeviceKind device,

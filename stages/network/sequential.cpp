@@ -127,7 +127,7 @@ Sequential Sequential::with_input(const TensorSpec& sample) const {
       at_entry({sample.dtype, Shape(std::span<const std::int64_t>(dims))}, model->precision);
   model->costs.clear();
   const int layers = static_cast<int>(model->layers.size());
-  const StageSkips skips(model->skips, 0, layers, layers);
+  const StageSkips skips(model->skips, 0, layers, /*last=*/true);
   std::vector<TensorSpec> outputs = {spec};  // of the model's input, and of each layer
   const auto join_before = [&](int layer) {
     for (const Skip& skip : skips.joins()) {
@@ -200,7 +200,8 @@ std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stag
   for (int i = first[at(stage)]; i < first[at(stage) + 1]; ++i) {
     std::ranges::move(model_->make(at(i)), std::back_inserter(mine.layers));
   }
-  mine.skips = StageSkips(model_->skips, first[at(stage)], first[at(stage) + 1], count);
+  mine.skips = StageSkips(model_->skips, first[at(stage)], first[at(stage) + 1],
+                          /*last=*/stage == stages - 1);
   std::unique_ptr<Loss> loss = stage < stages - 1 ? nullptr : model_->make_loss();
   if (loss == nullptr) return std::make_unique<NetworkStage>(std::move(mine));
   return std::make_unique<LossNetworkStage>(std::move(mine), model_->loss.kind, std::move(loss));

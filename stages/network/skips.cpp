@@ -131,8 +131,7 @@ void join_backward(ComputeContext& compute, const Skip& skip, const Tensor& dy,
   }
 }
 
-StageSkips::StageSkips(std::span<const Skip> skips, int begin, int end, int layers) {
-  const bool last = end == layers;
+StageSkips::StageSkips(std::span<const Skip> skips, int begin, int end, bool last) {
   std::set<int> in, out, used;
   for (const Skip& skip : skips) {
     if (skip.from < begin - 1 && skip.to >= begin) in.insert(skip.from);

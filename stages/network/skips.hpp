@@ -40,8 +40,9 @@ class StageSkips {
   };
 
   StageSkips() = default;
-  // Of a stage with layers [begin, end) of `layers`. Requires: require_skips() found nothing.
-  StageSkips(std::span<const Skip> skips, int begin, int end, int layers);
+  // Of a stage with layers [begin, end); the last one has the joins after the model's last layer.
+  // Requires: require_skips() found nothing.
+  StageSkips(std::span<const Skip> skips, int begin, int end, bool last);
 
   // Joins before a layer of this stage, or after the model's last one, ascending.
   [[nodiscard]] const std::vector<Skip>& joins() const { return joins_; }

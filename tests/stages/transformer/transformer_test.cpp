@@ -651,5 +651,21 @@ TEST(TransformerConfigTest, RefusesPartitionsThatDoNotFit) {
   EXPECT_THROW((void)make_transformer_stage(config, {{0, 4}}, 1), Error);
 }
 
+TEST(TransformerPartsTest, ATiedEmbeddingStaysTiedInAGroupWithAName) {
+  TransformerConfig config = small_config(TransformerKind::kGpt2, /*tied=*/true);
+  std::vector<LayerSpec> layers = transformer_layers(config);
+  layers.front() = group({layers.front()});
+  layers.front().name = "first.";
+  const Sequential model(layers, transformer_loss(config));
+  const std::unique_ptr<Stage> stage = model(0, 1);
+  int uses = 0;
+  for (const Parameter* each : stage->parameters()->all()) {
+    if (!each->tied) continue;
+    EXPECT_EQ(each->name, "token_embedding.weight");
+    ++uses;
+  }
+  EXPECT_EQ(uses, 2);
+}
+
 }  // namespace
 }  // namespace sluice
