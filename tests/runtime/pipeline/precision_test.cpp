@@ -298,7 +298,7 @@ class Convert : public Layer {
 // Two samples of two numbers.
 Result trained_on_two(const Sequential& model, const char* schedule = "1f1b") {
   Result result;
-  with_ranks(1, [&](Communicator& comm) {
+  run_loopback(1, [&](Communicator& comm) {  // in every process of mpirun, too
     PipelineOptions options;
     options.shape = {.micro_batches = 1, .micro_batch_size = 2};
     options.order.schedule = schedule;
