@@ -127,9 +127,9 @@ class Transport {
 // `comm`, and max_tag() - tag for payloads above `piece_bytes` (at least 1; equal on all ranks).
 // `max_open` operations may be open at once, else Error(kInternal). `device` is where device
 // payloads lie that go through host memory; two streams are made for their copies. `compute`: the
-// stream of those who write and read device payloads. The destructor
-// cancels open operations. A payload in pieces allocates the first time. `memory` owns the buffers
-// of sends; without it the caller keeps that memory as Communicator::cancel() says.
+// stream of those who write and read device payloads. The destructor cancels open operations. A
+// payload in pieces allocates the first time. `memory` owns the buffers of sends; without it the
+// caller keeps that memory as Communicator::cancel() says.
 [[nodiscard]] std::unique_ptr<Transport> make_message_transport(
     Communicator& comm, std::size_t max_open, std::size_t piece_bytes = kMaxPieceBytes,
     Device device = {}, Owner memory = nullptr, StreamView compute = {});

@@ -143,7 +143,10 @@ void PipelineParts::make_nccl() {
   if (!NcclRoutes::wanted(layout)) return;
   std::size_t open = 8 + TiedUses::most_open(layout.parameters);
   layout.plans.for_each_plan([&](const Plan& plan) {
-    for (const BufferPool& pool : plan.ranks[at(layout.place.rank)].pools) open += at(pool.count);
+    for (const BufferPool& pool : plan.ranks[at(layout.place.rank)].pools) {
+      const EdgeTable& edges = layout.wires.edges;
+      open += at(pool.count) * edges.inputs(edges.largest(), SlotPool::edge_of(pool)).size();
+    }
   });
   const SumLoad sums = layout.wires.sums_by_nccl(layout.place.rank)
                            ? BucketedSums::load_of(bindings, options.devices.bucket_bytes)

@@ -15,7 +15,10 @@
 namespace sluice {
 
 TrainingSteps::TrainingSteps(PipelineParts& parts, PipelineCalls& calls)
-    : parts_(parts), calls_(calls), replica_targets_(at(parts.layout.place.topology.replicas)) {
+    : parts_(parts),
+      calls_(calls),
+      step_(parts.step),
+      replica_targets_(at(parts.layout.place.topology.replicas)) {
   if (parts.options.training.inference) return;
   const ActivityScope setting_up(*parts.job.activity, Doing::kSettingUp);
   parts.job.guarded([&] {
@@ -34,9 +37,9 @@ void TrainingSteps::prepare() {
     });
   }
   parts_.rethrow_oom_with_plan("the optimizer", [&] {
-    gradients_ = std::make_unique<GradientSync>(parts_.job, parts_.layout, parts_.options,
-                                                *parts_.compute, parts_.nccl.get(), *parts_.tied,
-                                                parts_.bindings, parts_.step);
+    gradients_ =
+        std::make_unique<GradientSync>(parts_.job, parts_.layout, parts_.options, *parts_.compute,
+                                       parts_.nccl.get(), *parts_.tied, parts_.bindings, step_);
   });
   parts_.rethrow_oom_with_plan("the buffers of stages", [&] {
     stage_buffers_ = std::make_unique<StageBuffers>(parts_.job, *parts_.compute, *parts_.mirror,
@@ -54,7 +57,7 @@ void TrainingSteps::require_training() const {
 
 // All ranks throw it: they made the same calls before.
 void TrainingSteps::require_no_gradients() const {
-  if (!parts_.step.gradients_ready) return;
+  if (!step_.gradients_ready) return;
   throw_usage(
       "a step is complete: optimizer_step() or drop_gradients() comes before other batches");
 }
@@ -79,8 +82,7 @@ void TrainingSteps::cut_step() {
         least - shares.begin(), *least, most, pieces, size);
   }
   const SampleRange share = parts_.feed->share();
-  cut_samples({parts_.step.earlier.samples + share.first, share.count}, size, pieces,
-              parts_.step.ranges);
+  cut_samples({step_.earlier.samples + share.first, share.count}, size, pieces, step_.ranges);
   parts_.training.plan(static_cast<int>(pieces));
 }
 
@@ -88,9 +90,8 @@ void TrainingSteps::cut_step() {
 // ranks, with one exchange between replicas; elsewhere 1.
 double TrainingSteps::count_targets() {
   if (!parts_.layout.owns(parts_.layout.plans.num_stages() - 1)) return 1;
-  parts_.job.replicas.collectives->all_gather(
-      std::as_bytes(std::span(&parts_.step.targets_here, 1)),
-      std::as_writable_bytes(std::span(replica_targets_)));
+  parts_.job.replicas.collectives->all_gather(std::as_bytes(std::span(&step_.targets_here, 1)),
+                                              std::as_writable_bytes(std::span(replica_targets_)));
   double total = 0;
   for (const double count : replica_targets_) total += count;
   return total;
@@ -105,15 +106,15 @@ StepReport TrainingSteps::train_step() {
   const BatchLoader::Batch* batch = nullptr;
   calls_.guarded([&] {
     const ActivityScope loading(*parts_.job.activity, Doing::kLoading);
-    batch = &loader_->load(parts_.step.done + 1, parts_.job.watch.get());
+    batch = &loader_->load(step_.done + 1, parts_.job.watch.get());
   });
-  parts_.step.ranges.assign(parts_.layout.plans.micro_batches.begin(),
-                            parts_.layout.plans.micro_batches.end());
-  for (SampleRange& range : parts_.step.ranges) range.first += parts_.step.earlier.samples;
+  step_.ranges.assign(parts_.layout.plans.micro_batches.begin(),
+                      parts_.layout.plans.micro_batches.end());
+  for (SampleRange& range : step_.ranges) range.first += step_.earlier.samples;
   calls_.agree(Call::kTrainSource, nullptr, 0, [this, batch] {
     require_rate();
-    parts_.step.targets_here = parts_.check_batch(*batch, parts_.step.ranges,
-                                                  parts_.step.earlier.samples, /*targets=*/true);
+    step_.targets_here =
+        parts_.check_batch(*batch, step_.ranges, step_.earlier.samples, /*targets=*/true);
   });
   return run_batch(*batch, BatchEnd::kUpdate);
 }
@@ -125,13 +126,13 @@ StepReport TrainingSteps::train_on(Call call, const Batch& batch) {
   cut_step();
   const BatchLoader::Batch* mine = nullptr;
   calls_.guarded("a batch", [&] {
-    for (const SampleRange& range : parts_.step.ranges) parts_.need_size(range.count);
+    for (const SampleRange& range : step_.ranges) parts_.need_size(range.count);
     parts_.feed->distribute(batch, /*targets=*/true);
-    mine = &parts_.feed->cut(parts_.step.ranges, parts_.step.ranges.front().first);
+    mine = &parts_.feed->cut(step_.ranges, step_.ranges.front().first);
   });
   calls_.agree(Call::kValues, nullptr, 0, [this, mine] {
-    parts_.step.targets_here = parts_.check_batch(*mine, parts_.step.ranges,
-                                                  parts_.step.earlier.samples, /*targets=*/true);
+    step_.targets_here =
+        parts_.check_batch(*mine, step_.ranges, step_.earlier.samples, /*targets=*/true);
   });
   const BatchEnd end = call == Call::kTrain        ? BatchEnd::kUpdate
                        : call == Call::kAccumulate ? BatchEnd::kAccumulate
@@ -144,42 +145,41 @@ StepReport TrainingSteps::run_batch(const BatchLoader::Batch& batch, BatchEnd en
   calls_.guarded([&] {
     use_device(parts_.compute->device());
     const double started = steady_seconds();
-    const int micro_batches = static_cast<int>(parts_.step.ranges.size());
+    const int micro_batches = static_cast<int>(step_.ranges.size());
     parts_.rethrow_oom_with_plan("messages",
                                  [&] { parts_.engine = &parts_.training.engine(micro_batches); });
     parts_.job.set_progress_engine(parts_.engine);
     const double targets = count_targets();
-    parts_.step.begin_batch(started, micro_batches, end);
+    step_.begin_batch(started, micro_batches, end);
     const StepRequest request{.phase = Phase::kTrain,
-                              .step = parts_.step.number,
+                              .step = step_.number,
                               .seed = parts_.options.training.seed,
-                              .loss_scale = 1 / parts_.step.divisor(targets),
-                              .first_batch = parts_.step.earlier.samples == 0,
+                              .loss_scale = 1 / step_.divisor(targets),
+                              .first_batch = step_.earlier.samples == 0,
                               .last_batch = end != BatchEnd::kAccumulate,
-                              .micro_batches = parts_.step.ranges,
+                              .micro_batches = step_.ranges,
                               .batch = &batch};
-    if (parts_.step.earlier.samples == 0) stage_buffers_->keep();
+    if (step_.earlier.samples == 0) stage_buffers_->keep();
     gradients_->expect(parts_.engine->outcome());
-    parts_.rethrow_oom_with_plan(fmt::format("step {}", parts_.step.number),
+    parts_.rethrow_oom_with_plan(fmt::format("step {}", step_.number),
                                  [&] { parts_.engine->run(request, gradients_.get()); });
     report = end_batch(end, started);
   });
-  if (parts_.step.refused() && !report.skipped) throw parts_.step.refusal(parts_.layout.parameters);
+  if (step_.refused() && !report.skipped) throw step_.refusal(parts_.layout.parameters);
   return report;
 }
 
 // In a guarded body.
 StepReport TrainingSteps::end_batch(BatchEnd end, double started) {
-  const bool refused = parts_.step.refused();
-  const bool skips = refused && parts_.step.totals.finite == 0 &&
-                     parts_.step.totals.other_rate_rank < 0 &&
+  const bool refused = step_.refused();
+  const bool skips = refused && step_.totals.finite == 0 && step_.totals.other_rate_rank < 0 &&
                      parts_.options.training.skip_nonfinite;
   const bool ends = refused || end == BatchEnd::kUpdate;
-  parts_.step.gradients_ready = !refused && end == BatchEnd::kGradients;
+  step_.gradients_ready = !refused && end == BatchEnd::kGradients;
   if (!ends) {
-    for (const std::int64_t share : parts_.feed->shares()) parts_.step.earlier.samples += share;
+    for (const std::int64_t share : parts_.feed->shares()) step_.earlier.samples += share;
     StepReport report = report_of(steady_seconds() - started);
-    report.step = parts_.step.number;
+    report.step = step_.number;
     return report;
   }
   if (refused) {
@@ -189,16 +189,15 @@ StepReport TrainingSteps::end_batch(BatchEnd end, double started) {
   }
   gradients_->clear();
   if (refused && !skips) return {};
-  ++parts_.step.done;
+  ++step_.done;
   StepReport report = report_of(steady_seconds() - started);
   parts_.job.activity->step_ended(report.seconds);
   if (parts_.options.checks.replicas_every > 0 &&
-      parts_.step.done % parts_.options.checks.replicas_every == 0) {
+      step_.done % parts_.options.checks.replicas_every == 0) {
     const ActivityScope comparing(*parts_.job.activity, Doing::kComparing);
     parts_.rethrow_oom_with_plan(
-        fmt::format("the comparison of replicas after step {}", parts_.step.done), [&] {
-          check_replicas(parts_.job, *parts_.tied, parts_.bindings, *parts_.mirror,
-                         parts_.step.done);
+        fmt::format("the comparison of replicas after step {}", step_.done), [&] {
+          check_replicas(parts_.job, *parts_.tied, parts_.bindings, *parts_.mirror, step_.done);
         });
   }
   return report;
@@ -206,8 +205,7 @@ StepReport TrainingSteps::end_batch(BatchEnd end, double started) {
 
 StepReport TrainingSteps::optimizer_step() {
   require_training();
-  if (!parts_.step.gradients_ready)
-    throw_usage("optimizer_step() needs a forward_backward() before it");
+  if (!step_.gradients_ready) throw_usage("optimizer_step() needs a forward_backward() before it");
   calls_.agree(Call::kUpdate, nullptr, 0, [&] { require_rate(); });
   StepReport report;
   calls_.guarded("the update", [&] {
@@ -215,7 +213,7 @@ StepReport TrainingSteps::optimizer_step() {
     gradients_->update(started);
     report = end_batch(BatchEnd::kUpdate, started);
   });
-  if (parts_.step.refused() && !report.skipped) throw parts_.step.refusal(parts_.layout.parameters);
+  if (step_.refused() && !report.skipped) throw step_.refusal(parts_.layout.parameters);
   return report;
 }
 
@@ -224,13 +222,13 @@ void TrainingSteps::drop_gradients() {
   calls_.agree(Call::kDrop, nullptr);
   calls_.guarded([&] {
     use_device(parts_.compute->device());
-    if (parts_.step.open()) stage_buffers_->restore();
+    if (step_.open()) stage_buffers_->restore();
     gradients_->clear();
   });
 }
 
 void TrainingSteps::require_rate() const {
-  require_sensible_at(parts_.step.done + 1, parts_.options.training.learning_rate,
+  require_sensible_at(step_.done + 1, parts_.options.training.learning_rate,
                       parts_.options.training.groups);
 }
 
@@ -241,14 +239,14 @@ void TrainingSteps::set_learning_rate(const LearningRate& rate) {
 }
 
 StepReport TrainingSteps::report_of(double seconds) const {
-  const StepTotals& totals = parts_.step.totals;
+  const StepTotals& totals = step_.totals;
   StepReport report;
-  report.step = parts_.step.done;
+  report.step = step_.done;
   report.loss = totals.loss;
   report.targets = totals.targets;
   report.skipped = totals.finite == 0;
   report.grad_norm = totals.grad_norm;
-  report.learning_rate = parts_.options.training.learning_rate.at(parts_.step.done);
+  report.learning_rate = parts_.options.training.learning_rate.at(step_.done);
   report.seconds = seconds;
   report.pipeline_seconds = totals.window_seconds;
   // The two times come from different clocks: a bubble near 0 may come out negative.

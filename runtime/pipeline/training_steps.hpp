@@ -48,6 +48,7 @@ class TrainingSteps {
 
   PipelineParts& parts_;
   PipelineCalls& calls_;
+  StepState& step_;
   std::unique_ptr<BatchLoader> loader_;  // null: batches are handed in
   std::unique_ptr<GradientSync> gradients_;
   std::unique_ptr<StageBuffers> stage_buffers_;

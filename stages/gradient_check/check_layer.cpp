@@ -16,11 +16,11 @@
 
 #include "comm/base/throw_error.hpp"
 #include "stages/compute/thread_team.hpp"
-#include "stages/gradient_check/check_precision.hpp"
 #include "stages/gradient_check/finite_differences.hpp"
 #include "stages/gradient_check/guarded_memory.hpp"
 #include "stages/network/layer_run.hpp"
 #include "stages/network/naming.hpp"
+#include "stages/network/specs.hpp"
 #include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
@@ -68,38 +68,119 @@ struct Made {
   std::vector<float> grads;
 };
 
+struct Mode {
+  Precision precision = {};  // of the model
+  bool rounds = false;       // x and dy are numbers that bf16 holds
+};
+
 class LayerCheck {
  public:
-  LayerCheck(const LayerSpec& spec, const TensorSpec& input, const GradientCheck& options)
-      : options_(options), input_(input), compute_(Device{}, 1), layer_(make_layer(spec, 0)) {
+  LayerCheck(const LayerSpec& spec, const TensorSpec& input, const GradientCheck& options,
+             const Mode& mode = {})
+      : options_(options),
+        mode_(mode),
+        input_(input),
+        compute_(Device{}, 1),
+        layer_(make_layer(spec, 0)) {
     if (layer_ == nullptr) throw_usage("made nothing");
-    output_ = layer_->output(input);
-    if (!samples_agree(input, output_)) {
+    if (in_bf16()) take_precision();
+    output_ = layer_->output(input_);
+    if (!samples_agree(input_, output_)) {
       throw_usage("output() makes {} of {}; legal: as many samples in dimension 0",
-                  to_string(output_), to_string(input));
+                  to_string(output_), to_string(input_));
     }
     if (!is_float(output_.dtype)) {
       throw_usage("the output is {}; legal with a gradient: a type of floats", to_string(output_));
     }
-    if (output_.dtype != DType::kF32) {
-      throw_usage("the output is {}; legal here: f32", to_string(output_));
-    }
+    require_output_type();
     layer_->add_parameters(set_, "");
     if (layer_->overwrites_gradients()) {
       for (Parameter* each : set_.all()) each->gradient.set_asks();
     }
-    if (set_.rounded_bytes(DeviceKind::kCpu) > 0) {
+    if (!in_bf16() && set_.rounded_bytes(DeviceKind::kCpu) > 0) {
       throw_usage("its parameters have copies in bf16; legal here: a layer that computes in f32");
     }
     set_.allocate(compute_.memory(), options.seed);
     move_parameters();
-    needs_ = layer_->needs(input, compute_);
-    for (int i = 0; i < 2; ++i) batches_.push_back(make_batch(i, input));
+    needs_ = layer_->needs(input_, compute_);
+    for (int i = 0; i < 2; ++i) batches_.push_back(make_batch(i, input_));
     scratch_ = std::make_unique<GuardedMemory>("LayerMemory::scratch", needs_.memory.scratch);
     rounded_ = compute_.memory().allocate(TensorSpec{DType::kBf16, output_.shape}.bytes());
   }
 
   void run() {
+    const Made made = compare_calls();
+    differences(made);
+  }
+
+  // In bf16 the layer makes what it makes in f32, within rounding. `values`: they are compared.
+  void run_against(LayerCheck& wide, bool values) {
+    const Made found = compare_calls();
+    if (!values) return;
+    if (output_.shape != wide.output_.shape) {
+      throw_usage("output() makes {} of {}, and {} of {}; legal: one shape", to_string(output_),
+                  to_string(input_), to_string(wide.output_), to_string(wide.input_));
+    }
+    const Made expected = wide.one_after_the_other(*wide.batches_[0]);
+    require_near("y", values_of(output_, found.y), values_of(wide.output_, expected.y));
+    const bool has_dx = batches_[0]->wants_dx;
+    if (has_dx)
+      require_near("dx", values_of(input_, found.dx), values_of(wide.input_, expected.dx));
+    std::size_t first = 0;
+    for (const Parameter* each : set_.all()) {
+      const auto mine = [&](const std::vector<float>& all) {
+        const auto begin = all.begin() + static_cast<std::ptrdiff_t>(first);
+        return std::vector<double>(begin, begin + each->grad.elements());
+      };
+      require_near(fmt::format("the gradient of '{}'", each->name), mine(found.grads),
+                   mine(expected.grads));
+      first += static_cast<std::size_t>(each->grad.elements());
+    }
+  }
+
+ private:
+  [[nodiscard]] bool in_bf16() const { return mode_.precision.operands == DType::kBf16; }
+
+  void take_precision() {
+    const Edges edges = layer_->set_precision(mode_.precision);
+    operands_ = edges == Edges::kOperands;
+    if (!has_numbers(input_)) return;
+    input_.dtype = operands_ ? mode_.precision.operands : mode_.precision.stream;
+  }
+
+  void require_output_type() const {
+    const DType type = output_.dtype, stream = mode_.precision.stream;
+    if (!in_bf16() && type != DType::kF32) {
+      throw_usage("the output is {}; legal here: f32", to_string(output_));
+    }
+    if (operands_ && has_numbers(output_) && type != stream) {
+      throw_usage("the output is {}; legal with Edges::kOperands: Precision::stream, {}",
+                  to_string(output_), name_of(stream));
+    }
+  }
+
+  static std::vector<double> values_of(const TensorSpec& spec, const Bytes& bytes) {
+    std::vector<double> values;
+    for (std::size_t at = 0; at < bytes.size(); at += size_of(spec.dtype)) {
+      values.push_back(value_in(spec, &bytes[at]));
+    }
+    return values;
+  }
+
+  static void require_near(const std::string& what, const std::vector<double>& found,
+                           const std::vector<double>& expected) {
+    constexpr double kTolerance = 0.06;  // as a share of the largest number
+    double largest = 0;
+    for (const double value : expected) largest = std::max(largest, std::abs(value));
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      if (std::abs(found[i] - expected[i]) <= kTolerance * largest) continue;
+      throw_usage("{} is {:.6g} at element {}, in f32 {:.6g}; legal: within {:.2g}", what, found[i],
+                  i, expected[i], kTolerance * largest);
+    }
+  }
+
+  // The checks that compare calls with calls, to the bit.
+  Made compare_calls() {
     outputs_are_written(Phase::kTrain);
     outputs_are_written(Phase::kEvaluate);
     const Made first = one_after_the_other(*batches_[0]);
@@ -115,10 +196,9 @@ class LayerCheck {
     in_one_call(first);
     made_again(first);
     fewer_samples();
-    differences(first);
+    return first;
   }
 
- private:
   static bool samples_agree(const TensorSpec& a, const TensorSpec& b) {
     return a.shape.rank() > 0 && b.shape.rank() > 0 && a.shape[0] == b.shape[0];
   }
@@ -133,7 +213,20 @@ class LayerCheck {
       }
     }
     set_.mark_values_changed();
+    for (const Parameter* each : set_.all()) {
+      if (each->rounded.data != nullptr) convert(compute_, each->value, each->rounded);
+    }
     values_had_.assign(set_.flat_values().begin(), set_.flat_values().end());
+  }
+
+  template <typename Fill>
+  void fill(const Tensor& to, const Fill& body) {
+    if (!mode_.rounds || !has_numbers(to.spec)) return body(to);
+    HostTensor wide{{DType::kF32, to.shape()}, {}}, narrow{{DType::kBf16, to.shape()}, {}};
+    for (HostTensor* each : {&wide, &narrow}) each->bytes.resize(each->spec.bytes());
+    body(wide.tensor());
+    convert(compute_, wide.tensor(), narrow.tensor());
+    convert(compute_, narrow.tensor(), to);
   }
 
   std::unique_ptr<MicroBatch> make_batch(int number, const TensorSpec& input) {
@@ -141,14 +234,12 @@ class LayerCheck {
     const LayerNeeds needs = layer_->needs(input, compute_);
     auto made = std::make_unique<MicroBatch>(number, input, output, needs.memory);
     const std::uint64_t seed = options_.seed + 2 * static_cast<std::uint64_t>(number);
-    if (options_.input) {
-      options_.input(number, made->x.tensor());
-      made->x.require_intact("GradientCheck::input");
-    } else {
-      fill_point(made->x.tensor(), 2, seed);
-    }
-    layer_->check_inputs(made->x.tensor());
-    fill_point(made->dy.tensor(), 1, seed + 1);
+    fill(made->x.tensor(), [&](const Tensor& x) {
+      options_.input ? options_.input(number, x) : fill_point(x, 2, seed);
+      layer_->check_inputs(x);
+    });
+    made->x.require_intact("GradientCheck::input");
+    fill(made->dy.tensor(), [&](const Tensor& dy) { fill_point(dy, 1, seed + 1); });
     made->x_had = made->x.bytes();
     made->dy_had = made->dy.bytes();
     return made;
@@ -186,8 +277,8 @@ class LayerCheck {
                    .gradients = needs_.memory.gradients > 0 ? batch.gradients.data() : nullptr,
                    .scratch = scratch_->data(),
                    .again = again_};
-    if (layer_->promises().reads_rounded) {
-      made.rounded_dy = {rounded_.data(), {DType::kBf16, output_.shape}};
+    if (layer_->promises().reads_rounded && output_.dtype == DType::kF32) {
+      made.rounded_dy = {rounded_.data(), {DType::kBf16, batch.dy.tensor().shape()}};
       convert(compute_, batch.dy.tensor(), made.rounded_dy);
     }
     body(made);
@@ -497,6 +588,8 @@ class LayerCheck {
   }
 
   GradientCheck options_;
+  Mode mode_;
+  bool operands_ = false;  // Edges::kOperands
   TensorSpec input_, output_;
   ComputeContext compute_;
   ThreadTeam team_{compute_};
@@ -510,6 +603,18 @@ class LayerCheck {
   std::vector<float> values_had_, reference_;
 };
 
+// A layer that says that it takes bf16.
+void check_in_bf16(const LayerSpec& layer, const TensorSpec& input, const GradientCheck& options) {
+  for (const DType stream : {DType::kF32, DType::kBf16}) {
+    const Precision precision{DType::kBf16, stream};
+    const Edges edges = make_layer(layer, 0)->set_precision(precision);
+    if (edges == Edges::kF32 || edges == Edges::kWidened) return;
+    LayerCheck wide(layer, input, options, {.rounds = true});
+    // Of layers in a row, one may round to the other side of a kink: each is checked alone.
+    LayerCheck(layer, input, options, {precision, true}).run_against(wide, !layer.composed);
+  }
+}
+
 }  // namespace
 
 void check_gradients(const LayerSpec& layer, const TensorSpec& input,
@@ -517,7 +622,7 @@ void check_gradients(const LayerSpec& layer, const TensorSpec& input,
   if (!layer.make) throw_usage("check_gradients(): {}() is no layer", layer.kind);
   naming(layer.kind, [&] {
     LayerCheck(layer, input, options).run();
-    naming("in a model with a precision", [&] { check_precision(layer, input, options); });
+    naming("in a model with a precision", [&] { check_in_bf16(layer, input, options); });
   });
 }
 

@@ -15,6 +15,8 @@ namespace {
 
 constexpr std::byte kGuard{0xA7}, kSoil{0xFF};
 
+}  // namespace
+
 double value_in(const TensorSpec& spec, const std::byte* from) {
   const auto read = [&](auto value) {
     std::memcpy(&value, from, sizeof value);
@@ -38,8 +40,6 @@ double value_in(const TensorSpec& spec, const std::byte* from) {
   }
   return 0;
 }
-
-}  // namespace
 
 GuardedMemory::GuardedMemory(std::string name, std::size_t bytes)
     : name_(std::move(name)),

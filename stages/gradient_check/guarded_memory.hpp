@@ -50,6 +50,8 @@ class GuardedTensor {
 // The first element in which two tensors of one type and shape differ, to the bit; -1: none.
 [[nodiscard]] std::int64_t first_difference(const TensorSpec& spec, const std::vector<std::byte>& a,
                                             const std::vector<std::byte>& b);
+// The element whose bytes begin at `at`.
+[[nodiscard]] double value_in(const TensorSpec& spec, const std::byte* at);
 // Element `index` as text: "0.25".
 [[nodiscard]] std::string number_in(const TensorSpec& spec, const std::vector<std::byte>& bytes,
                                     std::int64_t index);

@@ -16,6 +16,7 @@
 
 #include "stages/network/network_stage.hpp"
 #include "tests/loopback/loopback.hpp"
+#include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/scale_layer.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
@@ -379,6 +380,37 @@ TEST(PrecisionOptionsTest, MistakesOfOwnLayersAndLossesAreFoundInBf16Too) {
     EXPECT_THAT(refusal(Sequential({linear(2, 2)}, idle, options)),
                 HasSubstr("as forward() wrote it; legal in training"));
   }
+}
+
+// Refuses every input.
+class Picky : public Scale {
+ public:
+  explicit Picky(Edges edges) : Scale(1), edges_(edges) {}
+  Edges set_precision(const Precision& /*precision*/) override { return edges_; }
+  void check_inputs(const Tensor& x) const override {
+    throw Error(ErrorCode::kData, to_string(x.spec) + " is refused");
+  }
+
+ private:
+  Edges edges_;
+};
+
+TEST(PrecisionOptionsTest, TheFirstLayerLooksAtTheModelsInputBeforeAnyConversion) {
+  for (const Edges edges : {Edges::kF32, Edges::kWidened, Edges::kOperands, Edges::kStream}) {
+    expect_error(ErrorCode::kData, {"layer 0 (picky): f32 [1, 2] is refused"}, [&] {
+      (void)trained_on_two(Sequential({layer<Picky>("picky", edges)}, mse_loss(), kBf16));
+    });
+  }
+}
+
+TEST(PrecisionOptionsTest, ARefusalSaysThatTheInputWasConverted) {
+  expect_error(
+      ErrorCode::kUsage,
+      {"layer 0 (linear): the input is bf16 [1, 3]; legal: bf16 [samples, ..., 2] "
+       "(converted from f32)"},
+      [] {
+        (void)Sequential({linear(2, 2)}, mse_loss(), kBf16Products).with_input({DType::kF32, {3}});
+      });
 }
 
 // What is kept of a micro-batch: the outputs of layers, and what layers keep.
