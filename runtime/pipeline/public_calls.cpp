@@ -124,6 +124,12 @@ std::vector<Pipeline::Owned> Pipeline::parameters() {
   return owned;
 }
 
+std::vector<std::string> Pipeline::notes() const {
+  std::vector<std::string> notes;
+  for (const StageEntry& stage : impl_->parts.layout.parameters.stages) notes.push_back(stage.note);
+  return notes;
+}
+
 DataLoader Pipeline::loader(std::shared_ptr<const Dataset> data, LoaderOptions how) {
   std::optional<DataLoader> made;
   impl_->calls.run_call(Call::kLoader, "a loader", [&] {

@@ -219,6 +219,9 @@ class Pipeline {
   // Views of the optimizer's tensors of this rank's parameters. Not collective.
   [[nodiscard]] std::vector<OptimizerState> optimizer_state();
 
+  // [stage] StageDescription::note, the same on all ranks; empty where a stage has nothing to say.
+  // Not collective.
+  [[nodiscard]] std::vector<std::string> notes() const;
   // What this rank's stages compute with. Not collective.
   [[nodiscard]] ComputeContext& compute();
 

@@ -59,7 +59,7 @@ struct LayerNeeds {
   std::size_t table_bytes = 0;
   // Sums over replicas in each forward of training, and in each backward_input; see Collective.
   int forward_sums = 0, backward_sums = 0;
-  std::string note = {};  // one line or none for the report at the start
+  std::string note = {};  // one line or none for StageDescription::note
 };
 
 // One call of a layer. The memory has as many bytes as LayerNeeds says for this input, at multiples
@@ -111,8 +111,8 @@ struct Precision {
 // What a layer takes and gives in a model with a precision; gradients have the types of what they
 // belong to. Integers stay. Where a neighbour hands on another type, Sluice converts in scratch.
 enum class Edges {
-  kF32,       // f32, as in any other model. The report at the start names the layer's kind.
-  kWidened,   // the same, and the report does not name it
+  kF32,       // f32, as in any other model. StageDescription::note names the layer's kind.
+  kWidened,   // the same without a note
   kOperands,  // takes Precision::operands, gives Precision::stream
   kStream,    // takes and gives Precision::stream
 };

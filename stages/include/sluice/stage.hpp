@@ -53,8 +53,8 @@ struct StageDescription {
   // backward_input; backward_weight makes none. As many for every size of micro-batch. They become
   // part of the plan.
   int forward_sums = 0, backward_sums = 0;
-  // One line or none for the report at the start, such as "attention: cuDNN". That of the largest
-  // micro-batch is used.
+  // One line or none for Pipeline::notes(), which `sluice train` prints at the start, such as
+  // "attention: cuDNN". That of the largest micro-batch is used.
   std::string note = {};
   // Lines about the whole model, which all ranks whose stages have some must have alike:
   // Error(kMismatch) names the first one that differs. None: nothing is compared.

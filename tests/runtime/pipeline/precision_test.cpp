@@ -1,5 +1,6 @@
 // ModelOptions: a model of any layers in bf16, recomputed or not. Half the memory, the same bits at
 // every layout, and f32 for layers that know nothing of it.
+#include <fmt/ranges.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -252,6 +253,10 @@ TEST(PrecisionOptionsTest, OwnLayersAndLossesTrainInBf16) {
         batch = {.inputs = {view(x, {kSamples, 1, kSide, kSide})},
                  .targets = {view(y, {kSamples, 3})}};
       }
+      EXPECT_EQ(made.notes().size(), static_cast<std::size_t>(ranks.size()));
+      const std::string notes = fmt::format("{}", fmt::join(made.notes(), ""));
+      const bool falls_back = notes.find("scale computes in f32") != std::string::npos;
+      EXPECT_EQ(falls_back, precision.precision == DType::kBf16);
       std::vector<double> all;
       for (int step = 0; step < 4; ++step) all.push_back(made.train_step(batch).loss);
       return all;
