@@ -37,7 +37,7 @@ ORDER = {
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
                "network", "gradient_check layers", "transformer"),
     "runtime": ("files options", "data weights", "tokens", "layout", "job", "program engine", "watch gradients", "planning", "pipeline",
-                "checkpoint report", "models explore launch", "supervise doctor saves", "cli start"),
+                "checkpoint report", "models explore launch", "supervise doctor saves train", "cli start"),
 }
 
 # What a folder may use of another one, as folders or rooms.
@@ -59,8 +59,8 @@ ONLY = {
     "runtime/start": ("comm/base", "runtime/explore", "runtime/supervise"),
 }
 NEVER = {
-    "runtime": {"schedules/search": ("explore", "cli"), "schedules/draw": ("explore", "cli"),
-                "stages/network": ("cli",), "stages/gradient_check": (), "stages/layers": (), "stages/transformer": ("cli", "models", "saves")},
+    "runtime": {"schedules/search": ("explore", "train"), "schedules/draw": ("explore", "train"),
+                "stages/network": ("train", "cli"), "stages/gradient_check": (), "stages/layers": (), "stages/transformer": ("train", "cli", "models", "saves")},
 }
 
 # Public headers without a source of their name.

@@ -18,7 +18,7 @@
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/self_test.hpp"
-#include "runtime/cli/train_options.hpp"
+#include "runtime/train/train_options.hpp"
 #include "runtime/doctor/diagnosis.hpp"
 #include "runtime/doctor/host_check.hpp"
 #include "runtime/doctor/live_status.hpp"

@@ -1,4 +1,4 @@
-#include "runtime/cli/schedule_choice.hpp"
+#include "runtime/train/schedule_choice.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "runtime/cli/layout_report.hpp"
+#include "runtime/report/layout_report.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

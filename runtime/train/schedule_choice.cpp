@@ -1,4 +1,4 @@
-#include "runtime/cli/schedule_choice.hpp"
+#include "runtime/train/schedule_choice.hpp"
 
 #include <fmt/format.h>
 

@@ -10,7 +10,7 @@
 
 #include <sluice/error.hpp>
 
-#include "runtime/cli/train_options.hpp"
+#include "runtime/train/train_options.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/options/option_table.hpp"
 #include "tests/runtime/expect_error.hpp"

@@ -1,4 +1,4 @@
-#include "runtime/cli/model_text.hpp"
+#include "runtime/train/model_text.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

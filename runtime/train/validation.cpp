@@ -1,4 +1,4 @@
-#include "runtime/cli/validation.hpp"
+#include "runtime/train/validation.hpp"
 
 #include <algorithm>
 

@@ -16,9 +16,9 @@
 #include <sluice/schedule_file.hpp>
 #include <sluice/transformer.hpp>
 
-#include "runtime/cli/saved_run.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/train/saved_run.hpp"
 
 namespace sluice {
 

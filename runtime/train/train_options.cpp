@@ -1,4 +1,4 @@
-#include "runtime/cli/train_options.hpp"
+#include "runtime/train/train_options.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -19,10 +19,10 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
-#include "runtime/cli/model_text.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/explore/schedule_report.hpp"
 #include "runtime/models/model_config.hpp"
+#include "runtime/train/model_text.hpp"
 
 namespace sluice {
 namespace {

@@ -12,7 +12,7 @@
 #include <sluice/transformer.hpp>
 
 #include "comm/group/collectives.hpp"
-#include "runtime/cli/train_options.hpp"
+#include "runtime/train/train_options.hpp"
 
 namespace sluice {
 

@@ -1,4 +1,4 @@
-#include "runtime/cli/saved_run.hpp"
+#include "runtime/train/saved_run.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

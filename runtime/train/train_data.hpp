@@ -1,0 +1,38 @@
+// What a run trains and validates on.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <sluice/data.hpp>
+
+#include "comm/group/collectives.hpp"
+#include "runtime/options/option_table.hpp"
+#include "runtime/train/train_options.hpp"
+
+namespace sluice {
+
+struct TrainData {
+  std::shared_ptr<TokenFile> file;  // null without --data, in a dry run
+  std::unique_ptr<DataSource> source;
+  OptionValues identity;                // data_identity() at the start; empty without --data
+  std::int64_t windows = 0;             // of the validation share
+  std::int64_t last_validation = 0;     // windows of the validation at the end; 0: none
+  std::int64_t between_validation = 0;  // of one between steps, which --validate-every asks for
+};
+
+// Collective. Throws Error where ranks read other data, where it is not the model's or the save's,
+// or where it is too short for the options.
+[[nodiscard]] TrainData open_data(const TrainOptions& options, Collectives& job);
+
+// Samples of one part of a validation.
+[[nodiscard]] std::int64_t part_of_validation(const TrainOptions& options);
+// For Training::evaluations.
+[[nodiscard]] std::vector<std::int64_t> evaluation_sizes(const TrainOptions& options,
+                                                         const TrainData& data);
+
+// A save says what it was trained on: Error(kData) where the file has changed since the start.
+void require_same_data(const TrainOptions& options, const TrainData& data);
+
+}  // namespace sluice
