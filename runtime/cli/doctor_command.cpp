@@ -18,7 +18,6 @@
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/self_test.hpp"
-#include "runtime/train/train_options.hpp"
 #include "runtime/doctor/diagnosis.hpp"
 #include "runtime/doctor/host_check.hpp"
 #include "runtime/doctor/live_status.hpp"
@@ -32,6 +31,7 @@
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/report/rank_table.hpp"
+#include "runtime/train/train_options.hpp"
 
 namespace sluice {
 namespace {

@@ -18,9 +18,6 @@
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
 #include "runtime/cli/commands.hpp"
-#include "runtime/train/saved_run.hpp"
-#include "runtime/train/train_options.hpp"
-#include "runtime/train/validation.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/models/model_config.hpp"
@@ -29,6 +26,9 @@
 #include "runtime/options/process.hpp"
 #include "runtime/report/metrics.hpp"
 #include "runtime/tokens/same_tokenizer.hpp"
+#include "runtime/train/saved_run.hpp"
+#include "runtime/train/train_options.hpp"
+#include "runtime/train/validation.hpp"
 
 namespace sluice {
 namespace {

@@ -21,8 +21,6 @@
 #include "comm/group/control.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/sampling.hpp"
-#include "runtime/train/saved_run.hpp"
-#include "runtime/train/train_options.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/models/config_json.hpp"
@@ -32,6 +30,8 @@
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/tokens/token_decoder.hpp"
+#include "runtime/train/saved_run.hpp"
+#include "runtime/train/train_options.hpp"
 
 namespace sluice {
 namespace {

@@ -20,10 +20,9 @@ ProductPrecision products_of(const TrainOptions& options) {
 }
 
 LastSteps::LastSteps(Pipeline& pipeline, const TrainOptions& options)
-    : pipeline_(pipeline), options_(options) {
-  const std::uint64_t before = options.steps - std::min(options.steps, kLastSteps);
-  first_ = std::max(pipeline.step(), before) + 1;
-}
+    : pipeline_(pipeline),
+      options_(options),
+      first_(std::max(pipeline.step(), options.steps - std::min(options.steps, kLastSteps)) + 1) {}
 
 void LastSteps::before_step() {
   if (pipeline_.step() + 1 != first_) return;
@@ -53,8 +52,9 @@ void LastSteps::write_timeline(const LayerTable& layers) {
   clock_error_ = timeline_.write(pipeline_, options_.trace, layers);
 }
 
-std::string LastSteps::operators(int ranks, std::optional<CardPeaks> card) const {
+std::string LastSteps::operators(std::optional<CardPeaks> card) const {
   if (profiled_steps_ == 0) return "";
+  const int ranks = PipelineAccess::layout(pipeline_).place.topology.ranks();
   return fmt::format("\nOperators (ranks: {}, last steps: {})\n{}", ranks, profiled_steps_,
                      operator_table(operators_, {.steps = profiled_steps_,
                                                  .rank_seconds = profiled_seconds_ * ranks,

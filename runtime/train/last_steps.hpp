@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,27 +18,27 @@ namespace sluice {
 // Operands of the model's products.
 [[nodiscard]] ProductPrecision products_of(const TrainOptions& options);
 
-// Each call is collective.
 class LastSteps {
  public:
   // Before the first step. Both outlive this.
   LastSteps(Pipeline& pipeline, const TrainOptions& options);
 
+  // Collective.
   void before_step();
   void after_step(const StepReport& step);
-  // After the last step.
+  // Collective; after the last step.
   void sum_operators();
   void write_timeline(const LayerTable& layers);
 
   // Of the timeline's times, in seconds.
   [[nodiscard]] double clock_error() const { return clock_error_; }
-  // A table of the operators of `ranks` ranks; empty where they were not measured.
-  [[nodiscard]] std::string operators(int ranks, std::optional<CardPeaks> card) const;
+  // A table of the operators of all ranks; empty where they were not measured.
+  [[nodiscard]] std::string operators(std::optional<CardPeaks> card) const;
 
  private:
   Pipeline& pipeline_;
   const TrainOptions& options_;
-  std::uint64_t first_ = 0;  // of these steps
+  std::uint64_t first_;  // of these steps
   Timeline timeline_;
   double clock_error_ = 0;
   std::vector<OperatorTime> operators_;  // of all ranks

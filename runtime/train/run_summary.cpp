@@ -101,7 +101,7 @@ void print_summary(const RunEnd& run) {
   print_speed(run);
   print_files(run);
   if (run.stopped) return;
-  fmt::print("{}", run.last_steps.operators(run.world.size(), run.reports.card()));
+  fmt::print("{}", run.last_steps.operators(run.reports.card()));
 }
 
 }  // namespace sluice

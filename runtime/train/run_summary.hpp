@@ -1,6 +1,7 @@
 // What a run prints at its end.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <optional>
 
@@ -21,10 +22,10 @@ struct RunEnd {
   const StepReports& reports;
   const LastSteps& last_steps;
   Communicator& world;
-  bool stopped = false;  // asked to, before the last step
-  std::uint64_t step = 0;
-  double bubble_ideal = 0;
-  std::optional<std::filesystem::path> save = {};  // the last one; nothing without --save
+  bool stopped;  // asked to, before the last step
+  std::uint64_t step;
+  double bubble_ideal;
+  std::optional<std::filesystem::path> save;  // the last one; nothing without --save
 };
 
 // On rank 0.

@@ -19,12 +19,11 @@ StepReports::StepReports(Pipeline& pipeline, Communicator& world, const TrainOpt
     : pipeline_(pipeline), world_(world), options_(options), skipped_(std::move(skipped)) {}
 
 void StepReports::open_metrics(const std::string& run, std::optional<std::uint64_t> resumed) {
-  PipelineAccess::guarded(pipeline_, [&] {
-    if (first() && !options_.metrics.empty()) metrics_.emplace(options_.metrics, run, resumed);
-  });
+  metrics_.emplace(options_.metrics, run, resumed);
 }
 
 void StepReports::begin(const std::filesystem::path& save) {
+  if (first()) progress_.emplace(pipeline_.step() + 1, options_.steps, terminal_output());
   std::vector<int> work = work_of_ranks();
   PipelineAccess::guarded(pipeline_, [&] {
     const RankPlace& place = PipelineAccess::layout(pipeline_).place;
@@ -32,7 +31,6 @@ void StepReports::begin(const std::filesystem::path& save) {
                   place.device());
   });
   if (!first()) return;
-  progress_.emplace(pipeline_.step() + 1, options_.steps, terminal_output());
   stragglers_.emplace(std::move(work));
   events_.start(pipeline_.step(), save);
 }
@@ -124,10 +122,7 @@ StepRecord StepReports::record_of(const StepReport& report) const {
   return record;
 }
 
-void StepReports::steps_done() {
-  if (progress_) progress_->finish();
-  progress_.reset();
-}
+void StepReports::steps_done() { progress_.reset(); }
 
 void StepReports::saved(const std::filesystem::path& save) {
   if (first()) events_.save(save);
@@ -151,8 +146,8 @@ void StepReports::validation(std::int64_t done, std::int64_t samples) {
 }
 
 void StepReports::validated(std::optional<double> loss, std::int64_t samples) {
-  validation_loss_ = loss;
   if (!first()) return;
+  validation_loss_ = loss;
   const bool last = pipeline_.step() == options_.steps;
   if (last) steps_done();
   if (!loss) return note("validation stopped as asked");

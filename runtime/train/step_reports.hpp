@@ -21,12 +21,12 @@ namespace sluice {
 
 class StepReports {
  public:
-  // All outlive this. `skipped`: steps of earlier runs.
+  // All but `skipped`, steps of earlier runs, outlive this.
   StepReports(Pipeline& pipeline, Communicator& world, const TrainOptions& options,
               std::vector<std::uint64_t> skipped);
 
-  // Collective. Rank 0 opens --metrics; `run` becomes its first line, and `resumed` is the step
-  // that the run goes on from.
+  // On rank 0. `run` becomes the first line of --metrics; `resumed`: the step that the run goes on
+  // from.
   void open_metrics(const std::string& run, std::optional<std::uint64_t> resumed);
   // Collective. Before the first step, with the newest save that a run can go on from.
   void begin(const std::filesystem::path& save);
@@ -51,6 +51,7 @@ class StepReports {
   [[nodiscard]] double train_loss() const { return train_loss_; }  // of the last step that counts
   [[nodiscard]] std::optional<double> validation_loss() const { return validation_loss_; }
   [[nodiscard]] const std::vector<std::uint64_t>& skipped() const { return skipped_; }
+  // After begin().
   [[nodiscard]] std::optional<CardPeaks> card() const { return gpus_->card(); }
 
  private:

@@ -4,7 +4,6 @@
 #include <string>
 
 #include "comm/base/throw_error.hpp"
-#include "runtime/checkpoint/load_checkpoint.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/tokens/same_tokenizer.hpp"

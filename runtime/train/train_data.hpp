@@ -28,7 +28,7 @@ struct TrainData {
 
 // Samples of one part of a validation.
 [[nodiscard]] std::int64_t part_of_validation(const TrainOptions& options);
-// For Training::evaluations.
+// For PipelineOptions::Training::evaluations.
 [[nodiscard]] std::vector<std::int64_t> evaluation_sizes(const TrainOptions& options,
                                                          const TrainData& data);
 

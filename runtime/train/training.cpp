@@ -8,8 +8,6 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include <sluice/program.hpp>
-
 #include "runtime/job/configuration.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -191,17 +189,20 @@ void Training::make_pipeline() {
 }
 
 void Training::open_metrics() {
-  nlohmann::ordered_json run;
-  for (const auto& [key, value] : options_.pipeline.checks.configuration) {
-    run["options"][key] = value;
-  }
-  run["layers"] = nlohmann::ordered_json::parse(to_json_text(layers()));
-  run["ranks"] = world_.size();
-  run["kernels"] = kernel_set();
-  run["matmul"] = matmul_library();
-  run["mpi"] = machine_.library;
-  reports_->open_metrics(run.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
-                         start_.resumed ? std::optional(start_.resumed->step) : std::nullopt);
+  PipelineAccess::guarded(*pipeline_, [&] {
+    if (!first() || options_.metrics.empty()) return;
+    nlohmann::ordered_json run;
+    for (const auto& [key, value] : options_.pipeline.checks.configuration) {
+      run["options"][key] = value;
+    }
+    run["layers"] = nlohmann::ordered_json::parse(to_json_text(layers()));
+    run["ranks"] = world_.size();
+    run["kernels"] = kernel_set();
+    run["matmul"] = matmul_library();
+    run["mpi"] = machine_.library;
+    reports_->open_metrics(run.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+                           start_.resumed ? std::optional(start_.resumed->step) : std::nullopt);
+  });
 }
 
 void Training::open_saver() {
@@ -233,7 +234,7 @@ std::string Training::describe_ranks(Collectives& job, const JobLayout& layout) 
          gather_rank_table(job, layout, options_.pipeline.devices.threads, "  ");
 }
 
-// Nothing is printed before this, so a job that is refused prints only its error.
+// A job that is refused has not come here, and prints only its error.
 void Training::describe(const JobLayout& layout, const std::string& ranks) const {
   fmt::print("{}{}{}{}", describe_configuration(options_.pipeline.checks.configuration),
              describe_layout(layout, choice_.partition), ranks, describe_start(start_, options_));
@@ -241,7 +242,7 @@ void Training::describe(const JobLayout& layout, const std::string& ranks) const
   std::fflush(stdout);
 }
 
-// The newest save that a run can go on from; may be empty.
+// The newest save that a run can go on from, where this rank knows it.
 std::filesystem::path Training::last_resumable() const {
   return saver_ && !options_.checkpoint.weights_only ? saver_->last_save()
                                                      : std::filesystem::path();

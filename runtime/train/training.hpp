@@ -1,6 +1,7 @@
 // A run of `sluice train`, from its options to its summary.
 #pragma once
 
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>

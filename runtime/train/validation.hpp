@@ -14,7 +14,7 @@ namespace sluice {
 // Samples of one part, over all replicas. It does not depend on the depth or the schedule, so that
 // sums do not either.
 [[nodiscard]] std::int64_t validation_part(std::int64_t micro_batch_size, int replicas);
-// The sizes of the parts of a validation of `samples`, for Training::evaluations.
+// The sizes of the parts of a validation of `samples`, for PipelineOptions::Training::evaluations.
 [[nodiscard]] std::vector<std::int64_t> validation_sizes(std::int64_t samples, std::int64_t part);
 
 // Collective. The mean loss of the first `samples` samples of `source`, in parts; nothing where

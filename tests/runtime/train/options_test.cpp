@@ -10,9 +10,9 @@
 
 #include <sluice/error.hpp>
 
-#include "runtime/train/train_options.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/options/option_table.hpp"
+#include "runtime/train/train_options.hpp"
 #include "tests/runtime/expect_error.hpp"
 
 namespace sluice {

@@ -10,9 +10,9 @@
 
 #include "comm/group/collectives.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/models/model_config.hpp"
 #include "runtime/train/saved_run.hpp"
 #include "runtime/train/train_options.hpp"
-#include "runtime/models/model_config.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
