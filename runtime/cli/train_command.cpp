@@ -5,7 +5,6 @@
 
 #include <sluice/program.hpp>
 
-#include "comm/mpi/mpi_session.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/train/train_options.hpp"
@@ -39,7 +38,7 @@ int train_command(int argc, char** argv) {
           options = parse_train_options(arguments, world.size());
         }
         const PlaceSignals place;
-        Training training(mpi_info(), world, options, stop);
+        Training training(world, options, stop);
         training.run();
         stopped = training.stopped();
       });

@@ -138,10 +138,12 @@ CheckpointOptions checkpoint_options(const TrainOptions& options, const TrainDat
   return checkpoint;
 }
 
-bool write_options(const TrainOptions& options) {
-  return write_for_people(
-      fs::path(options.save) / "options.conf", to_config_text(options.checkpoint.options),
+std::string write_options(const TrainOptions& options) {
+  const fs::path path = fs::path(options.save) / "options.conf";
+  const bool written = write_for_people(
+      path, to_config_text(options.checkpoint.options),
       [](std::string_view text) { return text.find('#') == std::string_view::npos; });
+  return written ? "" : fmt::format("'{}' is not Sluice's: it stays as it is", path.string());
 }
 
 }  // namespace sluice

@@ -1,6 +1,8 @@
 // The files a run writes: what must hold of them before it starts, and what its saves get.
 #pragma once
 
+#include <string>
+
 #include <sluice/checkpoint.hpp>
 
 #include "comm/group/collectives.hpp"
@@ -28,7 +30,8 @@ void require_room(const TrainOptions& options, const JobLayout& layout);
 [[nodiscard]] CheckpointOptions checkpoint_options(const TrainOptions& options,
                                                    const TrainData& data, const RunStart& start,
                                                    bool writes);
-// On rank 0. Returns whether options.conf is written; one that is not Sluice's stays.
-[[nodiscard]] bool write_options(const TrainOptions& options);
+// On rank 0. Writes options.conf beside the saves; one that is not Sluice's stays, and the text
+// returned says so.
+[[nodiscard]] std::string write_options(const TrainOptions& options);
 
 }  // namespace sluice

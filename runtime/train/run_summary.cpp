@@ -6,6 +6,7 @@
 #include <string>
 
 #include "comm/base/cores.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 namespace {
@@ -26,7 +27,7 @@ void print_head(const RunEnd& run) {
   } else if (!options.checkpoint.weights_only) {
     saved = fmt::format("; resume with --resume {} (or auto)", options.save);
   }
-  fmt::print("\nstopped as asked after step {}{}\n", run.step, saved);
+  fmt::print("\nstopped as asked after step {}{}\n", run.pipeline.step(), saved);
 }
 
 void print_losses(const RunEnd& run) {
@@ -68,7 +69,8 @@ void print_speed(const RunEnd& run) {
   const bool sliced = ranks > cores;
   print_row("bubble",
             fmt::format("{:.1f} % measured, {:.1f} % ideal{}",
-                        100 * sums.bubble / static_cast<double>(sums.steps), 100 * run.bubble_ideal,
+                        100 * sums.bubble / static_cast<double>(sums.steps),
+                        100 * PipelineAccess::layout(run.pipeline).plans.bubble_ideal,
                         sliced ? fmt::format(" (measured includes time-slicing: {} ranks share {} "
                                              "cores)",
                                              ranks, cores)

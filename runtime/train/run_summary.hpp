@@ -1,11 +1,11 @@
 // What a run prints at its end.
 #pragma once
 
-#include <cstdint>
 #include <filesystem>
 #include <optional>
 
 #include <sluice/communicator.hpp>
+#include <sluice/pipeline.hpp>
 
 #include "runtime/train/last_steps.hpp"
 #include "runtime/train/schedule_choice.hpp"
@@ -22,9 +22,8 @@ struct RunEnd {
   const StepReports& reports;
   const LastSteps& last_steps;
   Communicator& world;
-  bool stopped;  // asked to, before the last step
-  std::uint64_t step;
-  double bubble_ideal;
+  const Pipeline& pipeline;
+  bool stopped;                               // asked to, before the last step
   std::optional<std::filesystem::path> save;  // the last one; nothing without --save
 };
 

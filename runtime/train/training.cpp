@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "comm/mpi/mpi_session.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -42,9 +43,8 @@ void keep_replicas_together(PipelineOptions::Shape& shape) {
 
 }  // namespace
 
-Training::Training(MpiInfo machine, Communicator& world, const TrainOptions& options,
-                   StopRequest& stop)
-    : machine_(std::move(machine)), world_(world), options_(options), stop_(stop) {}
+Training::Training(Communicator& world, const TrainOptions& options, StopRequest& stop)
+    : world_(world), options_(options), stop_(stop) {}
 
 Training::~Training() { stop_.set_saver(nullptr); }
 
@@ -65,9 +65,8 @@ void Training::run() {
                  .reports = *reports_,
                  .last_steps = *last_steps_,
                  .world = world_,
+                 .pipeline = *pipeline_,
                  .stopped = stopped_,
-                 .step = pipeline_->step(),
-                 .bubble_ideal = PipelineAccess::layout(*pipeline_).plans.bubble_ideal,
                  .save = saver_ ? std::optional(saver_->last_save()) : std::nullopt});
 }
 
@@ -199,7 +198,7 @@ void Training::open_metrics() {
     run["ranks"] = world_.size();
     run["kernels"] = kernel_set();
     run["matmul"] = matmul_library();
-    run["mpi"] = machine_.library;
+    run["mpi"] = mpi_info().library;
     reports_->open_metrics(run.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
                            start_.resumed ? std::optional(start_.resumed->step) : std::nullopt);
   });
@@ -218,9 +217,8 @@ void Training::open_saver() {
                  [this](const std::string& line) { reports_->note(line); });
   stop_.set_saver(&*saver_);
   PipelineAccess::guarded(*pipeline_, [&] {
-    if (!first() || write_options(options_)) return;
-    const std::filesystem::path path = std::filesystem::path(options_.save) / "options.conf";
-    reports_->note(fmt::format("'{}' is not Sluice's: it stays as it is", path.string()));
+    const std::string remark = first() ? write_options(options_) : "";
+    if (!remark.empty()) reports_->note(remark);
   });
 }
 

@@ -9,7 +9,6 @@
 #include <sluice/checkpoint.hpp>
 #include <sluice/pipeline.hpp>
 
-#include "comm/mpi/mpi_session.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/report/layer_table.hpp"
@@ -26,7 +25,7 @@ namespace sluice {
 class Training {
  public:
   // `world`, `options` and `stop` outlive this.
-  Training(MpiInfo machine, Communicator& world, const TrainOptions& options, StopRequest& stop);
+  Training(Communicator& world, const TrainOptions& options, StopRequest& stop);
   ~Training();
   Training(const Training&) = delete;
   Training& operator=(const Training&) = delete;
@@ -57,7 +56,6 @@ class Training {
   [[nodiscard]] bool asked_anywhere();
   void validate(std::int64_t samples);
 
-  MpiInfo machine_;
   Communicator& world_;
   const TrainOptions& options_;
   StopRequest& stop_;

@@ -104,9 +104,8 @@ class ConvertedLayer final : public Layer {
   void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     Inner inner(*this, call, dy, dx);
     convert_if_copied(call.compute(), dy, inner.y);
-    const bool watches = !backward_watched_ && inner.dx.data != inner.y.data &&
-                         call.compute().device().kind == DeviceKind::kCpu;
-    if (watches && inner.dx.data != nullptr) {
+    const bool apart = inner.dx.data != nullptr && inner.dx.data != inner.y.data;
+    if (apart && !backward_watched_ && call.compute().device().kind == DeviceKind::kCpu) {
       watched(backward_watched_, inner.call, "its input's gradient", inner.dx,
               [&] { inner_->backward_input(inner.call, inner.y, inner.dx); });
       inner_->backward_weight(inner.call, inner.y);
