@@ -168,7 +168,7 @@ if(SLUICE_WITH_CUDA)
     target_link_libraries(Sluice::cuda INTERFACE sluice_emulated_cuda)
     add_subdirectory(tests/emulated_cuda)
   else()
-    target_link_libraries(Sluice::cuda INTERFACE CUDA::cudart_static CUDA::cublasLt)
+    target_link_libraries(Sluice::cuda INTERFACE CUDA::cudart_static)
     if(SLUICE_CUDNN_INCLUDE AND SLUICE_CUDNN_LIBRARY)
       set(SLUICE_WITH_CUDNN 1)
       target_include_directories(Sluice::cuda SYSTEM INTERFACE ${SLUICE_CUDNN_INCLUDE})
@@ -182,10 +182,15 @@ if(SLUICE_WITH_CUDA)
                  "${SLUICE_CUDA_ARCHITECTURES}, cuDNN ${SLUICE_WITH_CUDNN}, NCCL ${SLUICE_WITH_NCCL}")
 endif()
 
-# Private links of a library with GPU code.
+# Private links of a library with GPU code, and of a program that calls cuBLASLt itself: Sluice opens it at run
+# time (stages/cuda_context/cublas_lt.hpp).
 set(SLUICE_CUDA_LINKS)
+set(SLUICE_CUBLASLT)
 if(SLUICE_WITH_CUDA)
   set(SLUICE_CUDA_LINKS Sluice::cuda)
+  if(NOT SLUICE_CUDA STREQUAL emulated)
+    set(SLUICE_CUBLASLT CUDA::cublasLt)
+  endif()
 endif()
 
 # sluice_cuda_kernels(<target> <files...>): adds .cu files, for nvcc or for the emulation's g++.

@@ -1,6 +1,5 @@
 #include "stages/cuda/matmul.hpp"
 
-#include <cublasLt.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 
 #include "stages/cuda_context/check.hpp"
 #include "stages/cuda_context/context.hpp"
+#include "stages/cuda_context/cublas_lt.hpp"
 
 namespace sluice::cuda {
 
@@ -25,26 +25,27 @@ namespace {
 constexpr std::uintptr_t kAlignment = 16;
 
 // An opaque object of the library.
-template <typename Handle, cublasStatus_t (*Destroy)(Handle)>
+template <typename Handle, auto kDestroy>
 struct Destroyer {
   using pointer = Handle;
-  void operator()(Handle handle) const { Destroy(handle); }
+  void operator()(Handle handle) const { (cublas_lt().*kDestroy)(handle); }
 };
-template <typename Handle, cublasStatus_t (*Destroy)(Handle)>
-using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroyer<Handle, Destroy>>;
-using Description = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
-using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
-using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
+template <typename Handle, auto kDestroy>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroyer<Handle, kDestroy>>;
+using Description = Owned<cublasLtMatmulDesc_t, &CublasLt::MatmulDescDestroy>;
+using Layout = Owned<cublasLtMatrixLayout_t, &CublasLt::MatrixLayoutDestroy>;
+using Preference = Owned<cublasLtMatmulPreference_t, &CublasLt::MatmulPreferenceDestroy>;
 
 template <typename Value>
 void set(const Description& description, cublasLtMatmulDescAttributes_t attribute, Value value) {
-  check_cublas(cublasLtMatmulDescSetAttribute(description.get(), attribute, &value, sizeof(value)),
-               "cublasLtMatmulDescSetAttribute");
+  check_cublas(
+      cublas_lt().MatmulDescSetAttribute(description.get(), attribute, &value, sizeof(value)),
+      "cublasLtMatmulDescSetAttribute");
 }
 
 template <typename Value>
 void set(const Layout& layout, cublasLtMatrixLayoutAttribute_t attribute, Value value) {
-  check_cublas(cublasLtMatrixLayoutSetAttribute(layout.get(), attribute, &value, sizeof(value)),
+  check_cublas(cublas_lt().MatrixLayoutSetAttribute(layout.get(), attribute, &value, sizeof(value)),
                "cublasLtMatrixLayoutSetAttribute");
 }
 
@@ -52,7 +53,7 @@ template <typename Value>
 void set(const Preference& preference, cublasLtMatmulPreferenceAttributes_t attribute,
          Value value) {
   check_cublas(
-      cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof(value)),
+      cublas_lt().MatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof(value)),
       "cublasLtMatmulPreferenceSetAttribute");
 }
 
@@ -77,8 +78,8 @@ Seen see(std::int64_t rows, std::int64_t columns, const MatMulLayout& layout, st
   const std::int64_t stride = transposed ? layout.column : layout.row;
   cublasLtMatrixLayout_t made = nullptr;
   check_cublas(
-      cublasLtMatrixLayoutCreate(&made, library_type(dtype), static_cast<std::uint64_t>(inner),
-                                 static_cast<std::uint64_t>(outer), std::max(stride, inner)),
+      cublas_lt().MatrixLayoutCreate(&made, library_type(dtype), static_cast<std::uint64_t>(inner),
+                                     static_cast<std::uint64_t>(outer), std::max(stride, inner)),
       "cublasLtMatrixLayoutCreate");
   Seen seen = {Layout(made), transposed ? CUBLAS_OP_T : CUBLAS_OP_N};
   if (batches > 1) {
@@ -171,7 +172,7 @@ void Matmuls::State::describe(const Key& key, Plan& plan) const {
   const MatMulSpec& product = spec.product;
   const bool rounds = key.tf32 && product.operands == DType::kF32;
   cublasLtMatmulDesc_t made = nullptr;
-  check_cublas(cublasLtMatmulDescCreate(
+  check_cublas(cublas_lt().MatmulDescCreate(
                    &made, rounds ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F),
                "cublasLtMatmulDescCreate");
   plan.description.reset(made);
@@ -198,8 +199,8 @@ void Matmuls::State::describe(const Key& key, Plan& plan) const {
 std::uint32_t split_of(const cublasLtMatmulAlgo_t& algorithm) {
   std::uint32_t split = 1;
   std::size_t written = 0;
-  check_cublas(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM,
-                                                    &split, sizeof(split), &written),
+  check_cublas(cublas_lt().MatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM,
+                                                        &split, sizeof(split), &written),
                "cublasLtMatmulAlgoConfigGetAttribute");
   return split;
 }
@@ -237,7 +238,7 @@ const cublasLtMatmulHeuristicResult_t& Matmuls::State::pick(
 
 void Matmuls::State::choose_algorithm(const Key& key, Plan& plan) const {
   cublasLtMatmulPreference_t made = nullptr;
-  check_cublas(cublasLtMatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate");
+  check_cublas(cublas_lt().MatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate");
   const Preference preference(made);
   set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, Context::kWorkspaceBytes);
   // Sums that are split over blocks meet in f32, in a separate step of fixed order.
@@ -257,7 +258,7 @@ void Matmuls::State::choose_algorithm(const Key& key, Plan& plan) const {
   }
   std::array<cublasLtMatmulHeuristicResult_t, 8> results = {};
   int found = 0;
-  plan.status = cublasLtMatmulAlgoGetHeuristic(
+  plan.status = cublas_lt().MatmulAlgoGetHeuristic(
       context.cublas(), plan.description.get(), plan.b.get(), plan.a.get(), plan.c.get(),
       plan.c.get(), preference.get(), static_cast<int>(results.size()), results.data(), &found);
   if (plan.status == CUBLAS_STATUS_SUCCESS && found == 0) {
@@ -302,12 +303,12 @@ void Matmuls::run(const ProductSpec& spec, const ProductOperands& operands) {
   }
   const float one = 1, beta = product.accumulate ? 1.0F : 0.0F;
   Context& context = state_->context;
-  check_product(spec, cublasLtMatmul(context.cublas(), plan.description.get(), &one, operands.b,
-                                     plan.b.get(), operands.a, plan.a.get(), &beta,
-                                     operands.added != nullptr ? operands.added : operands.c,
-                                     plan.c.get(), operands.c, plan.c.get(), &plan.algorithm,
-                                     context.workspace(), Context::kWorkspaceBytes,
-                                     static_cast<cudaStream_t>(context.stream().native())));
+  check_product(spec, cublas_lt().Matmul(context.cublas(), plan.description.get(), &one, operands.b,
+                                         plan.b.get(), operands.a, plan.a.get(), &beta,
+                                         operands.added != nullptr ? operands.added : operands.c,
+                                         plan.c.get(), operands.c, plan.c.get(), &plan.algorithm,
+                                         context.workspace(), Context::kWorkspaceBytes,
+                                         static_cast<cudaStream_t>(context.stream().native())));
 }
 
 bool Matmuls::supports(const ProductSpec& spec) {

@@ -5,6 +5,7 @@
 #include <array>
 
 #include "comm/device/device_cuda.hpp"
+#include "stages/cuda_context/cublas_lt.hpp"
 
 namespace sluice::cuda {
 
@@ -19,7 +20,7 @@ namespace {
 
 void check_cublas(cublasStatus_t status, std::string_view what, std::source_location location) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
-  const char* const name = cublasLtGetStatusName(status);
+  const char* const name = cublas_lt().GetStatusName(status);
   if (status == CUBLAS_STATUS_ALLOC_FAILED) throw_out_of_memory(what, name, location);
   throw Error(ErrorCode::kDevice, fmt::format("{}: {}", what, name), -1, location);
 }

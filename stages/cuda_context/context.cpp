@@ -4,6 +4,7 @@
 
 #include "comm/device/device_cuda.hpp"
 #include "stages/cuda_context/check.hpp"
+#include "stages/cuda_context/cublas_lt.hpp"
 
 namespace sluice::cuda {
 
@@ -12,14 +13,14 @@ Context::Context(const OperatorTable& operators, const DeviceMemory& memory, Str
   const DeviceProperties properties = properties_of(memory.device());
   compute_capability_ = 10 * properties.major + properties.minor;
   shared_memory_ = properties.shared_memory;
-  check_cublas(cublasLtCreate(&cublas_), "cublasLtCreate");
+  check_cublas(cublas_lt().Create(&cublas_), "cublasLtCreate");
 }
 
 Context::~Context() {
 #if SLUICE_WITH_CUDNN
   if (cudnn_ != nullptr) cudnnDestroy(cudnn_);
 #endif
-  if (cublas_ != nullptr) cublasLtDestroy(cublas_);
+  if (cublas_ != nullptr) cublas_lt().Destroy(cublas_);
 }
 
 std::byte* Context::workspace() {
@@ -47,7 +48,7 @@ cudnnContext* Context::cudnn() {
 }
 
 std::string libraries() {
-  const std::size_t version = cublasLtGetVersion();
+  const std::size_t version = cublas_lt().GetVersion();
   std::string text =
       fmt::format("cuBLASLt {}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 #if SLUICE_WITH_CUDNN

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What `sluice schedule` loads: neither MPI nor a library of CUDA. And that the rest of `sluice` is found.
+"""What `sluice schedule` loads: neither MPI nor a library of CUDA. That `sluice-job` loads large ones of CUDA
+only where it uses a GPU. And that the rest of `sluice` is found.
 
     tests/runtime/explore/linkage_test.py SLUICE SLUICE_JOB
 
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 
+LARGE = re.compile(r"libcublas|libnccl|libcudart")
 UNWANTED = re.compile(r"libmpi|libopen-|libcuda|libcudart|libcublas|libcudnn|libnccl")
 
 
@@ -61,6 +63,9 @@ def main():
         sys.exit(f"{sluice} loads {found}")
     if not any(UNWANTED.match(name) for name in loaded(job)):
         sys.exit(f"{job} loads no MPI: the search for it finds nothing")
+    found = [name for name in loaded(job) if LARGE.match(name)]
+    if found:
+        sys.exit(f"{job} loads {found} before it knows whether there is a GPU")
     drawn = run(sluice, "schedule", "--schedule", "gpipe", "--ranks", "2", "--micro-batches", "2")
     if "rank 1" not in drawn.stdout:
         sys.exit(f"{sluice} draws no schedule: {drawn}")
