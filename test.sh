@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Installs what is missing, builds everything and runs every test.
+# Installs what is missing, builds everything and runs the tests.
 #
 #   ./test.sh [options passed on to ctest]         e.g. ./test.sh -R schedules
 #
-# Ends with ctest's own summary and its exit code. SLUICE_TEST_TARGET in the environment names one
-# target to build in place of everything.
+# Without options it leaves out what takes long and .ci/run has too: several hosts, kills and failing disks, other
+# projects that use Sluice, odd numbers of ranks, the scripts for GPUs; and what needs a GPU where there is none. With
+# options it leaves out nothing: ./test.sh -L . runs all. Ends with ctest's own summary and its exit code. SLUICE_TEST_TARGET in
+# the environment names one target to build in place of everything.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -28,4 +30,10 @@ if "$python" -c 'import numpy, safetensors' 2>/dev/null; then export SLUICE_TEST
 
 cmake --preset release -DSLUICE_BUILD_TESTS=ON -DSLUICE_BUILD_EXAMPLES=ON
 cmake --build --preset release ${SLUICE_TEST_TARGET:+--target "$SLUICE_TEST_TARGET"}
+printf 'test.sh: installing and building took %d s\n' "$SECONDS"
+if (($# == 0)); then
+  left_out='hosts|faults|install|more'
+  nvidia-smi -L >/dev/null 2>&1 || left_out+='|gpu'
+  set -- -LE "^($left_out)$"
+fi
 exec ctest --test-dir build/release --output-on-failure --parallel "$(nproc)" "$@"
