@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cmath>
+#include <csignal>
 #include <cstring>
 #include <string_view>
 #include <vector>
@@ -99,18 +100,17 @@ class JobWatch {
   }
 
   void take(const std::vector<JobEvent>& events) {
-    for (const JobEvent& event : events) attempt_.add(event);
+    for (const JobEvent& event : events) {
+      attempt_.add(event);
+      if (event.kind != JobEvent::Kind::kHang) continue;
+      const bool over = event.hang == JobEvent::Hang::kEnded;
+      const double due = clock_seconds() + (over ? options_.after_end : options_.after_hang);
+      deadline_ = std::min(due, deadline_.value_or(due));
+    }
   }
 
   void keep_limits() {
-    const double now = clock_seconds();
-    if (attempt_.hang && !reported_) {
-      reported_ = true;
-      deadline_ = now + options_.after_hang;
-    } else if (attempt_.ended && !deadline_) {
-      deadline_ = now + options_.after_end;
-    }
-    if (!deadline_ || now < *deadline_ || ended_) return;
+    if (!deadline_ || clock_seconds() < *deadline_ || ended_) return;
     ended_ = true;
     out_.say("the launcher does not return; ending it");
     job_.end();
@@ -124,8 +124,7 @@ class JobWatch {
   std::vector<char> buffer_;
   bool closed_ = false;        // standard error of the job
   bool asked_to_end_ = false;  // by a second signal
-  bool reported_ = false;
-  bool ended_ = false;  // the launcher did not return by itself
+  bool ended_ = false;         // the launcher did not return by itself
   std::optional<double> deadline_;
 };
 
@@ -144,18 +143,10 @@ StopRequests::StopRequests() {
   }
   ::sigprocmask(SIG_BLOCK, &signals, nullptr);
   ::signal(SIGCHLD, SIG_DFL);  // where it is ignored, nobody learns how a child ended
-  struct sigaction ignore {};
-  ignore.sa_handler = SIG_IGN;
-  ::sigaction(SIGPIPE, &ignore, &pipe_before_);
+  ::signal(SIGPIPE, SIG_IGN);
 }
 
-StopRequests::~StopRequests() {
-  signalfd_siginfo ignored{};
-  while (::read(fd_, &ignored, sizeof ignored) > 0) {  // those that wait are late
-  }
-  ::sigaction(SIGPIPE, &pipe_before_, nullptr);
-  ::close(fd_);
-}
+StopRequests::~StopRequests() { ::close(fd_); }
 
 std::optional<StopRequests::Kind> StopRequests::take() {
   signalfd_siginfo info{};

@@ -2,8 +2,6 @@
 // launcher that does not return.
 #pragma once
 
-#include <csignal>
-#include <cstdint>
 #include <optional>
 
 #include "runtime/supervise/job_output.hpp"
@@ -14,10 +12,10 @@ namespace sluice {
 
 // Signals to a supervisor, taken one by one where it waits instead of in a handler.
 //
-// From here on SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGCHLD are blocked and wait at fd().
-// They stay blocked when this is gone: the process then ends with the job's exit code, which a late
-// signal does not change. While this exists SIGPIPE is ignored. SIGINT or SIGHUP that were ignored
-// before stay so, as nohup and a shell's '&' want it. For a process with one thread.
+// From here on SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGCHLD are blocked and wait at fd(),
+// and SIGPIPE is ignored. So it stays when this is gone: the process then ends with the job's exit
+// code, which a late signal does not change. SIGINT or SIGHUP that were ignored before stay so, as
+// nohup and a shell's '&' want it. For a process with one thread.
 class StopRequests {
  public:
   StopRequests();  // Error(kInternal) where the kernel has no descriptor left
@@ -37,7 +35,6 @@ class StopRequests {
 
  private:
   int fd_ = -1;
-  struct sigaction pipe_before_ {};
   std::optional<double> first_;
 };
 
