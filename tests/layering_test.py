@@ -37,7 +37,7 @@ ORDER = {
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
                "network", "gradient_check layers", "transformer"),
     "runtime": ("files options", "data weights", "tokens", "layout", "job", "program engine", "watch gradients", "planning", "pipeline",
-                "checkpoint report", "models explore launch", "supervise doctor saves train", "cli start"),
+                "checkpoint report", "models explore supervise", "doctor saves train", "cli start"),
 }
 
 # What a folder may use of another one, as folders or rooms.
@@ -53,8 +53,7 @@ ACROSS = {
 ONLY = {
     "runtime/files": ("comm/base", "schedules/model"),
     "runtime/options": ("comm/base",),
-    "runtime/launch": ("comm/base", "runtime/files", "runtime/options"),
-    "runtime/supervise": ("comm/base", "runtime/files", "runtime/options", "runtime/launch"),
+    "runtime/supervise": ("comm/base", "runtime/files", "runtime/options"),
     "runtime/explore": ("comm/base", "schedules", "runtime/files", "runtime/options"),
     "runtime/start": ("comm/base", "runtime/explore", "runtime/supervise"),
 }

@@ -16,7 +16,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/random_id.hpp"
 #include "runtime/job/build_name.hpp"
-#include "runtime/launch/host_file.hpp"
+#include "runtime/supervise/hosts.hpp"
 
 namespace sluice {
 namespace {

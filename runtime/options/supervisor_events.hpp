@@ -1,5 +1,5 @@
 // Lines for the program that supervises a job (`sluice run`): what it must know and cannot see from
-// the exit code of a launcher. runtime/launch/job_events.hpp reads them.
+// the exit code of a launcher. runtime/supervise/job_output.hpp reads them.
 #pragma once
 
 #include <string>

@@ -1,83 +1,69 @@
 #include "runtime/supervise/job_watch.hpp"
 
 #include <poll.h>
+#include <sys/signalfd.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
-#include <optional>
+#include <csignal>
+#include <cstring>
 #include <string_view>
 #include <vector>
 
 #include <sluice/error.hpp>
 
-#include "runtime/launch/job_text.hpp"
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 namespace {
 
+constexpr double kSameSeconds = 0.2;
 constexpr std::size_t kReadAtOnce = 64U << 10;
+
+bool is_ignored(int signal) {
+  struct sigaction action {};
+  ::sigaction(signal, nullptr, &action);
+  return action.sa_handler == SIG_IGN;
+}
 
 class JobWatch {
  public:
-  JobWatch(JobProcess& job, StopRequests& stops, ErrorOutput& out, const WatchOptions& options)
-      : job_(job),
-        stops_(stops),
-        out_(out),
-        options_(options),
-        text_(
-            options.verbose, [this](std::string_view text) { out_.add(text); },
-            [this](const JobEvent& event) { attempt_.add(event); }),
-        buffer_(kReadAtOnce) {}
+  JobWatch(JobProcess& job, StopRequests& stops, JobOutput& out, const WatchOptions& options)
+      : job_(job), stops_(stops), out_(out), options_(options), buffer_(kReadAtOnce) {}
 
   Attempt run() {
-    const double start = steady_seconds();
+    const double start = clock_seconds();
     if (stops_.asked()) job_.stop();
     while (true) {
-      wait();
-      const double now = steady_seconds();
-      heed_signals(now);
-      read_text(now);
-      text_.tick(now);
-      if (const auto end = job_.ended()) {
-        attempt_.end = *end;
+      heed_signals();
+      read_text();
+      if (const auto end = job_.check()) {
+        attempt_.end = ended_ ? JobEnd{exit_code(ErrorCode::kPeer), false} : *end;
         break;
       }
-      keep_limits(now);
+      keep_limits();
+      wait();
     }
     read_rest();
-    text_.finish();
-    attempt_.seconds = steady_seconds() - start;
-    attempt_.findings = text_.findings();
-    attempt_.launcher_text = text_.explanation();
-    correct_code();
+    attempt_.seconds = clock_seconds() - start;
     return std::move(attempt_);
   }
 
  private:
   void wait() {
-    const double now = steady_seconds();
-    std::optional<double> time = text_.wait(now);
-    if (deadline_) {
-      const double left = std::max(0.0, *deadline_ - now);
-      time = time ? std::min(*time, left) : left;
+    std::optional<double> seconds = job_.wait();
+    if (deadline_ && !ended_) {
+      const double left = std::max(0.0, *deadline_ - clock_seconds());
+      seconds = std::min(left, seconds.value_or(left));
     }
-    std::array<pollfd, 4> fds = {
-        {{.fd = stops_.fd(), .events = POLLIN, .revents = 0},
-         {.fd = job_.end_fd(), .events = POLLIN, .revents = 0},
-         {.fd = out_.full() || closed_ ? -1 : job_.errors_fd(), .events = POLLIN, .revents = 0},
-         {.fd = out_.fd(), .events = POLLOUT, .revents = 0}}};
-    // An hour: a longer wait may not fit poll()'s milliseconds.
-    const int most = time ? static_cast<int>(std::ceil(1000 * std::min(*time, 3600.0))) : -1;
-    if (::poll(fds.data(), fds.size(), most) <= 0) return;
-    if (fds[3].revents != 0) out_.write_some();
+    wait_for(stops_, out_, closed_ || out_.full() ? -1 : job_.errors_fd(), seconds);
   }
 
-  void heed_signals(double now) {
-    while (const auto request = stops_.take(now)) {
+  void heed_signals() {
+    while (const auto request = stops_.take()) {
       switch (*request) {
         case StopRequests::Kind::kStop:
           out_.say("stopping after this step; a second signal (Ctrl-C) ends the job at once");
@@ -85,8 +71,8 @@ class JobWatch {
           break;
         case StopRequests::Kind::kEndNow:
           out_.say("ending the job");
-          times_ended_ == 0 ? job_.end() : job_.kill();
-          ++times_ended_;
+          asked_to_end_ ? job_.kill() : job_.end();
+          asked_to_end_ = true;
           break;
         case StopRequests::Kind::kTell:
           job_.tell();
@@ -96,12 +82,12 @@ class JobWatch {
   }
 
   // One piece; false where nothing waits.
-  bool read_text(double now) {
+  bool read_text() {
     if (closed_ || out_.full()) return false;
     const ssize_t size = ::read(job_.errors_fd(), buffer_.data(), buffer_.size());
     if (size < 0) return errno == EINTR;
     closed_ = size == 0;
-    text_.feed({buffer_.data(), static_cast<std::size_t>(size)}, now);
+    take(out_.feed({buffer_.data(), static_cast<std::size_t>(size)}));
     return !closed_;
   }
 
@@ -109,58 +95,86 @@ class JobWatch {
   void read_rest() {
     do {
       if (out_.full()) out_.flush(stops_.fd());
-    } while (read_text(steady_seconds()));
+    } while (read_text());
+    take(out_.finish());
   }
 
-  void keep_limits(double now) {
-    const auto due_in = [&](double seconds) {
-      if (!deadline_ || now + seconds < *deadline_) deadline_ = now + seconds;
-    };
-    if (attempt_.hang && !reported_) {
-      reported_ = true;
-      due_in(options_.after_report);
+  void take(const std::vector<JobEvent>& events) {
+    for (const JobEvent& event : events) {
+      attempt_.add(event);
+      if (event.kind != JobEvent::Kind::kHang) continue;
+      const bool over = event.hang == JobEvent::Hang::kEnded;
+      const double due = clock_seconds() + (over ? options_.after_end : options_.after_hang);
+      deadline_ = std::min(due, deadline_.value_or(due));
     }
-    if (text_.findings().launcher_ends && !said_) {
-      said_ = true;
-      due_in(options_.after_word);
-    }
-    if (!deadline_ || now < *deadline_ || ended_) return;
+  }
+
+  void keep_limits() {
+    if (!deadline_ || clock_seconds() < *deadline_ || ended_) return;
     ended_ = true;
-    deadline_.reset();
     out_.say("the launcher does not return; ending it");
     job_.end();
   }
 
-  void correct_code() {
-    if (!ended_) return;
-    const auto& killed = attempt_.findings.killed;
-    const bool by_rank = killed && !attempt_.hang;
-    attempt_.end = {by_rank ? kSignalBase + killed->signal : exit_code(ErrorCode::kPeer), false};
-  }
-
   JobProcess& job_;
   StopRequests& stops_;
-  ErrorOutput& out_;
+  JobOutput& out_;
   const WatchOptions& options_;
   Attempt attempt_;
-  JobText text_;
   std::vector<char> buffer_;
-  bool closed_ = false;  // standard error of the job
-  bool reported_ = false, said_ = false;
-  bool ended_ = false;   // the launcher did not return by itself
-  int times_ended_ = 0;  // by a second signal
+  bool closed_ = false;        // standard error of the job
+  bool asked_to_end_ = false;  // by a second signal
+  bool ended_ = false;         // the launcher did not return by itself
   std::optional<double> deadline_;
 };
 
 }  // namespace
 
-double steady_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+StopRequests::StopRequests() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  for (const int signal : {SIGTERM, SIGUSR1, SIGUSR2, SIGCHLD}) sigaddset(&signals, signal);
+  for (const int signal : {SIGINT, SIGHUP}) {
+    if (!is_ignored(signal)) sigaddset(&signals, signal);
+  }
+  fd_ = ::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
+  if (fd_ < 0) {
+    throw_error(ErrorCode::kInternal, "cannot wait for signals: {}", std::strerror(errno));
+  }
+  ::sigprocmask(SIG_BLOCK, &signals, nullptr);
+  ::signal(SIGCHLD, SIG_DFL);  // where it is ignored, nobody learns how a child ended
+  ::signal(SIGPIPE, SIG_IGN);
 }
 
-Attempt watch_job(JobProcess& job, StopRequests& stops, ErrorOutput& out,
+StopRequests::~StopRequests() { ::close(fd_); }
+
+std::optional<StopRequests::Kind> StopRequests::take() {
+  signalfd_siginfo info{};
+  while (::read(fd_, &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
+    const int signal = static_cast<int>(info.ssi_signo);
+    if (signal == SIGCHLD) continue;
+    if (signal == SIGUSR2) return Kind::kTell;
+    if (!first_) {
+      first_ = clock_seconds();
+      return Kind::kStop;
+    }
+    if (signal != SIGHUP && clock_seconds() - *first_ >= kSameSeconds) return Kind::kEndNow;
+  }
+  return std::nullopt;
+}
+
+Attempt watch_job(JobProcess& job, StopRequests& stops, JobOutput& out,
                   const WatchOptions& options) {
   return JobWatch(job, stops, out, options).run();
+}
+
+void wait_for(const StopRequests& stops, JobOutput& out, int also, std::optional<double> seconds) {
+  std::array<pollfd, 3> fds = {{{.fd = stops.fd(), .events = POLLIN, .revents = 0},
+                                {.fd = also, .events = POLLIN, .revents = 0},
+                                {.fd = out.fd(), .events = POLLOUT, .revents = 0}}};
+  // An hour: a longer wait may not fit poll()'s milliseconds.
+  const int most = seconds ? static_cast<int>(std::ceil(1000 * std::min(*seconds, 3600.0))) : -1;
+  if (::poll(fds.data(), fds.size(), most) > 0 && fds[2].revents != 0) out.write_some();
 }
 
 }  // namespace sluice

@@ -2,25 +2,54 @@
 // launcher that does not return.
 #pragma once
 
-#include "runtime/launch/job_process.hpp"
-#include "runtime/supervise/attempt.hpp"
-#include "runtime/supervise/error_output.hpp"
-#include "runtime/supervise/stop_requests.hpp"
+#include <optional>
+
+#include "runtime/supervise/job_output.hpp"
+#include "runtime/supervise/job_process.hpp"
+#include "runtime/supervise/restart_policy.hpp"
 
 namespace sluice {
 
-struct WatchOptions {
-  bool verbose = false;  // shows what the launcher says
-  // From a report of a hang, and from the launcher's word that the job ends, until it is ended.
-  double after_report = 10, after_word = 30;
+// Signals to a supervisor, taken one by one where it waits instead of in a handler.
+//
+// From here on SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGCHLD are blocked and wait at fd(),
+// and SIGPIPE is ignored. So it stays when this is gone: the process then ends with the job's exit
+// code, which a late signal does not change. SIGINT or SIGHUP that were ignored before stay so, as
+// nohup and a shell's '&' want it. For a process with one thread.
+class StopRequests {
+ public:
+  StopRequests();  // Error(kInternal) where the kernel has no descriptor left
+  ~StopRequests();
+  StopRequests(const StopRequests&) = delete;
+  StopRequests& operator=(const StopRequests&) = delete;
+
+  // Becomes readable when a signal waits.
+  [[nodiscard]] int fd() const { return fd_; }
+
+  enum class Kind { kStop, kEndNow, kTell };
+  // The next request that waits: the first stop, one after it, or SIGUSR2. None: nothing waits. A
+  // request within 0.2 s of the first is the same one (`timeout` signals both a process and its
+  // group), and SIGHUP is never the second (a terminal that closes may send it twice).
+  [[nodiscard]] std::optional<Kind> take();
+  [[nodiscard]] bool asked() const { return first_.has_value(); }
+
+ private:
+  int fd_ = -1;
+  std::optional<double> first_;
 };
 
-// Seconds of the steady clock.
-[[nodiscard]] double steady_seconds();
+struct WatchOptions {
+  // From the report of a hang, and of a process that has ended, until the job is ended.
+  double after_hang = 10, after_end = 30;
+};
 
-// Returns when nothing of the job is left on this host. Where a launcher had to be ended after a
-// report, the exit code is 11, or that of the signal that killed a rank.
-Attempt watch_job(JobProcess& job, StopRequests& stops, ErrorOutput& out,
-                  const WatchOptions& options);
+// Returns when nothing of the job is left on this host. Where the launcher had to be ended after a
+// report, the exit code is 11.
+Attempt watch_job(JobProcess& job, StopRequests& stops, JobOutput& out,
+                  const WatchOptions& options = {});
+
+// Waits for a signal, for `also` to become readable (none: -1), or for so many seconds, and
+// meanwhile writes a piece of what `out` has.
+void wait_for(const StopRequests& stops, JobOutput& out, int also, std::optional<double> seconds);
 
 }  // namespace sluice

@@ -4,101 +4,56 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <array>
 #include <csignal>
 #include <cstring>
 #include <optional>
 
-#include <sluice/error.hpp>
-
-#include "runtime/launch/host_file.hpp"
+#include "runtime/supervise/hosts.hpp"
 
 namespace sluice {
 namespace {
 
 constexpr double kMinute = 60;
-constexpr int kTimesLost = 2, kKillsInARow = 3, kMostWithoutProgress = 2;
+constexpr int kTimesLost = 2, kEndsInARow = 3, kMostWithoutProgress = 2;
+constexpr int kSignalBase = 128;  // an exit code after a signal: this and its number
+constexpr int kHostLostCode = 205;
 
 struct KnownCode {
-  int code;
   const char* meaning;
+  bool retried = false;
 };
-constexpr std::array kKnownCodes = {
-    KnownCode{1, "an error of the launcher or of another program"},
-    KnownCode{2, "an option, shape or layout that cannot work"},
-    KnownCode{3, "an input file that is missing, too short or wrong"},
-    KnownCode{4, "an output that cannot be written"},
-    KnownCode{5, "saved weights that are damaged or do not fit"},
-    KnownCode{6, "ranks that disagree"},
-    KnownCode{7, "NaN or infinity in loss or gradients"},
-    KnownCode{8, "a schedule that breaks a rule"},
-    KnownCode{9, "MPI"},
-    KnownCode{10, "a device, or no memory or threads"},
-    KnownCode{11, "a rank died or stopped answering"},
-    KnownCode{kStoppedCode, "stopped as asked, saved"},
-    KnownCode{13, "an exception of the program's own code"},
-    KnownCode{70, "an internal error of Sluice"},
+// Others are not Sluice's.
+const std::map<int, KnownCode> kKnownCodes = {
+    {1, {"an error of the launcher or of another program", true}},
+    {2, {"an option, shape or layout that cannot work"}},
+    {3, {"an input file that is missing, too short or wrong"}},
+    {4, {"an output that cannot be written"}},
+    {5, {"saved weights that are damaged or do not fit"}},
+    {6, {"ranks that disagree"}},
+    {7, {"NaN or infinity in loss or gradients"}},
+    {8, {"a schedule that breaks a rule"}},
+    {9, {"MPI", true}},
+    {10, {"a device, or no memory or threads", true}},
+    {11, {"a rank died or stopped answering", true}},
+    {kStoppedCode, {"stopped as asked, saved"}},
+    {13, {"an exception of the program's own code"}},
+    {70, {"an internal error of Sluice"}},
+    {kHostLostCode, {"Open MPI lost a host", true}},
+    {255, {"Open MPI or ssh did not reach a host", true}},
 };
 
-// SIGABRT, SIGBUS, SIGFPE, SIGKILL, SIGUSR1 and SIGSEGV.
-constexpr int kFirstSignal = kSignalBase + SIGABRT, kLastSignal = kSignalBase + SIGSEGV;
+// By SIGABRT, SIGBUS, SIGFPE, SIGKILL, SIGUSR1 or SIGSEGV.
+bool is_crash(int code) { return code >= kSignalBase + SIGABRT && code <= kSignalBase + SIGSEGV; }
 
 std::string signal_name(int signal) {
   const char* const name = ::sigabbrev_np(signal);
   return name == nullptr ? fmt::format("signal {}", signal) : fmt::format("SIG{}", name);
 }
 
-std::string where(const std::string& host) {
-  return host.empty() ? "" : fmt::format(" on {}", host);
-}
-
-std::string describe_hang(const JobEvent& hang) {
-  if (hang.deadlock) return fmt::format("all ranks wait for each other in step {}", hang.step);
-  std::string who = hang.ranks.empty() ? "a rank"
-                                       : fmt::format("rank{} {}", hang.ranks.size() == 1 ? "" : "s",
-                                                     fmt::join(hang.ranks, ", "));
-  if (!hang.hosts.empty()) who += fmt::format(" on {}", fmt::join(hang.hosts, ", "));
-  return fmt::format("{} stopped answering in step {}", who, hang.step);
-}
-
-std::vector<std::string> lost_hosts(const Attempt& attempt) {
-  std::vector<std::string> hosts = attempt.findings.lost_hosts;
-  if (attempt.hang && !attempt.hang->deadlock) {
-    hosts.insert(hosts.end(), attempt.hang->hosts.begin(), attempt.hang->hosts.end());
-  }
-  return hosts;
-}
-
-std::optional<std::string> known_as(const std::string& host, std::span<const std::string> hosts) {
-  const auto found = std::find_if(hosts.begin(), hosts.end(),
-                                  [&](const std::string& known) { return same_host(known, host); });
-  if (found == hosts.end()) return std::nullopt;
-  return *found;
-}
-
-}  // namespace
-
-ExitKind kind_of_exit(int code) {
-  if (code == 0) return ExitKind::kDone;
-  if (code == kStoppedCode) return ExitKind::kStopped;
-  const bool retried =
-      code == 1 || code == exit_code(ErrorCode::kMpi) || code == exit_code(ErrorCode::kDevice) ||
-      code == exit_code(ErrorCode::kPeer) || (code >= kFirstSignal && code <= kLastSignal);
-  return retried ? ExitKind::kRetried : ExitKind::kHopeless;
-}
-
-ExitKind kind_of(const Attempt& attempt) {
-  const int code = attempt.end.code;
-  const ExitKind kind = kind_of_exit(code);
-  const bool of_the_job = std::any_of(kKnownCodes.begin(), kKnownCodes.end(),
-                                      [&](const KnownCode& known) { return known.code == code; });
-  if (kind != ExitKind::kHopeless || of_the_job) return kind;
-  return attempt.hang || !attempt.findings.lost_hosts.empty() ? ExitKind::kRetried : kind;
-}
-
-std::string describe_exit(const JobEnd& end) {
-  for (const KnownCode& known : kKnownCodes) {
-    if (known.code == end.code) return fmt::format("exit code {}: {}", end.code, known.meaning);
+std::string describe_code(const JobEnd& end) {
+  const auto known = kKnownCodes.find(end.code);
+  if (known != kKnownCodes.end()) {
+    return fmt::format("exit code {}: {}", end.code, known->second.meaning);
   }
   if (end.code > kSignalBase && end.code < kSignalBase + NSIG) {
     return fmt::format("exit code {}: {}killed by {}", end.code,
@@ -107,28 +62,91 @@ std::string describe_exit(const JobEnd& end) {
   return fmt::format("exit code {}", end.code);
 }
 
-std::string describe(const Attempt& attempt) {
-  const JobFindings& findings = attempt.findings;
-  if (attempt.hang) return describe_hang(*attempt.hang);
-  if (!findings.lost_hosts.empty()) {
-    return fmt::format("lost {}", fmt::join(findings.lost_hosts, ", "));
-  }
-  if (findings.killed) {
-    return fmt::format("rank {}{} was killed by {}", findings.killed->rank,
-                       where(findings.killed->host), signal_name(findings.killed->signal));
-  }
-  return describe_exit(attempt.end);
+// "ranks 2, 3 on node2"
+std::string describe_ranks(const JobEvent& report) {
+  std::string who = report.ranks.empty()
+                        ? "a rank"
+                        : fmt::format("rank{} {}", report.ranks.size() == 1 ? "" : "s",
+                                      fmt::join(report.ranks, ", "));
+  if (!report.hosts.empty()) who += fmt::format(" on {}", fmt::join(report.hosts, ", "));
+  return who;
 }
 
-double Pauses::after(double attempt_seconds) {
-  if (attempt_seconds >= kMinute) next_ = first_;
-  const double pause = next_;
-  next_ = std::max(first_, std::min(2 * next_, kMinute));
-  return pause;
+// The hosts of a report by the names of `hosts`, each once.
+std::vector<std::string> known_hosts(const JobEvent& report, std::span<const std::string> hosts) {
+  std::vector<std::string> result;
+  for (const std::string& host : hosts) {
+    const auto same = [&](const std::string& named) { return same_host(named, host); };
+    if (std::any_of(report.hosts.begin(), report.hosts.end(), same)) result.push_back(host);
+  }
+  return result;
+}
+
+}  // namespace
+
+void Attempt::add(const JobEvent& event) {
+  using Kind = JobEvent::Kind;
+  if (event.kind == Kind::kHang) {
+    std::optional<JobEvent>& report = event.hang == JobEvent::Hang::kEnded ? ended : hang;
+    if (!report) report = event;
+    return;
+  }
+  if (event.kind == Kind::kStart || !steps) {
+    const std::uint64_t start = event.kind == Kind::kStart ? event.step : 0;
+    steps = AttemptSteps{.start = start, .last = start, .saved = start};
+  }
+  if (event.kind == Kind::kSave) steps->saved = std::max(steps->saved, event.step);
+  if (event.step < steps->last) return;  // a save that completes later
+  steps->last = event.step;
+  if (event.kind == Kind::kStep || event.kind == Kind::kEnd) {
+    steps->seconds = std::max(steps->seconds, event.seconds);
+  }
+  steps->complete = event.kind == Kind::kEnd;
+}
+
+// A start goes on from a save: of the starts before it only the steps up to there count.
+RunTotals totals_of(std::span<const AttemptSteps> attempts) {
+  RunTotals totals;
+  if (attempts.empty()) return totals;
+  const AttemptSteps& final = attempts.back();
+  std::uint64_t kept = final.complete ? final.last : final.saved;
+  for (auto attempt = attempts.rbegin(); attempt != attempts.rend(); ++attempt) {
+    const std::uint64_t end = std::clamp(kept, attempt->start, attempt->last);
+    const auto all = static_cast<double>(attempt->last - attempt->start);
+    if (all > 0) {
+      totals.step_seconds += attempt->seconds * static_cast<double>(end - attempt->start) / all;
+    }
+    totals.steps_lost += attempt->last - end;
+    kept = std::min(kept, attempt->start);
+  }
+  return totals;
+}
+
+std::string describe(const Attempt& attempt) {
+  const auto& hang = attempt.hang;
+  const auto& ended = attempt.ended;
+  const int code = attempt.end.code;
+  if (hang && hang->hang == JobEvent::Hang::kDeadlock) {
+    return fmt::format("all ranks wait for each other in step {}", hang->step);
+  }
+  if (hang)
+    return fmt::format("{} stopped answering in step {}", describe_ranks(*hang), hang->step);
+  if (!ended || attempt.end.by_signal) return describe_code(attempt.end);
+  if (!is_crash(code)) {
+    return fmt::format("{}; {} ended first", describe_code(attempt.end), describe_ranks(*ended));
+  }
+  return fmt::format("{} was killed by {}", describe_ranks(*ended),
+                     signal_name(code - kSignalBase));
+}
+
+bool RestartPolicy::is_retried(const Attempt& attempt) const {
+  if (is_crash(attempt.end.code)) return true;
+  const auto known = kKnownCodes.find(attempt.end.code);
+  if (known != kKnownCodes.end()) return known->second.retried;
+  return attempt.hang || !missed_.empty();
 }
 
 bool RestartPolicy::makes_progress(const Attempt& attempt) {
-  speaks_ = speaks_ || attempt.steps.has_value();
   if (!speaks_) return attempt.seconds >= kMinute;
   if (!attempt.steps) return false;
   // The attempt before saved what this one started from, and ended before it could say so.
@@ -139,30 +157,45 @@ bool RestartPolicy::makes_progress(const Attempt& attempt) {
 
 std::vector<std::string> RestartPolicy::hosts_to_leave_out(const Attempt& attempt,
                                                            std::span<const std::string> hosts) {
-  std::vector<std::string> result;
-  const auto leave_out = [&](const std::string& host) {
-    if (result.size() + 1 < hosts.size()) result.push_back(host);
-  };
-  std::vector<std::string> lost;  // by the names of `hosts`, each once
-  for (const std::string& host : lost_hosts(attempt)) {
-    const auto known = known_as(host, hosts);
-    if (known && std::find(lost.begin(), lost.end(), *known) == lost.end()) lost.push_back(*known);
+  std::vector<std::string> lost, candidates;
+  if (attempt.hang && attempt.hang->hang == JobEvent::Hang::kLost) {
+    lost = known_hosts(*attempt.hang, hosts);
+  } else if (attempt.ended && attempt.end.code == kHostLostCode) {
+    lost = known_hosts(*attempt.ended, hosts);
   }
+  const bool began = speaks_ ? attempt.steps.has_value() : attempt.seconds >= kMinute;
+  if (lost.empty() && !began) candidates = missed_;
   for (const std::string& host : lost) {
-    if (++times_lost_[host] >= kTimesLost) leave_out(host);
+    if (++times_lost_[host] >= kTimesLost) candidates.push_back(host);
   }
-  const auto& killed = attempt.findings.killed;
-  const std::string host = killed ? known_as(killed->host, hosts).value_or("") : "";
-  killed_in_a_row_ = host.empty() || !lost.empty() ? 0
-                     : host == killed_host_        ? killed_in_a_row_ + 1
-                                                   : 1;
-  killed_host_ = host;
-  if (killed_in_a_row_ >= kKillsInARow) leave_out(host);
-  return result;
+  missed_ = lost;
+
+  std::string ended;
+  if (attempt.ended && lost.empty()) {
+    const std::vector<std::string> known = known_hosts(*attempt.ended, hosts);
+    if (!known.empty()) ended = known.front();
+  }
+  ended_in_a_row_ = ended.empty() ? 0 : ended == ended_host_ ? ended_in_a_row_ + 1 : 1;
+  ended_host_ = ended;
+  if (ended_in_a_row_ >= kEndsInARow) candidates.push_back(ended);
+  if (candidates.size() == hosts.size() && !hosts.empty()) candidates.pop_back();
+  return candidates;
+}
+
+double RestartPolicy::pause_after(double attempt_seconds) {
+  if (attempt_seconds >= kMinute) next_pause_ = first_pause_;
+  const double pause = next_pause_;
+  next_pause_ = std::max(first_pause_, std::min(2 * next_pause_, kMinute));
+  return pause;
 }
 
 RestartDecision RestartPolicy::after(const Attempt& attempt, std::span<const std::string> hosts) {
   RestartDecision decision;
+  if (!is_retried(attempt)) {
+    decision.reason = "another start ends in the same way";
+    return decision;
+  }
+  speaks_ = speaks_ || attempt.steps.has_value();
   const bool progress = makes_progress(attempt);
   decision.left_out = hosts_to_leave_out(attempt, hosts);
   if (progress || !decision.left_out.empty()) {
@@ -174,18 +207,16 @@ RestartDecision RestartPolicy::after(const Attempt& attempt, std::span<const std
   if (restarts_ >= most_) {
     decision.reason = most_ == 0 ? "no restarts are allowed (--restarts 0)"
                                  : fmt::format("{} restarts are all that --restarts allows", most_);
-    return decision;
-  }
-  if (without_progress_ >= kMostWithoutProgress) {
+  } else if (without_progress_ >= kMostWithoutProgress) {
     decision.reason =
         speaks_ ? "two restarts in a row added no save; does the job save (--save, --save-every) "
                   "and go on from there (--resume auto)?"
                 : "two restarts in a row ended within a minute";
-    return decision;
+  } else {
+    decision.again = true;
+    ++restarts_;
+    decision.pause = pause_after(attempt.seconds);
   }
-  decision.again = true;
-  ++restarts_;
-  decision.pause = pauses_.after(attempt.seconds);
   return decision;
 }
 

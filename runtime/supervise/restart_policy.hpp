@@ -1,47 +1,53 @@
-// Whether a job that has ended is started again, after which pause, and without which hosts. Pure:
-// it knows neither clocks nor processes.
+// What is known of a start of a job that has ended, and whether it is started again: after which
+// pause, and without which hosts. Pure: it knows neither clocks nor processes.
 #pragma once
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
-#include "runtime/supervise/attempt.hpp"
+#include "runtime/supervise/job_output.hpp"
+#include "runtime/supervise/job_process.hpp"
 
 namespace sluice {
 
-// What an exit code means for another start. runtime/README.md has the table.
-enum class ExitKind {
-  kDone,      // 0
-  kStopped,   // 12: as asked, and saved
-  kRetried,   // 1, 9, 10, 11, 134 to 139
-  kHopeless,  // all others: another start ends in the same way
+// Steps of a start, by the job's events.
+struct AttemptSteps {
+  std::uint64_t start = 0;  // done before it
+  std::uint64_t last = 0;   // the last one that is known to be done
+  std::uint64_t saved = 0;  // newest save; `start` where none was added
+  double seconds = 0;       // in its steps, up to `last`
+  bool complete = false;    // it said that it reached its end
 };
-[[nodiscard]] ExitKind kind_of_exit(int code);
 
-// The same of an attempt: a report of a hang or a lost host is retried where the launcher's own
-// code says nothing about the job.
-[[nodiscard]] ExitKind kind_of(const Attempt& attempt);
+// One start of a job: what is known of it once it has ended.
+struct Attempt {
+  JobEnd end;
+  double seconds = 0;                 // from its start to its end
+  std::optional<AttemptSteps> steps;  // none: no event of steps came
+  std::optional<JobEvent> hang;       // the first report that is not of kind kEnded
+  std::optional<JobEvent> ended;      // the first one that is
 
-// "exit code 11: a rank died or stopped answering", "killed by SIGKILL (exit code 137)"
-[[nodiscard]] std::string describe_exit(const JobEnd& end);
-// What happened, in one line: the hang, the host that is lost, the rank that was killed, the job's
-// own error, or the exit code alone.
+  void add(const JobEvent& event);
+};
+
+struct RunTotals {
+  double step_seconds = 0;       // in steps whose result is in the last state
+  std::uint64_t steps_lost = 0;  // that were done and had to be done again, or are missing
+};
+
+// Of all starts of a run. Steps between two reports of a job (a second) are not known: time and
+// steps that were lost are a little more.
+[[nodiscard]] RunTotals totals_of(std::span<const AttemptSteps> attempts);
+
+// Exit codes of a job that ended as it should: done; stopped as asked, and saved.
+constexpr int kDoneCode = 0, kStoppedCode = 12;
+
+// What happened, in one line: the hang, the rank whose process ended, or the exit code alone.
 [[nodiscard]] std::string describe(const Attempt& attempt);
-
-// The pause before a restart: `first` seconds, doubled (up to a minute, or `first` where that is
-// longer) each time that the attempt before lasted less than a minute, `first` again after another.
-class Pauses {
- public:
-  explicit Pauses(double first) : first_(first), next_(first) {}
-  [[nodiscard]] double after(double attempt_seconds);
-
- private:
-  double first_, next_;
-};
 
 struct RestartDecision {
   bool again = false;
@@ -50,35 +56,48 @@ struct RestartDecision {
   std::string reason;                 // why not again
 };
 
+// Exit codes 1, 9, 10, 11, 134 to 139, 205 (Open MPI lost a host) and 255 (Open MPI or ssh did not
+// reach one) are retried; runtime/README.md has the table. So is any code that is not Sluice's,
+// where a hang was reported, or a host in the start before. All others end in the same way again.
+//
 // A restart makes progress if it adds a save to those that it started from: it said so, or the next
 // start goes on from a save that is newer than all known ones. A job that sends no events makes
 // progress if it runs for a minute. Two restarts in a row without progress end the run.
 //
-// A host is left out when it is lost the second time, or when the third attempt in a row ends by a
-// signal to a rank there; but never the last one. After that restarts count anew.
+// A host is left out when it is reported as lost the second time, or when the start after the first
+// time does not begin its steps (or ends within a minute, where the job sends no events): that host
+// is still down. So it is when the third attempt in a row ends with a process of a rank there. The
+// last host stays. After that restarts count anew.
+//
+// The pause is `first_pause` seconds, doubled (up to a minute, or `first_pause` where that is
+// longer) each time that the attempt before lasted less than a minute, `first_pause` again after
+// another.
 class RestartPolicy {
  public:
-  RestartPolicy(int restarts, double first_pause) : most_(restarts), pauses_(first_pause) {}
+  RestartPolicy(int restarts, double first_pause)
+      : most_(restarts), first_pause_(first_pause), next_pause_(first_pause) {}
 
-  // After an attempt of kind kRetried on these hosts; none where the supervisor does not choose
-  // them.
+  // After an attempt on these hosts; none where the supervisor does not choose them.
   RestartDecision after(const Attempt& attempt, std::span<const std::string> hosts);
   [[nodiscard]] int restarts() const { return restarts_; }
 
  private:
+  [[nodiscard]] bool is_retried(const Attempt& attempt) const;
   // Forgets restarts without progress where the attempt shows that the one before made some.
   [[nodiscard]] bool makes_progress(const Attempt& attempt);
   [[nodiscard]] std::vector<std::string> hosts_to_leave_out(const Attempt& attempt,
                                                             std::span<const std::string> hosts);
+  [[nodiscard]] double pause_after(double attempt_seconds);
 
   int most_;
-  Pauses pauses_;
+  double first_pause_, next_pause_;
   int restarts_ = 0, without_progress_ = 0;
   bool first_ = true, speaks_ = false;
-  std::uint64_t newest_save_ = 0;  // that is known, by its step
+  std::uint64_t newest_save_ = 0;    // that is known, by its step
+  std::vector<std::string> missed_;  // lost in the attempt before
   std::map<std::string, int> times_lost_;
-  std::string killed_host_;
-  int killed_in_a_row_ = 0;
+  std::string ended_host_;
+  int ended_in_a_row_ = 0;
 };
 
 }  // namespace sluice

@@ -226,9 +226,11 @@ std::uint64_t step_of(const WatchView& view) {
 }
 
 std::string hang_event(const WatchView& view, const Verdict& verdict) {
-  const char* kind = verdict.kind == Verdict::Kind::kLost       ? "lost"
-                     : verdict.kind == Verdict::Kind::kDeadlock ? "deadlock"
-                                                                : "busy";
+  const bool gone = !verdict.ranks.empty() && view.sightings[at(verdict.ranks.front())].gone;
+  const char* kind = verdict.kind == Verdict::Kind::kDeadlock ? "deadlock"
+                     : verdict.kind == Verdict::Kind::kBusy   ? "busy"
+                     : gone                                   ? "ended"
+                                                              : "lost";
   const nlohmann::ordered_json json = {
       {"event", "hang"},
       {"kind", kind},

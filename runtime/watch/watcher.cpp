@@ -228,6 +228,8 @@ void Watcher::note_ends(double now) {
         "sluice: watchdog: {} is gone: its process ended; last seen in {}; {}\n",
         describe_rank(view(), static_cast<int>(rank)),
         describe_place(each.sighting.status.activity), newest_save(view(), options_.directory)));
+    const Verdict verdict{.kind = Verdict::Kind::kLost, .ranks = {static_cast<int>(rank)}};
+    voice_.run([event = hang_event(view(), verdict)] { tell_supervisor(event); });
   }
 }
 

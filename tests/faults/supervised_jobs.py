@@ -18,11 +18,9 @@ import time
 from harness import PATIENCE, POLL, Job, Setup, Violation, arguments, main, require, run_cases
 
 USAGE, DATA, STOPPED = 2, 3, 12
-RETRIED = (1, 9, 10, 11, 134, 135, 136, 137, 138, 139)
-FINAL = (0, 2, 3, 4, 5, 6, 7, 8, 12, 70, 127, 143, 255)
-FRAME = "-" * 74
-LOST = (f"{FRAME}\\nORTE has lost communication with a remote daemon.\\n\\n  HNP daemon   : [[1,0],0] on node node1\\n"
-        f"  Remote daemon: [[1,0],1] on node %s\\n\\n{FRAME}\\n")
+RETRIED = (1, 9, 10, 11, 134, 135, 136, 137, 138, 139, 205, 255)
+FINAL = (0, 2, 3, 4, 5, 6, 7, 8, 12, 13, 70, 127, 143)
+REPORT = 'echo "sluice-event {\\"event\\":\\"hang\\",\\"kind\\":\\"lost\\",\\"hosts\\":[\\"%s\\"]}" >&2; '
 IGNORES = "trap '' USR1 TERM; "  # children inherit that
 
 
@@ -54,11 +52,6 @@ class Run:
 
     def signal(self, number):
         self.job.signal(self.job.process.pid, number)
-
-    def keeper(self):
-        pid = self.job.process.pid
-        children = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
-        return self.job.wait_for(lambda: [int(child) for child in children.read_text().split()], "no keeper")[0]
 
 
 def exit_codes(setup):
@@ -176,29 +169,22 @@ def leftovers(setup):
 
 
 def killed_supervisor(setup):
-    """The job is asked to stop. What it says then meets nobody, and does not end it early."""
-    script = ("trap 'echo asked >&2; head -c 300000 /dev/zero >&2; touch $DIR/asked; exit 12' USR1; touch $DIR/up; "
-              "(setsid sleep 1000 &); while :; do sleep 0.01; done")
+    """The kernel tells the launcher, which ends the job."""
+    script = ("sleep 1000 & sleeper=$!; trap 'kill $sleeper; touch $DIR/asked; exit 143' TERM; touch $DIR/up; "
+              "while :; do sleep 0.01; done")
     run = Run(setup, "orphan", script)
     run.wait_for_file("up")
     run.signal(signal.SIGKILL)
     run.expect(-signal.SIGKILL, starts=1)
-    require((run.folder / "asked").exists(), "the job was not asked to stop")
+    require((run.folder / "asked").exists(), "the launcher was not asked to end")
 
 
-def killed_supervisor_of_a_deaf_job(setup):
-    run = Run(setup, "deaf-orphan", IGNORES + "touch $DIR/up; while :; do sleep 1; done", "--grace", "0.1")
-    run.wait_for_file("up")
-    run.signal(signal.SIGKILL)
-    run.expect(-signal.SIGKILL, starts=1)
-
-
-def killed_keeper(setup):
-    script = "(trap '' TERM; setsid sleep 1000 &); touch $DIR/up; sleep 1000"
-    run = Run(setup, "keeper", script, "--restarts", "0")
-    run.wait_for_file("up")
-    run.job.signal(run.keeper(), signal.SIGKILL)
-    run.expect(137, starts=1)
+def killed_launcher_with_a_deaf_rest(setup):
+    """What outlives a launcher that is killed is ended, and the job starts again."""
+    script = IGNORES + ("(setsid sh -c 'echo $$ > $DIR/pid; while :; do sleep 1; done' &); "
+                        "while ! [ -s $DIR/pid ]; do sleep 0.01; done; mv $DIR/pid $DIR/pid-$(wc -l < $DIR/starts); kill -9 $$")
+    run = Run(setup, "deaf-rest", script, "--restarts", "1")
+    run.expect(137, "the launcher killed by SIGKILL; restart 1", starts=2)
 
 
 def stopped_supervisor(setup):
@@ -280,13 +266,14 @@ def refused(setup):
     ranks, file = ["sh", "-c", "{ranks}"], ["sh", "-c", "{hostfile}"]
     for code, options, words, why in (
             (USAGE, [], ["{ranks}"], "needs --layouts"),
-            (USAGE, [], ["{hostfile}"], "needs --hosts FILE"),
+            (USAGE, [], ["{hostfile}"], "needs --hosts"),
             (USAGE, [], ["x", "{rank}"], "unknown placeholder '{rank}'; did you mean 'ranks'\\?"),
             (USAGE, [], [""], "the command is missing"),
             (USAGE, ["--layouts", "2x2"], ["true"], "--layouts has no effect"),
             (USAGE, ["--layouts", "2y2"], ranks, "'2y2' is no layout"),
             (USAGE, ["--hosts", hosts], ["true"], "--hosts has no effect"),
-            (DATA, ["--hosts", setup.folder / "none"], file, "cannot read the host file"),
+            (DATA, ["--hosts", setup.folder / "none"], file, "'.*/none': No such file"),
+            (DATA, ["--hosts", setup.folder], file, "Is a directory"),
             (DATA, ["--hosts", hosts, "--layouts", "2x2"], file + ["{ranks}"],
              "host 'node2' of '.*' has no number of slots"),
             (USAGE, ["--restarts", "-1"], ["true"], "--restarts: '-1' is not an integer from 0"),
@@ -299,7 +286,7 @@ def refused(setup):
     Run(setup, "refused", "", "--hosts", str(hosts), "--layouts", "4x1,2x2", words=file + ["{ranks}"]).expect(
         USAGE, "none of '4x1,2x2' fits the 3 slots of")
     Run(setup, "refused", "", words=["true"], environment={"OMPI_COMM_WORLD_SIZE": "4"}).expect(
-        USAGE, "is one of 4 ranks of an MPI job; start it alone")
+        USAGE, "is a rank of an MPI job; start it alone")
 
 
 def no_command(setup):
@@ -311,19 +298,20 @@ def no_command(setup):
 
 def environment(setup):
     output = Run(setup, "environment", "env", environment={
-        "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "OMPI_MCA_ess": "x", "OMPI_MCA_coll": "basic"}).expect(0, starts=1)
+        "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "OMPI_MCA_coll": "basic"}).expect(0, starts=1)
     names = set(re.findall(r"^(\w+)=", output, re.MULTILINE))
     require({"OMPI_MCA_coll", "SLUICE_SUPERVISED", "OMPI_ALLOW_RUN_AS_ROOT"} <= names and
-            not {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "OMPI_MCA_ess"} & names, output)
+            not {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & names, output)
 
 
 def hosts_and_layouts(setup):
-    """A host that is lost twice is left out, and the next layout that fits is taken."""
+    """A host that is lost twice is left out, or whose loss keeps the next start from its steps; the next layout that
+    fits is taken."""
     hosts = setup.folder / "three-hosts"
     hosts.write_text("node1 slots=2 # first\nnode2 slots=2\n\nnode3 slots=2\n")
-    script = ("echo layout $1 $2 $3 of $(cut -d' ' -f1 $4 | tr '\\n' ' '); echo $4 >> $DIR/files; "
-              f"n=$(wc -l < $DIR/starts); if [ $n -le 2 ]; then printf %b '{LOST % 'node2'}' >&2; exit 205; fi; "
-              f"if [ $n -le 4 ]; then printf %b '{LOST % 'node3'}' >&2; exit 205; fi")
+    script = ("echo layout $1 $2 $3 of $(cut -d' ' -f1 $4 | tr '\\n' ' '); echo $4 >> $DIR/files; n=$(wc -l < $DIR/starts); "
+              f"if [ $n -le 2 ]; then {REPORT % 'node2'} exit 11; fi; "
+              f"if [ $n -eq 3 ]; then {REPORT % 'node3'} exit 11; fi; if [ $n -eq 4 ]; then exit 255; fi")
     run = Run(setup, "hosts", script, "--hosts", str(hosts), "--layouts", "3x2,2x2,2x1",
               words=["sh", "-c", "echo start >> $DIR/starts; " + script, "job", "{ranks}", "{pipeline}", "{replicas}",
                      "{hostfile}"])
@@ -332,7 +320,7 @@ def hosts_and_layouts(setup):
                         starts=5)
     layouts = re.findall(r"^layout (.*?) *$", output, re.MULTILINE)
     require(layouts == 2 * ["6 3 2 of node1 node2 node3"] + 2 * ["4 2 2 of node1 node3"] + ["2 2 1 of node1"], output)
-    require("ORTE" not in output, output)
+    require("sluice-event" not in output, output)
     left = [path for path in (run.folder / "files").read_text().split() if os.path.exists(path)]
     require(not left, f"{left} are left")
 
@@ -341,25 +329,34 @@ def no_layout_fits(setup):
     hosts = setup.folder / "two-hosts"
     hosts.write_text("node1 slots=2\nnode2 slots=2\n")
     run = Run(setup, "no-fit", "", "--hosts", str(hosts), "--layouts", "4x1,3x1", words=[
-        "sh", "-c", f"echo start >> $DIR/starts; printf %b '{LOST % 'node2'}' >&2; exit 205", "job", "{ranks}", "{hostfile}"])
-    run.expect(205, "giving up: lost node2; no layout of --layouts fits the 2 slots that are left", starts=2)
+        "sh", "-c", f"echo start >> $DIR/starts; {REPORT % 'node2'} exit 11", "job", "{ranks}", "{hostfile}"])
+    run.expect(11, "giving up: a rank on node2 stopped answering .*; no layout of --layouts fits the 2 slots that are left",
+               starts=2)
 
 
-def no_room_for_the_host_file(setup):
-    hosts = setup.folder / "one-host"
-    hosts.write_text("node1\n")
-    Run(setup, "no-room", "", "--hosts", str(hosts), words=["true", "{hostfile}"],
-        environment={"TMPDIR": "/proc"}).expect(4, "cannot write the host file '/proc/")
+def full_disk(setup):
+    """Where nothing can be written the job starts all the same, and its code is the same."""
+    disk, hosts = setup.folder / "full", setup.folder / "hosts"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "none", disk], stderr=subprocess.DEVNULL, check=False)
+    if mount.returncode:
+        return "not run: no right to mount"
+    try:
+        (disk / "output").write_bytes(b"x" * 4096)
+        hosts.write_text("node1\n")
+        Run(setup, "full", "", "--hosts", str(hosts), environment={"TMPDIR": str(disk)}, words=[
+            "sh", "-c", "echo start >> $DIR/starts; grep -q node1 $1 && exit 9", "job", "{hostfile}"],
+            wrap=("sh", "-c", f'exec "$0" "$@" >> {disk}/output 2>&1')).expect(9, starts=3)
+    finally:
+        subprocess.run(["umount", disk], check=False)
+    return ""
 
 
 def launcher_text(setup):
-    """Hidden where the cause is known or the job ends well; shown where it is all there is, and with --verbose."""
-    wall = f"{FRAME}\\nThere are not enough slots\\n{FRAME}\\n"
-    hides = Run(setup, "hides", f"printf %b '{wall}' >&2; echo 'sluice: error: x' >&2; exit 2").expect(2, starts=1)
-    require("slots" not in hides and "sluice: error: x" in hides, hides)
-    require("slots" not in Run(setup, "hides", f"printf %b '{wall}' >&2").expect(0), "shown for a job that ends well")
-    Run(setup, "shows", f"printf %b '{wall}' >&2; exit 255").expect(255, "There are not enough slots", starts=1)
-    Run(setup, "verbose", f"printf %b '{wall}' >&2", "--verbose").expect(0, "There are not enough slots", starts=1)
+    """It is shown as it is."""
+    wall = "-" * 74 + "\\nThere are not enough slots\\n" + "-" * 74 + "\\n"
+    output = Run(setup, "text", f"printf %b '{wall}' >&2; exit 2").expect(2, starts=1)
+    require(output.startswith(wall.replace("\\n", "\n")), output)
 
 
 CASES = {
@@ -378,8 +375,7 @@ CASES = {
     "a stop in a pause": stop_in_a_pause,
     "a daemon": leftovers,
     "kill -9 of the supervisor": killed_supervisor,
-    "the same, a deaf job": killed_supervisor_of_a_deaf_job,
-    "kill -9 of the keeper": killed_keeper,
+    "kill -9 of the launcher": killed_launcher_with_a_deaf_rest,
     "SIGSTOP of the supervisor": stopped_supervisor,
     "SIGSTOP of the launcher": stopped_launcher,
     "much text": much_text,
@@ -391,7 +387,7 @@ CASES = {
     "environment": environment,
     "hosts and layouts": hosts_and_layouts,
     "no layout that fits": no_layout_fits,
-    "no room for the host file": no_room_for_the_host_file,
+    "a full disk": full_disk,
     "the launcher's text": launcher_text,
 }
 

@@ -61,7 +61,7 @@ TEST_F(HostCheckTest, RefusesAHostFileThatNamesNoHosts) {
     EXPECT_EQ(outcome.code, 3) << text;
     EXPECT_THAT(error_line(outcome.err), HasSubstr("host file 'hosts'")) << text;
   }
-  expect_refusal(sluice("doctor --hosts none"), 3, "cannot read the host file 'none'");
+  expect_refusal(sluice("doctor --hosts none"), 3, "cannot read file 'none': No such file");
 }
 
 TEST_F(HostCheckTest, IsRefusedUnderMpirun) {

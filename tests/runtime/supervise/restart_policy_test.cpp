@@ -10,6 +10,92 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
+using Kind = JobEvent::Kind;
+
+AttemptSteps steps(std::uint64_t start, std::uint64_t last, std::uint64_t saved, double seconds,
+                   bool complete = false) {
+  return {.start = start, .last = last, .saved = saved, .seconds = seconds, .complete = complete};
+}
+
+TEST(AttemptTest, FollowsTheEventsOfATraining) {
+  Attempt attempt;
+  attempt.add({.kind = Kind::kStart, .step = 10});
+  attempt.add({.kind = Kind::kStep, .step = 14, .seconds = 2});
+  attempt.add({.kind = Kind::kSave, .step = 12});
+  attempt.add({.kind = Kind::kStep, .step = 18, .seconds = 4});
+  ASSERT_TRUE(attempt.steps);
+  EXPECT_EQ(attempt.steps->start, 10U);
+  EXPECT_EQ(attempt.steps->last, 18U);
+  EXPECT_EQ(attempt.steps->saved, 12U);
+  EXPECT_EQ(attempt.steps->seconds, 4);
+  EXPECT_FALSE(attempt.steps->complete);
+  attempt.add({.kind = Kind::kEnd, .step = 20, .seconds = 5});
+  EXPECT_TRUE(attempt.steps->complete);
+  EXPECT_FALSE(attempt.hang);
+}
+
+TEST(AttemptTest, ASaveBetweenReportsIsAStepThatIsDone) {
+  Attempt attempt;
+  attempt.add({.kind = Kind::kStart, .step = 0});
+  attempt.add({.kind = Kind::kSave, .step = 40});
+  EXPECT_EQ(attempt.steps->last, 40U);
+}
+
+TEST(AttemptTest, TheFirstReportOfAHangCounts) {
+  Attempt attempt;
+  attempt.add({.kind = Kind::kHang, .step = 3, .hosts = {"a"}});
+  attempt.add({.kind = Kind::kHang, .step = 4, .hosts = {"b"}});
+  ASSERT_TRUE(attempt.hang);
+  EXPECT_EQ(attempt.hang->hosts.front(), "a");
+  EXPECT_FALSE(attempt.steps);
+  EXPECT_FALSE(attempt.ended);
+}
+
+TEST(AttemptTest, TheFirstProcessThatEndsIsKeptBesideAHang) {
+  Attempt attempt;
+  attempt.add({.kind = Kind::kHang, .hang = JobEvent::Hang::kEnded, .hosts = {"a"}, .ranks = {1}});
+  attempt.add({.kind = Kind::kHang, .hang = JobEvent::Hang::kEnded, .hosts = {"b"}, .ranks = {2}});
+  EXPECT_FALSE(attempt.hang);
+  ASSERT_TRUE(attempt.ended);
+  EXPECT_EQ(attempt.ended->ranks.front(), 1);
+}
+
+TEST(RunTotalsTest, CountsStepsThatStay) {
+  EXPECT_EQ(totals_of({}).steps_lost, 0U);
+  std::vector<AttemptSteps> all;
+  all.push_back(steps(0, 50, 40, 10));
+  all.push_back(steps(40, 100, 100, 12, true));
+  const RunTotals totals = totals_of(all);
+  EXPECT_EQ(totals.steps_lost, 10U);
+  EXPECT_DOUBLE_EQ(totals.step_seconds, 8 + 12);
+}
+
+TEST(RunTotalsTest, AnOlderSaveTakesBackWhatCameAfterIt) {
+  std::vector<AttemptSteps> all;
+  all.push_back(steps(0, 50, 40, 10));
+  all.push_back(steps(40, 60, 60, 4));
+  all.push_back(steps(20, 100, 100, 16, true));  // both newer saves were damaged
+  const RunTotals totals = totals_of(all);
+  EXPECT_EQ(totals.steps_lost, 30U + 20U);
+  EXPECT_DOUBLE_EQ(totals.step_seconds, 4 + 0 + 16);
+}
+
+TEST(RunTotalsTest, ARunThatFailsKeepsItsLastSave) {
+  std::vector<AttemptSteps> all;
+  all.push_back(steps(0, 50, 40, 10));
+  all.push_back(steps(40, 60, 50, 2));
+  const RunTotals totals = totals_of(all);
+  EXPECT_EQ(totals.steps_lost, 20U);
+  EXPECT_DOUBLE_EQ(totals.step_seconds, 8 + 1);
+}
+
+TEST(RunTotalsTest, AStartWithoutStepsCountsNothing) {
+  std::vector<AttemptSteps> all;
+  all.push_back(steps(7, 7, 7, 0));
+  EXPECT_EQ(totals_of(all).steps_lost, 0U);
+  EXPECT_EQ(totals_of(all).step_seconds, 0);
+}
+
 const std::vector<std::string> kNoHosts;
 const std::vector<std::string> kHosts = {"node1", "node2", "node3"};
 
@@ -26,72 +112,86 @@ Attempt saved(std::uint64_t start, std::uint64_t save) {
   return attempt;
 }
 
-Attempt lost(const std::string& host) {
-  Attempt attempt = failed();
-  attempt.findings.lost_hosts = {host};
+Attempt reported(const std::string& host, JobEvent::Hang hang) {
+  Attempt attempt = saved(0, 10);
+  attempt.end = {11, false};
+  attempt.hang = JobEvent{
+      .kind = JobEvent::Kind::kHang, .step = 12, .hang = hang, .hosts = {host}, .ranks = {2, 3}};
   return attempt;
 }
+
+Attempt lost(const std::string& host) { return reported(host, JobEvent::Hang::kLost); }
 
 Attempt killed(const std::string& host) {
   Attempt attempt = failed();
-  attempt.findings.killed = {2, host, 9};
+  attempt.ended = JobEvent{
+      .kind = JobEvent::Kind::kHang, .hang = JobEvent::Hang::kEnded, .hosts = {host}, .ranks = {2}};
   return attempt;
 }
 
-TEST(ExitKindTest, IsThatOfTheTable) {
+TEST(RestartPolicyTest, RetriesTheCodesOfTheTable) {
   std::vector<int> retried;
   for (int code = 0; code < 256; ++code) {
-    if (kind_of_exit(code) == ExitKind::kRetried) retried.push_back(code);
+    Attempt attempt = failed();
+    attempt.end = {code, false};
+    if (RestartPolicy(1, 0).after(attempt, kNoHosts).again) retried.push_back(code);
   }
-  EXPECT_THAT(retried, ElementsAre(1, 9, 10, 11, 134, 135, 136, 137, 138, 139));
-  EXPECT_EQ(kind_of_exit(0), ExitKind::kDone);
-  EXPECT_EQ(kind_of_exit(12), ExitKind::kStopped);
-  for (const int code : {2, 3, 4, 5, 6, 7, 8, 13, 70, 127, 143, 255}) {
-    EXPECT_EQ(kind_of_exit(code), ExitKind::kHopeless) << code;
-  }
+  EXPECT_THAT(retried, ElementsAre(1, 9, 10, 11, 134, 135, 136, 137, 138, 139, 205, 255));
 }
 
-TEST(ExitKindTest, ALostHostExplainsTheLaunchersOwnCode) {
+TEST(RestartPolicyTest, AReportExplainsTheLaunchersOwnCode) {
+  RestartPolicy policy(100, 0);
   Attempt attempt = lost("node2");
-  attempt.end = {255, false};
-  EXPECT_EQ(kind_of(attempt), ExitKind::kRetried);
   attempt.end = {5, false};  // the job's own code wins
-  EXPECT_EQ(kind_of(attempt), ExitKind::kHopeless);
-  attempt.end = {0, false};
-  EXPECT_EQ(kind_of(attempt), ExitKind::kDone);
+  EXPECT_FALSE(policy.after(attempt, kHosts).again);
+  attempt.end = {99, false};
+  EXPECT_TRUE(policy.after(attempt, kHosts).again);
+  attempt = failed();
+  attempt.end = {99, false};
+  EXPECT_TRUE(policy.after(attempt, kHosts).again) << "a host was lost in the start before";
+  EXPECT_FALSE(policy.after(attempt, kHosts).again);
 }
 
 TEST(DescribeTest, NamesTheCauseFirst) {
   EXPECT_EQ(describe(killed("node2")), "rank 2 on node2 was killed by SIGKILL");
-  EXPECT_EQ(describe(lost("node2")), "lost node2");
   EXPECT_EQ(describe(failed()), "exit code 137: killed by SIGKILL");
-  Attempt attempt = lost("node2");
-  attempt.hang =
-      JobEvent{.kind = JobEvent::Kind::kHang, .step = 12, .hosts = {"node3"}, .ranks = {2}};
-  EXPECT_EQ(describe(attempt), "rank 2 on node3 stopped answering in step 12");
-  attempt.hang->deadlock = true;
+  Attempt attempt = lost("node3");
+  EXPECT_EQ(describe(attempt), "ranks 2, 3 on node3 stopped answering in step 12");
+  attempt.hang->hang = JobEvent::Hang::kDeadlock;
   EXPECT_EQ(describe(attempt), "all ranks wait for each other in step 12");
-  EXPECT_EQ(describe_exit({11, false}), "exit code 11: a rank died or stopped answering");
-  EXPECT_EQ(describe_exit({143, true}), "exit code 143: the launcher killed by SIGTERM");
-  EXPECT_EQ(describe_exit({99, false}), "exit code 99");
+  attempt = killed("node2");
+  attempt.end = {11, false};
+  EXPECT_EQ(describe(attempt),
+            "exit code 11: a rank died or stopped answering; rank 2 on node2 ended first");
+  attempt.end = {137, true};
+  EXPECT_EQ(describe(attempt), "exit code 137: the launcher killed by SIGKILL");
+  attempt = failed();
+  attempt.end = {99, false};
+  EXPECT_EQ(describe(attempt), "exit code 99");
+}
+
+double pause_after(RestartPolicy& policy, double seconds) {
+  Attempt attempt = saved(0, 10);
+  attempt.seconds = seconds;
+  return policy.after(attempt, kNoHosts).pause;
 }
 
 TEST(PausesTest, GrowWhileStartsAreShort) {
-  Pauses pauses(1);
+  RestartPolicy policy(100, 1);
   std::vector<double> found;
-  for (int i = 0; i < 8; ++i) found.push_back(pauses.after(59 - i));
+  for (int i = 0; i < 8; ++i) found.push_back(pause_after(policy, 59 - i));
   EXPECT_THAT(found, ElementsAre(1, 2, 4, 8, 16, 32, 60, 60));
-  EXPECT_EQ(pauses.after(60), 1);
-  EXPECT_EQ(pauses.after(0), 2);
+  EXPECT_EQ(pause_after(policy, 60), 1);
+  EXPECT_EQ(pause_after(policy, 0), 2);
 }
 
 TEST(PausesTest, KeepToWhatIsAsked) {
-  Pauses none(0);
-  EXPECT_EQ(none.after(0), 0);
-  EXPECT_EQ(none.after(0), 0);
-  Pauses slow(300);
-  EXPECT_EQ(slow.after(0), 300);
-  EXPECT_EQ(slow.after(0), 300);
+  RestartPolicy none(100, 0);
+  EXPECT_EQ(pause_after(none, 0), 0);
+  EXPECT_EQ(pause_after(none, 0), 0);
+  RestartPolicy slow(100, 300);
+  EXPECT_EQ(pause_after(slow, 0), 300);
+  EXPECT_EQ(pause_after(slow, 0), 300);
 }
 
 TEST(RestartPolicyTest, StopsAfterTwoRestartsWithoutProgress) {
@@ -160,20 +260,41 @@ TEST(RestartPolicyTest, LeavesOutAHostThatIsLostTwice) {
   EXPECT_THAT(policy.after(lost("node2"), kHosts).left_out, ElementsAre("node2"));
 }
 
-TEST(RestartPolicyTest, CountsAHostOnceAnAttempt) {
+TEST(RestartPolicyTest, LeavesOutALostHostIfTheNextStartDoesNotBegin) {
   RestartPolicy policy(100, 1);
+  EXPECT_THAT(policy.after(lost("node2"), kHosts).left_out, IsEmpty());
+  EXPECT_THAT(policy.after(failed(1000), kHosts).left_out, ElementsAre("node2"));
+  EXPECT_THAT(policy.after(failed(), kHosts).left_out, IsEmpty()) << "nobody knows why";
+  RestartPolicy silent(100, 1);  // of a program without events of steps
   Attempt attempt = lost("node2");
-  attempt.hang = JobEvent{.kind = JobEvent::Kind::kHang, .hosts = {"node2"}};
+  attempt.steps.reset();
+  EXPECT_THAT(silent.after(attempt, kHosts).left_out, IsEmpty());
+  EXPECT_THAT(silent.after(failed(), kHosts).left_out, ElementsAre("node2"));
+  EXPECT_THAT(silent.after(attempt, kHosts).left_out, ElementsAre("node2"));
+  EXPECT_THAT(silent.after(failed(60), kHosts).left_out, IsEmpty()) << "it ran";
+}
+
+TEST(RestartPolicyTest, TakesTheWordOfOpenMpiThatAHostIsLost) {
+  RestartPolicy policy(100, 1);
+  Attempt attempt = killed("node2");
+  attempt.end = {205, false};
   EXPECT_THAT(policy.after(attempt, kHosts).left_out, IsEmpty());
-  attempt.hang->deadlock = true;  // blames nobody
-  attempt.findings.lost_hosts.clear();
-  EXPECT_THAT(policy.after(attempt, kHosts).left_out, IsEmpty());
+  EXPECT_THAT(policy.after(failed(), kHosts).left_out, ElementsAre("node2"));
+}
+
+TEST(RestartPolicyTest, OnlyALostHostIsToBlame) {
+  for (const auto hang : {JobEvent::Hang::kDeadlock, JobEvent::Hang::kBusy}) {
+    RestartPolicy policy(100, 1);
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_THAT(policy.after(reported("node2", hang), kHosts).left_out, IsEmpty());
+    }
+  }
 }
 
 TEST(RestartPolicyTest, LeavingAHostOutIsAFreshStart) {
   RestartPolicy policy(100, 1);
   EXPECT_TRUE(policy.after(lost("node2"), kHosts).again);
-  EXPECT_TRUE(policy.after(lost("node2"), kHosts).again);
+  EXPECT_TRUE(policy.after(failed(), kHosts).again);
   EXPECT_TRUE(policy.after(failed(), kHosts).again);
   EXPECT_FALSE(policy.after(failed(), kHosts).again);
 }
@@ -198,8 +319,8 @@ TEST(RestartPolicyTest, KeepsTheLastHostAndUnknownOnes) {
   for (int i = 0; i < 4; ++i) EXPECT_THAT(policy.after(killed("node1"), one).left_out, IsEmpty());
   for (int i = 0; i < 4; ++i) EXPECT_THAT(policy.after(lost("other"), kHosts).left_out, IsEmpty());
   RestartPolicy all(100, 1);
-  Attempt attempt = failed();
-  attempt.findings.lost_hosts = kHosts;
+  Attempt attempt = lost("node1");
+  attempt.hang->hosts = kHosts;
   EXPECT_THAT(all.after(attempt, kHosts).left_out, IsEmpty());
   EXPECT_THAT(all.after(attempt, kHosts).left_out, ElementsAre("node1", "node2"));
 }

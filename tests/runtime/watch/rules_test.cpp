@@ -150,6 +150,7 @@ TEST(WatchRulesTest, GiveTheLauncherTimeAfterAProcessHasEnded) {
   ASSERT_TRUE(verdict);
   EXPECT_THAT(verdict->ranks, ElementsAre(1));
   EXPECT_THAT(headline(job.view(), *verdict), HasSubstr("its process has ended"));
+  EXPECT_THAT(hang_event(job.view(), *verdict), HasSubstr(R"("kind":"ended")"));
 }
 
 TEST(WatchRulesTest, NameBothEndsOfADeadlock) {

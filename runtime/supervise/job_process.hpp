@@ -1,20 +1,16 @@
-// A job as processes: the launcher, and a keeper between it and the supervisor that sees to it that
-// nothing of the job is left, whatever happens to launcher or supervisor.
-//
-// The keeper is a child of the supervisor in a session of its own, which a terminal's signals do
-// not reach. The launcher is its child, in a process group of its own. Processes of the job whose
-// parents die become children of the keeper. It ends when the launcher has ended and no process of
-// the job is left on this host: what outlives the launcher gets SIGTERM, and after two seconds
-// SIGKILL.
+// A job as processes: the launcher, a child of this process in a session of its own, which a
+// terminal's signals do not reach, and what it starts on this host.
 //
 // To stop: the launcher gets SIGUSR1. If it has not ended after `grace` seconds, or end() is
 // called, its process group gets SIGTERM, and five seconds later every process of the job SIGKILL.
-// If the supervisor dies, the keeper stops the job in the same way. If the keeper dies, the
-// launcher gets SIGTERM from the kernel, and the supervisor ends the rest.
+// Processes of the job whose parents die become children of this process: what outlives the
+// launcher gets SIGTERM, and after two seconds SIGKILL. If this process dies, the kernel sends
+// SIGTERM to the launcher.
 //
-// Linux only. For a process with one thread and no children besides. No function blocks, but for
-// the destructor.
+// Linux only. For a process with one thread and no children besides, which is told of SIGCHLD.
 #pragma once
+
+#include <sys/types.h>
 
 #include <optional>
 #include <string>
@@ -26,6 +22,9 @@ struct JobEnd {
   int code = 0;            // as a shell has it: 128 + the signal
   bool by_signal = false;  // the launcher itself
 };
+
+// Seconds of a clock that does not go back.
+[[nodiscard]] double clock_seconds();
 
 class JobProcess {
  public:
@@ -41,8 +40,6 @@ class JobProcess {
 
   // Of the job's standard error; reads do not block. No end of file shows the end of the job.
   [[nodiscard]] int errors_fd() const { return errors_; }
-  // Becomes readable when the job ends.
-  [[nodiscard]] int end_fd() const { return answers_; }
 
   // Nothing happens where the job has ended, or does so already.
   void stop();
@@ -51,16 +48,23 @@ class JobProcess {
   // The launcher gets SIGUSR2.
   void tell();
 
-  // How the job ended, once nothing of it is left.
-  [[nodiscard]] std::optional<JobEnd> ended();
+  // Does what is due. How the job ended, once nothing of it is left. To be called after SIGCHLD and
+  // after wait() seconds.
+  [[nodiscard]] std::optional<JobEnd> check();
+  // None: nothing is due before SIGCHLD.
+  [[nodiscard]] std::optional<double> wait() const;
 
  private:
-  void command(char what);
+  enum class Stage { kRunning, kStopping, kEnding, kKilling };
 
-  std::string program_;
-  int errors_ = -1, answers_ = -1, commands_ = -1;
-  int keeper_ = -1;
-  std::optional<JobEnd> end_;
+  void enter(Stage stage, double seconds);
+
+  double grace_;
+  int errors_ = -1;
+  pid_t launcher_ = -1;
+  std::optional<JobEnd> end_;  // of the launcher
+  Stage stage_ = Stage::kRunning;
+  double deadline_ = 0;  // of any other stage
 };
 
 }  // namespace sluice

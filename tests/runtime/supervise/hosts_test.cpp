@@ -1,4 +1,4 @@
-#include "runtime/launch/host_file.hpp"
+#include "runtime/supervise/hosts.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -44,7 +44,6 @@ TEST_F(HostFileTest, CountsTheLinesOfAHost) {
   ASSERT_EQ(hosts.size(), 2U);
   EXPECT_EQ(hosts[0].slots, 3);
   EXPECT_EQ(hosts[1].slots, std::nullopt);
-  EXPECT_EQ(host_file_text(hosts), "node1\nnode1\nnode1\nnode2\n");
 }
 
 TEST_F(HostFileTest, RefusesWhatALauncherWouldMisread) {
@@ -59,13 +58,13 @@ TEST_F(HostFileTest, RefusesWhatALauncherWouldMisread) {
   refuses("^node1\n", "is no host");
   refuses("a;b\n", "is no host");
   refuses("# nothing\n\n", "names no host");
-  refuses(std::string(17 << 20, ' '), "more than");
+  refuses(std::string(17 << 20, ' '), "bytes");
 }
 
 TEST_F(HostFileTest, RefusesAFileThatIsNone) {
-  expect_error(ErrorCode::kData, {"cannot read the host file"},
+  expect_error(ErrorCode::kData, {directory_.path().string(), "Is a directory"},
                [&] { (void)read_host_file(directory_.path()); });
-  expect_error(ErrorCode::kData, {"cannot read the host file '/nowhere'"},
+  expect_error(ErrorCode::kData, {"'/nowhere'", "No such file"},
                [] { (void)read_host_file("/nowhere"); });
 }
 
@@ -77,6 +76,49 @@ TEST(SameHostTest, KnowsAHostWithItsDomain) {
   EXPECT_FALSE(same_host("node1.a", "node1.b"));
   EXPECT_FALSE(same_host("10", "10.77.0.1"));
   EXPECT_FALSE(same_host("", ".x"));
+}
+
+TEST(LayoutsTest, AreRefusedByPart) {
+  for (const char* text : {"", "4", "4x", "x2", "4x2,", ",4x2", "4x2x2", "0x2", "-1x2", "4 x2",
+                           "4X2", "4x2;2x2", "99999999999x1", "100000x100000", "4x1.5"}) {
+    expect_error(ErrorCode::kUsage, {"is no layout; legal are PIPELINExREPLICAS"},
+                 [&] { (void)parse_layouts(text); });
+  }
+  expect_error(ErrorCode::kUsage, {"'2x2' is given twice"},
+               [] { (void)parse_layouts("2x2,4x1,2x2"); });
+}
+
+class PlacesTest : public HostFileTest {
+ protected:
+  Places places(const std::string& text, const std::string& layouts) const {
+    return {directory_.write("hosts", text), layouts};
+  }
+};
+
+TEST_F(PlacesTest, TakesTheFirstLayoutThatFits) {
+  EXPECT_EQ(places("a slots=3\nb slots=5\n", "4x2, 2x2,8x1").layout(), (Layout{4, 2}));
+  EXPECT_EQ(places("a slots=3\nb slots=4\n", "4x2, 2x2,8x1").layout(), (Layout{2, 2}));
+  EXPECT_EQ(Places("", "4x2,2x2").layout(), (Layout{4, 2}));
+  EXPECT_EQ(places("a\n", "").layout(), std::nullopt);
+  EXPECT_EQ(to_string(Layout{8, 1}), "8x1");
+}
+
+TEST_F(PlacesTest, LeavesHostsOut) {
+  Places left = places("a slots=4 # first\nb\nb\nc slots=2\n", "4x2,3x2,4x1");
+  EXPECT_EQ(left.layout(), (Layout{4, 2}));
+  EXPECT_TRUE(left.leave_out({"c"}));
+  EXPECT_EQ(left.layout(), (Layout{3, 2}));
+  EXPECT_EQ(left.host_file(), "a slots=4 \nb\nb\n");
+  EXPECT_THAT(left.names(), ElementsAre("a", "b"));
+  EXPECT_FALSE(left.leave_out({"a"}));
+  EXPECT_EQ(left.slots(), 2);
+}
+
+TEST_F(PlacesTest, RefusesWhatFitsNowhere) {
+  expect_error(ErrorCode::kUsage, {"none of '4x2' fits the 7 slots of"},
+               [&] { (void)places("a slots=3\nb slots=4\n", "4x2"); });
+  expect_error(ErrorCode::kData, {"host 'b' of", "has no number of slots"},
+               [&] { (void)places("a slots=3\nb\n", "4x2"); });
 }
 
 }  // namespace
