@@ -62,8 +62,8 @@ Watcher::Watcher(WatchedJob job, PipelineOptions::Watch options, std::vector<std
       seen_(job_.ranks.size()),
       sightings_(job_.ranks.size()) {}
 
-void Watcher::begin(Link* link) {
-  link_ = link;
+void Watcher::begin(Send send) {
+  send_ = std::move(send);
   last_tick_ = steady_seconds();
   next_status_ = last_tick_ + kStatusInterval;
   for (std::size_t rank = 0; rank < seen_.size(); ++rank) {
@@ -77,7 +77,7 @@ bool Watcher::is_monitor(int rank) const {
 }
 
 bool Watcher::observes(int rank) const {
-  return rank == me_ || (link_ != nullptr && (is_monitor(me_) || is_monitor(rank)));
+  return rank == me_ || (send_ != nullptr && (is_monitor(me_) || is_monitor(rank)));
 }
 
 WatchView Watcher::view() const {
@@ -97,7 +97,6 @@ double Watcher::tick() {
     // This process stood still: the others were not silent meanwhile. What they sent is read next.
     for (Seen& each : seen_) each.heard += gap;
   }
-  if (link_ != nullptr) link_->progress();
   sample(std::min(gap, 2 * tick));
   if (ending_) {
     finish(now);
@@ -137,7 +136,7 @@ void Watcher::sample(double gap) {
 }
 
 void Watcher::send_status() {
-  if (link_ == nullptr) return;
+  if (send_ == nullptr) return;
   rare_sent_ = is_rare(mine_.activity.doing);
   mine_.unheard = -1;
   for (std::size_t rank = 0; rank < sightings_.size(); ++rank) {
@@ -151,7 +150,7 @@ void Watcher::send_status() {
   const StatusBytes bytes = pack(mine_);
   for (std::size_t rank = 0; rank < seen_.size(); ++rank) {
     if (static_cast<int>(rank) == me_ || !seen_[rank].sighting.observed) continue;
-    link_->send(static_cast<int>(rank), NoteKind::kStatus, bytes);
+    send_(static_cast<int>(rank), NoteKind::kStatus, bytes);
   }
 }
 
@@ -182,7 +181,7 @@ void Watcher::on_note(int rank, NoteKind kind, std::span<const std::byte> conten
       from.sighting.left = true;
       return;
     case NoteKind::kVerdict:
-      if (link_ != nullptr) link_->send(rank, NoteKind::kAnswer, {});
+      if (send_ != nullptr) send_(rank, NoteKind::kAnswer, {});
       if (!ending_) obey(contents);
       return;
     case NoteKind::kAnswer:
@@ -345,7 +344,7 @@ void Watcher::decide(const Verdict& verdict) {
   for (std::size_t rank = 0; rank < seen_.size(); ++rank) {
     const Sighting& each = sightings_[rank];
     if (static_cast<int>(rank) == me_ || !each.observed || each.left || each.gone) continue;
-    link_->send(static_cast<int>(rank), NoteKind::kVerdict, contents);
+    send_(static_cast<int>(rank), NoteKind::kVerdict, contents);
     if (!lost(each, limits_)) ending_->unanswered.insert(static_cast<int>(rank));
   }
   if (!options_.ends_process) interrupt();

@@ -7,17 +7,18 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
 #include <sluice/options.hpp>
 
 #include "runtime/job/activity.hpp"
-#include "runtime/watch/link.hpp"
 #include "runtime/watch/newest_save.hpp"
 #include "runtime/watch/report.hpp"
 #include "runtime/watch/rules.hpp"
 #include "runtime/watch/scribe.hpp"
+#include "runtime/watch/tcp_link.hpp"
 
 namespace sluice {
 
@@ -29,13 +30,15 @@ struct WatchedJob {
   std::vector<WatchedRank> ranks;  // [rank]
 };
 
-class Watcher final : public Link::Listener {
+class Watcher final : public TcpLink::Listener {
  public:
   // `addresses`: of this host, for networks_are_down().
   Watcher(WatchedJob job, PipelineOptions::Watch options, std::vector<std::string> addresses);
 
-  // `link` outlives the ticks; null: a job of one rank.
-  void begin(Link* link);
+  // Sends a note to a rank, as TcpLink::send().
+  using Send = std::function<void(int rank, NoteKind kind, std::span<const std::byte> contents)>;
+  // `send` is null in a job of one rank.
+  void begin(Send send);
   // Called a few times a beat. The seconds until the next call.
   [[nodiscard]] double tick();
   // The orderly end: the last status.json.
@@ -91,7 +94,7 @@ class Watcher final : public Link::Listener {
   std::vector<std::string> addresses_;
   int me_;
   std::vector<int> monitors_;
-  Link* link_ = nullptr;
+  Send send_;
   Scribe voice_;  // standard error
   Scribe disk_;   // which may hang, while a report has to be heard
   WatchLimits limits_;
