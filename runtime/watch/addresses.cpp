@@ -3,18 +3,17 @@
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
-#include <netinet/in.h>
 
 #include <algorithm>
-#include <array>
-#include <charconv>
-#include <cstdint>
+#include <boost/asio/ip/address_v4.hpp>
+#include <boost/asio/ip/network_v4.hpp>
 #include <memory>
-#include <optional>
 #include <string_view>
 
 namespace sluice {
 namespace {
+
+namespace ip = boost::asio::ip;
 
 std::string_view setting(const NetworkFacts& facts, std::string_view name) {
   for (const auto& [key, value] : facts.settings) {
@@ -23,24 +22,14 @@ std::string_view setting(const NetworkFacts& facts, std::string_view name) {
   return {};
 }
 
-std::optional<std::uint32_t> number_of(const std::string& address) {
-  in_addr parsed{};
-  if (::inet_pton(AF_INET, address.c_str(), &parsed) != 1) return std::nullopt;
-  return ntohl(parsed.s_addr);
-}
-
 // Whether `entry`, an interface's name or a network, names `each`.
 bool names(std::string_view entry, const NetworkInterface& each) {
-  const std::size_t slash = entry.find('/');
-  if (slash == std::string_view::npos) return entry == each.name;
-  int bits = -1;
-  const std::string_view digits = entry.substr(slash + 1);
-  std::from_chars(digits.data(), digits.data() + digits.size(), bits);
-  const auto network = number_of(std::string(entry.substr(0, slash)));
-  const auto address = number_of(each.address);
-  if (bits < 0 || bits > 32 || !network || !address) return false;
-  const std::uint32_t mask = bits == 0 ? 0 : ~std::uint32_t{0} << (32 - bits);
-  return (*network & mask) == (*address & mask);
+  if (entry.find('/') == std::string_view::npos) return entry == each.name;
+  boost::system::error_code no_network, no_address;
+  const auto network = ip::make_network_v4(std::string(entry), no_network);
+  const auto address = ip::make_address_v4(each.address, no_address);
+  return !no_network && !no_address &&
+         ip::network_v4(address, network.prefix_length()).canonical() == network.canonical();
 }
 
 bool named_by(std::string_view list, const NetworkInterface& each) {
@@ -92,10 +81,9 @@ bool networks_are_down(const std::vector<std::string>& addresses) {
         (each->ifa_flags & kWorks) != kWorks) {
       continue;
     }
-    std::array<char, INET_ADDRSTRLEN> text{};
     const auto& address = reinterpret_cast<const sockaddr_in*>(each->ifa_addr)->sin_addr;
-    if (::inet_ntop(AF_INET, &address, text.data(), text.size()) == nullptr) continue;
-    if (std::find(addresses.begin(), addresses.end(), text.data()) != addresses.end()) return false;
+    const std::string text = ip::address_v4(ntohl(address.s_addr)).to_string();
+    if (std::find(addresses.begin(), addresses.end(), text) != addresses.end()) return false;
   }
   return true;
 }

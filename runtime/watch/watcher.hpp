@@ -14,7 +14,6 @@
 #include <sluice/options.hpp>
 
 #include "runtime/job/activity.hpp"
-#include "runtime/watch/newest_save.hpp"
 #include "runtime/watch/report.hpp"
 #include "runtime/watch/rules.hpp"
 #include "runtime/watch/scribe.hpp"
@@ -105,8 +104,9 @@ class Watcher final : public TcpLink::Listener {
   std::vector<Sighting> sightings_;  // [rank], of this tick
   bool network_down_ = false;
   std::optional<Ending> ending_;
-  NewestSave newest_;
-  double asked_ = 0;  // when `newest_` was
+  // As ActivityBoard::saved_plus_one(), by the disk, once it answers; null until it is asked.
+  std::shared_ptr<std::atomic<std::uint64_t>> newest_;
+  double asked_ = 0;  // when the disk was
   std::string headline_;
   int culprit_ = -1;
   std::shared_ptr<std::atomic<bool>> acts_ = std::make_shared<std::atomic<bool>>(false);
