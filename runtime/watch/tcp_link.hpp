@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "runtime/files/keyed_digest.hpp"
+#include "runtime/program/network_facts.hpp"
 
 namespace sluice {
 
@@ -38,6 +39,16 @@ inline constexpr std::size_t kMostNoteBytes = 8192;  // of a note's contents
 [[nodiscard]] inline std::span<const std::byte> bytes_of(std::string_view text) {
   return std::as_bytes(std::span(text.data(), text.size()));
 }
+
+// The IPv4 addresses of this host that other hosts' watchdogs may reach, chosen as MPI's interfaces
+// are, the likeliest first. Those that OMPI_MCA_btl_tcp_if_include names (interfaces or
+// networks such as 10.0.0.0/24), else those of OMPI_MCA_oob_tcp_if_include; without either all but
+// those of OMPI_MCA_btl_tcp_if_exclude. Where no such setting leaves one: those that
+// is_virtual_interface() does not know, addresses of the connections that MPI has first.
+[[nodiscard]] std::vector<std::string> watch_addresses(const NetworkFacts& facts);
+
+// Whether the host has networks, but none is up.
+[[nodiscard]] bool networks_are_down(const std::vector<std::string>& addresses);
 
 struct TcpPlan {
   int rank = 0;

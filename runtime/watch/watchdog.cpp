@@ -24,7 +24,6 @@
 #include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/program/network_facts.hpp"
-#include "runtime/watch/addresses.hpp"
 #include "runtime/watch/tcp_link.hpp"
 
 namespace sluice {

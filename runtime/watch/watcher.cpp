@@ -22,7 +22,6 @@
 #include "comm/base/index.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "runtime/options/supervisor_events.hpp"
-#include "runtime/watch/addresses.hpp"
 
 namespace sluice {
 namespace {

@@ -18,7 +18,6 @@
 
 #include <sluice/error.hpp>
 
-#include "runtime/watch/addresses.hpp"
 #include "runtime/watch/tcp_link.hpp"
 
 namespace sluice {
