@@ -65,6 +65,7 @@ NEVER = {
 # Public headers without a source of their name.
 HEADER_ROOMS = {
     "checkpoint": "runtime/checkpoint",
+    "communicator": "comm/group",
     "cuda": "comm/device",
     "data": "runtime/data",
     "device": "comm/device",

@@ -158,26 +158,19 @@ std::string to_cpu_list(const std::vector<int>& cores) {
 LauncherInfo launcher_info() {
   LauncherInfo info;
   for (const char* name : {"OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_LOCAL_SIZE", "MPI_LOCALNRANKS"}) {
-    if (info.local_size <= 0) {
-      info.local_size = std::max(0, environment_number(name));
-    }
+    if (info.local_size <= 0) info.local_size = std::max(0, environment_number(name));
   }
   for (const char* name : {"OMPI_COMM_WORLD_LOCAL_RANK", "PMIX_LOCAL_RANK", "MPI_LOCALRANKID"}) {
-    if (info.local_rank < 0) {
-      info.local_rank = environment_number(name);
-    }
+    if (info.local_rank < 0) info.local_rank = environment_number(name);
   }
-  if (info.local_size <= 0) {
-    for (const char* name : {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"}) {
-      const char* text = std::getenv(name);
-      // Inside a Slurm allocation, but outside srun, the variables are set for a lone process too.
-      if (info.local_size <= 0 && text != nullptr && std::getenv("SLURM_PROCID") != nullptr) {
-        info.local_size = largest_slurm_count(text);
-      }
-    }
-    if (info.local_size > 0 && info.local_rank < 0) {
-      info.local_rank = environment_number("SLURM_LOCALID");
-    }
+  // Inside a Slurm allocation, but outside srun, the variables are set for a lone process too.
+  if (info.local_size > 0 || std::getenv("SLURM_PROCID") == nullptr) return info;
+  for (const char* name : {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"}) {
+    const char* text = std::getenv(name);
+    if (info.local_size <= 0 && text != nullptr) info.local_size = largest_slurm_count(text);
+  }
+  if (info.local_size > 0 && info.local_rank < 0) {
+    info.local_rank = environment_number("SLURM_LOCALID");
   }
   return info;
 }

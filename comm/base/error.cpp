@@ -9,33 +9,16 @@ namespace sluice {
 namespace {
 
 struct CodeFacts {
-  ErrorCode code;
   const char* name;
   int exit_code;
 };
 
+// [code]
 constexpr CodeFacts kFacts[] = {
-    {ErrorCode::kUsage, "usage", 2},
-    {ErrorCode::kData, "data", 3},
-    {ErrorCode::kIo, "io", 4},
-    {ErrorCode::kWeights, "weights", 5},
-    {ErrorCode::kMismatch, "mismatch", 6},
-    {ErrorCode::kNumeric, "numeric", 7},
-    {ErrorCode::kPlan, "plan", 8},
-    {ErrorCode::kMpi, "mpi", 9},
-    {ErrorCode::kDevice, "device", 10},
-    {ErrorCode::kPeer, "peer", 11},
-    {ErrorCode::kUser, "user", 13},
-    {ErrorCode::kInternal, "internal", 70},
+    {"usage", 2}, {"data", 3}, {"io", 4},      {"weights", 5}, {"mismatch", 6}, {"numeric", 7},
+    {"plan", 8},  {"mpi", 9},  {"device", 10}, {"peer", 11},   {"user", 13},    {"internal", 70},
 };
 static_assert(std::size(kFacts) == static_cast<std::size_t>(ErrorCode::kInternal) + 1);
-
-CodeFacts facts_of(ErrorCode code) {
-  for (const CodeFacts& facts : kFacts) {
-    if (facts.code == code) return facts;
-  }
-  return {code, "unknown", 70};
-}
 
 // Messages quote files and arguments, which may hold line ends and codes that terminals obey.
 std::string one_line(std::string message) {
@@ -47,9 +30,9 @@ std::string one_line(std::string message) {
 
 }  // namespace
 
-const char* name_of(ErrorCode code) { return facts_of(code).name; }
+const char* name_of(ErrorCode code) { return kFacts[static_cast<std::size_t>(code)].name; }
 
-int exit_code(ErrorCode code) { return facts_of(code).exit_code; }
+int exit_code(ErrorCode code) { return kFacts[static_cast<std::size_t>(code)].exit_code; }
 
 Error::Error(ErrorCode code, const std::string& message, int rank, std::source_location location)
     : std::runtime_error(one_line(message)), code_(code), rank_(rank), location_(location) {}

@@ -1,13 +1,10 @@
+#include <sys/mman.h>
+
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
 
 #include <sluice/device.hpp>
-
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include <sluice/error.hpp>
 
 #include "comm/device/cuda_calls.hpp"
@@ -26,11 +23,9 @@ std::byte* allocate_cpu(std::size_t bytes) {
   const std::size_t rounded = round_up(bytes, alignment);
   if (rounded % alignment != 0) return nullptr;  // the largest number: round_up()
   void* data = std::aligned_alloc(alignment, rounded);
-#ifdef __linux__
   if (data != nullptr && alignment == kHugePage) {
     static_cast<void>(madvise(data, rounded, MADV_HUGEPAGE));  // advice: may be refused
   }
-#endif
   return static_cast<std::byte*>(data);
 }
 
@@ -43,13 +38,7 @@ std::byte* allocate_cpu_or_throw(std::size_t bytes) {
 }  // namespace
 
 std::string to_string(const Device& device) {
-  switch (device.kind) {
-    case DeviceKind::kCpu:
-      return "cpu";
-    case DeviceKind::kCuda:
-      return "cuda:" + std::to_string(device.index);
-  }
-  return "unknown device";
+  return is_cuda(device) ? "cuda:" + std::to_string(device.index) : "cpu";
 }
 
 Device parse_device(std::string_view text) {

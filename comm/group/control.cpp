@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <optional>
@@ -194,6 +196,11 @@ Error ControlChannel::report(const Error& error, std::chrono::milliseconds timeo
     state.winner = pack(error, state.comm->rank());
   }
   return unpack(*state.winner);
+}
+
+void Communicator::abort(int code) const {
+  std::fflush(nullptr);
+  std::_Exit(code);
 }
 
 }  // namespace sluice

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
@@ -20,11 +21,15 @@ struct ProbedEdge {
   friend bool operator==(const ProbedEdge&, const ProbedEdge&) = default;
 };
 
-// Collective over `comm`, which has no other open messages and uses its tag 0. Sends over one edge
-// after the other, from `memory` to `memory`, from which it takes a message temporarily. `edges`
-// are equal on all ranks, in one order. Returns the first edge to this rank that delivered other
-// bytes than were sent. `interrupt`, which may be null, is polled by waits. Throws what the
-// communicator throws; then the memory stays until its messages have ended.
+// The bytes that go over an edge; they differ from edge to edge.
+[[nodiscard]] std::vector<std::byte> probe_bytes(const ProbedEdge& edge);
+
+// Collective over `comm`, which has no other open messages. Sends over one edge after the other,
+// from `memory` to `memory`, from which it takes a message temporarily; more bytes than
+// Collectives::kPieceBytes go in pieces. `edges` are equal on all ranks, in one order. Returns the
+// first edge to this rank that delivered other bytes than were sent. `interrupt`, which may be
+// null, is polled by waits. Throws what the communicator throws; then the memory stays until its
+// messages have ended.
 [[nodiscard]] std::optional<ProbedEdge> probe_edges(Communicator& comm, const DeviceMemory& memory,
                                                     std::span<const ProbedEdge> edges,
                                                     Interrupt* interrupt);

@@ -1,15 +1,19 @@
-// What a function of the program throws becomes an Error that says which function it was.
+// Exceptions of any type as an Error, and of what function of the program they came from.
 #pragma once
 
 #include <string>
 #include <type_traits>
 
+#include <sluice/error.hpp>
+
 namespace sluice {
 
-inline constexpr const char* kNoStdException = "an exception that is not a std::exception";
+// Called in a handler: its exception as an Error whose message starts with `prefix`, of rank
+// `rank`. An Error that names a rank is not changed.
+[[nodiscard]] Error caught_error(const std::string& prefix = "", int rank = -1);
 
-// Called in a handler: throws its exception again, as an Error whose message starts with
-// "<where>: ". OutOfMemory keeps its type. An Error that names a rank is not changed.
+// Called in a handler: throws its exception again, as caught_error() with "<where>: ". OutOfMemory
+// keeps its type.
 [[noreturn]] void rethrow_from(const std::string& where);
 
 // The result of body(); what it throws comes out of rethrow_from(). `where` is a text, or a

@@ -1,34 +1,31 @@
 #include "comm/group/topology.hpp"
 
+#include <fmt/format.h>
+
 #include <cstddef>
 #include <string>
 #include <utility>
 
-#include <sluice/error.hpp>
-
 #include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 
 namespace {
 
 std::string settings(int size, int pipeline, int replicas) {
-  return std::to_string(size) + (size == 1 ? " rank" : " ranks") + ", pipeline " +
-         std::to_string(pipeline) + ", replicas " + std::to_string(replicas);
+  return fmt::format("{} rank{}, pipeline {}, replicas {}", size, size == 1 ? "" : "s", pipeline,
+                     replicas);
 }
 
 // Layouts one change away: other ranks, other replicas, another depth. Both settings are >= 1.
 std::string legal_neighbours(int size, int pipeline, int replicas) {
   const auto wanted = static_cast<long long>(pipeline) * replicas;
-  std::string text = "start " + std::to_string(wanted) + (wanted == 1 ? " rank" : " ranks");
-  if (size % pipeline == 0) {
-    text += ", or use replicas " + std::to_string(size / pipeline);
-  }
-  if (size % replicas == 0) {
-    text += ", or use pipeline " + std::to_string(size / replicas);
-  }
+  std::string text = fmt::format("start {} rank{}", wanted, wanted == 1 ? "" : "s");
+  if (size % pipeline == 0) text += fmt::format(", or use replicas {}", size / pipeline);
+  if (size % replicas == 0) text += fmt::format(", or use pipeline {}", size / replicas);
   if (size % pipeline != 0 && size % replicas != 0) {
-    text += ", or use pipeline " + std::to_string(size) + " and replicas 1";
+    text += fmt::format(", or use pipeline {} and replicas 1", size);
   }
   return text;
 }
@@ -45,15 +42,14 @@ int Topology::rank_of(int replica, int pipeline_rank) const {
 
 Topology make_topology(int size, int pipeline, int replicas, RankOrder order) {
   if (pipeline < 1 || replicas < 1) {
-    throw Error(ErrorCode::kUsage, "pipeline and replicas must be at least 1, got " +
-                                       settings(size, pipeline, replicas) +
-                                       "; for these ranks pipeline " + std::to_string(size) +
-                                       " and replicas 1 would do");
+    throw_usage(
+        "pipeline and replicas must be at least 1, got {}; for these ranks pipeline {} and "
+        "replicas 1 would do",
+        settings(size, pipeline, replicas), size);
   }
   if (static_cast<long long>(pipeline) * replicas != size) {
-    throw Error(ErrorCode::kUsage, "ranks must equal pipeline x replicas, got " +
-                                       settings(size, pipeline, replicas) + "; " +
-                                       legal_neighbours(size, pipeline, replicas));
+    throw_usage("ranks must equal pipeline x replicas, got {}; {}",
+                settings(size, pipeline, replicas), legal_neighbours(size, pipeline, replicas));
   }
   std::vector<int> rank_of_place(at(size));
   for (int place = 0; place < size; ++place) {

@@ -408,7 +408,9 @@ class MessageTransport final : public Transport {
   // The first piece of a receive.
   void check_head(Operation& operation, const Arrival& arrival) {
     const MessageHeader& got = operation.buffer.header();
-    if (arrival.bytes < kHeaderBytes) refuse_short(operation, arrival.bytes);
+    if (arrival.bytes < kHeaderBytes) {
+      refuse_got(operation, fmt::format("{} bytes, fewer than a header has", arrival.bytes));
+    }
     if (const std::string why = difference(operation.expected, got); !why.empty()) {
       refuse(operation, why);
     }
@@ -456,21 +458,15 @@ class MessageTransport final : public Transport {
 
   [[noreturn]] void refuse(const Operation& operation, const std::string& reason) const {
     const MessageHeader& got = operation.buffer.header();
-    throw Error(
-        ErrorCode::kMismatch,
-        fmt::format("message mismatch on rank {}: expected {} from rank {}, got {}: {}",
-                    comm_.rank(), describe(operation.expected), operation.peer,
-                    got.magic == MessageHeader::kMagic ? describe(got) : "other bytes", reason),
-        comm_.rank());
+    refuse_got(operation, (got.magic == MessageHeader::kMagic ? describe(got) : "other bytes") +
+                              ": " + reason);
   }
 
-  [[noreturn]] void refuse_short(const Operation& operation, std::size_t bytes) const {
-    throw Error(
-        ErrorCode::kMismatch,
-        fmt::format("message mismatch on rank {}: expected {} from rank {}, got {} bytes, fewer "
-                    "than a header has",
-                    comm_.rank(), describe(operation.expected), operation.peer, bytes),
-        comm_.rank());
+  [[noreturn]] void refuse_got(const Operation& operation, const std::string& got) const {
+    throw Error(ErrorCode::kMismatch,
+                fmt::format("message mismatch on rank {}: expected {} from rank {}, got {}",
+                            comm_.rank(), describe(operation.expected), operation.peer, got),
+                comm_.rank());
   }
 
   [[noreturn]] void refuse_size(const char* verb, std::uint64_t bytes, std::size_t capacity,

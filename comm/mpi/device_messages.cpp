@@ -15,6 +15,7 @@
 #include <sluice/error.hpp>
 #include <sluice/mpi.hpp>
 
+#include "comm/group/edge_probe.hpp"
 #include "comm/group/waiter.hpp"
 #include "comm/mpi/mpi_check.hpp"
 
@@ -31,16 +32,6 @@ struct ProbeMemory {
   std::vector<std::byte> host;
   Buffer device;
 };
-
-std::vector<std::byte> pattern() {
-  std::vector<std::byte> bytes(kProbeBytes);
-  std::uint32_t state = 1;
-  for (std::byte& byte : bytes) {
-    state = state * 1664525U + 1013904223U;
-    byte = static_cast<std::byte>(state >> 24U);
-  }
-  return bytes;
-}
 
 void pass(Communicator& comm, const std::byte* from, std::byte* to) {
   Request received = comm.post_recv(comm.rank(), 0, {to, kProbeBytes});
@@ -118,7 +109,7 @@ bool names_cuda_device(std::string_view memory_kinds) {
 
 std::string device_message_fault(std::unique_ptr<Communicator> comm, Device device) {
   use_device(device);  // current for MPI's CUDA calls
-  const std::vector<std::byte> sent = pattern();
+  const std::vector<std::byte> sent = probe_bytes({.bytes = kProbeBytes});
   std::vector<std::byte> back(kProbeBytes);
   const auto memory = std::make_shared<ProbeMemory>(device);
   std::vector<std::byte>& host = memory->host;

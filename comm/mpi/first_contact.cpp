@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <mpi.h>
 
 #include <algorithm>
 #include <array>
@@ -10,8 +9,8 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include <sluice/error.hpp>
@@ -41,71 +40,55 @@ struct Verdict {
   std::array<char, 1008> text{};
 };
 
-// An open request of MPI, and the memory that it reads or writes. Where a send is still open when
-// this ends, MPI keeps the memory.
 template <typename Message>
-class Transfer {
- public:
-  static Transfer send(const Message& message, int peer, int tag) {
-    Transfer transfer(message);
-    check_mpi(MPI_Isend(transfer.message_.get(), sizeof(Message), MPI_BYTE, peer, tag,
-                        MPI_COMM_WORLD, &transfer.request_),
-              "MPI_Isend");
-    return transfer;
+std::span<std::byte> bytes_of(Message& message) {
+  return std::as_writable_bytes(std::span(&message, 1));
+}
+
+// This rank's messages over MPI_COMM_WORLD, and their memory. Those that are still open at the end
+// are cancelled; a send that goes on keeps the memory.
+struct Contact {
+  explicit Contact(const Greeting& mine) : world(borrow_world()), tag(world->max_tag() + 1) {
+    memory->greetings.resize(at(world->size()));
+    memory->greetings[at(world->rank())] = mine;
   }
-  static Transfer receive(int peer, int tag) {
-    Transfer transfer(Message{});
-    transfer.receives_ = true;
-    check_mpi(MPI_Irecv(transfer.message_.get(), sizeof(Message), MPI_BYTE, peer, tag,
-                        MPI_COMM_WORLD, &transfer.request_),
-              "MPI_Irecv");
-    return transfer;
+  ~Contact() {
+    for (Request& each : requests) world->cancel(each);
+    world->keep(memory);
   }
-  Transfer(Transfer&& other) noexcept
-      : message_(std::move(other.message_)),
-        request_(std::exchange(other.request_, MPI_REQUEST_NULL)),
-        receives_(other.receives_) {}
-  Transfer& operator=(Transfer&&) = delete;
-  ~Transfer() {
-    if (request_ == MPI_REQUEST_NULL) return;
-    if (receives_) {
-      MPI_Cancel(&request_);
-      MPI_Wait(&request_, MPI_STATUS_IGNORE);
-    } else if (int sent = 0;
-               MPI_Test(&request_, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent == 0) {
-      (void)message_.release();
+  Contact(const Contact&) = delete;
+  Contact& operator=(const Contact&) = delete;
+
+  template <typename Message>
+  void send(Message& message, int peer) {
+    requests.push_back(world->start_send(peer, tag, bytes_of(message)));
+  }
+  template <typename Message>
+  void receive(Message& message, int peer) {
+    requests.push_back(world->post_recv(peer, tag, bytes_of(message)));
+  }
+  // Whether each request is done by `deadline`.
+  std::vector<bool> wait(Clock::time_point deadline) {
+    Waiter waiter(std::numeric_limits<int>::max());
+    std::vector<bool> done(requests.size());
+    while (true) {
+      for (std::size_t i = 0; i < done.size(); ++i) done[i] = world->test(requests[i]);
+      if (std::find(done.begin(), done.end(), false) == done.end() || Clock::now() > deadline) {
+        return done;
+      }
+      waiter.pause();
     }
   }
-  bool done() {
-    int flag = 0;
-    check_mpi(MPI_Test(&request_, &flag, MPI_STATUS_IGNORE), "MPI_Test");
-    return flag != 0;
-  }
-  [[nodiscard]] const Message& message() const { return *message_; }
 
- private:
-  explicit Transfer(const Message& message) : message_(std::make_unique<Message>(message)) {}
-
-  std::unique_ptr<Message> message_;
-  MPI_Request request_ = MPI_REQUEST_NULL;
-  bool receives_ = false;
+  struct Memory {
+    std::vector<Greeting> greetings;  // [rank]; of other ranks on rank 0 alone
+    Verdict verdict;
+  };
+  std::shared_ptr<Memory> memory = std::make_shared<Memory>();
+  std::unique_ptr<Communicator> world;
+  int tag;  // above those that communicators use
+  std::vector<Request> requests;
 };
-
-template <typename Message>
-using Transfers = std::vector<Transfer<Message>>;
-
-// The indices of the transfers that are not done by `deadline`.
-template <typename Message>
-std::vector<std::size_t> wait_all(Transfers<Message>& transfers, Clock::time_point deadline) {
-  Waiter waiter(std::numeric_limits<int>::max());
-  std::vector<std::size_t> open(transfers.size());
-  for (std::size_t i = 0; i < open.size(); ++i) open[i] = i;
-  while (true) {
-    std::erase_if(open, [&](std::size_t i) { return transfers[i].done(); });
-    if (open.empty() || Clock::now() > deadline) return open;
-    waiter.pause();
-  }
-}
 
 struct Refusal {
   ErrorCode code;
@@ -150,44 +133,39 @@ std::optional<Refusal> judge(const std::vector<Greeting>& greetings, const std::
   return differ(&Greeting::mpi, "MPI libraries", "install one version on every host");
 }
 
-void greet_all(const Greeting& mine, int ranks, int tag, std::chrono::milliseconds limit) {
-  std::vector<Greeting> greetings(at(ranks));
+void greet_all(Contact& contact, std::chrono::milliseconds limit) {
+  std::vector<Greeting>& greetings = contact.memory->greetings;
+  const int ranks = contact.world->size();
+  for (int peer = 1; peer < ranks; ++peer) contact.receive(greetings[at(peer)], peer);
+  const std::vector<bool> here = contact.wait(Clock::now() + limit);
   std::vector<int> silent;
-  {
-    Transfers<Greeting> arrivals;
-    for (int peer = 1; peer < ranks; ++peer) {
-      arrivals.push_back(Transfer<Greeting>::receive(peer, tag));
-    }
-    for (const std::size_t i : wait_all(arrivals, Clock::now() + limit)) {
-      silent.push_back(static_cast<int>(i) + 1);
-    }
-    greetings[0] = mine;
-    for (std::size_t i = 0; i < arrivals.size(); ++i) greetings[i + 1] = arrivals[i].message();
+  for (int peer = 1; peer < ranks; ++peer) {
+    if (here[at(peer - 1)]) continue;
+    silent.push_back(peer);
+    contact.world->cancel(contact.requests[at(peer - 1)]);
   }
   const std::optional<Refusal> refusal = judge(greetings, silent, limit);
-  Verdict verdict;
+  Verdict& verdict = contact.memory->verdict;
   if (refusal) {
     put(verdict.code, name_of(refusal->code));
     put(verdict.text, refusal->text);
   }
-  Transfers<Verdict> verdicts;
   for (int peer = 1; peer < ranks; ++peer) {
-    if (std::find(silent.begin(), silent.end(), peer) != silent.end()) continue;
-    verdicts.push_back(Transfer<Verdict>::send(verdict, peer, tag));
+    if (here[at(peer - 1)]) contact.send(verdict, peer);
   }
-  (void)wait_all(verdicts, Clock::now() + limit);
+  (void)contact.wait(Clock::now() + limit);
   if (refusal) throw Error(refusal->code, refusal->text, 0);
 }
 
-void greet_first(const Greeting& mine, int rank, int ranks, int tag,
-                 std::chrono::milliseconds limit) {
-  Transfers<Greeting> greetings;
-  greetings.push_back(Transfer<Greeting>::send(mine, 0, tag));
-  Transfers<Verdict> arrivals;
-  arrivals.push_back(Transfer<Verdict>::receive(0, tag));
+void greet_first(Contact& contact, std::chrono::milliseconds limit) {
+  const int rank = contact.world->rank();
+  Greeting& mine = contact.memory->greetings[at(rank)];
+  const Verdict& verdict = contact.memory->verdict;
+  contact.receive(contact.memory->verdict, 0);
+  contact.send(mine, 0);
   // Rank 0 itself waits for `limit`.
-  if (!wait_all(arrivals, Clock::now() + 2 * limit).empty()) {
-    const std::string cause = silence_on_host(local_ranks(), ranks);
+  if (!contact.wait(Clock::now() + 2 * limit)[0]) {
+    const std::string cause = silence_on_host(local_ranks(), contact.world->size());
     throw Error(ErrorCode::kPeer,
                 fmt::format("rank {} on {} hears nothing from rank 0 since {} s: {}", rank,
                             mine.host.data(), seconds(2 * limit),
@@ -196,8 +174,6 @@ void greet_first(const Greeting& mine, int rank, int ranks, int tag,
                                           : cause),
                 rank);
   }
-  (void)wait_all(greetings, Clock::now() + limit);
-  const Verdict& verdict = arrivals.front().message();
   const std::string_view code(verdict.code.data());
   if (code.empty()) return;
   throw Error(code == name_of(ErrorCode::kPeer) ? ErrorCode::kPeer : ErrorCode::kMismatch,
@@ -207,20 +183,16 @@ void greet_first(const Greeting& mine, int rank, int ranks, int tag,
 }  // namespace
 
 void make_first_contact(const std::string& build, std::chrono::milliseconds limit) {
-  int rank = 0;
-  int ranks = 1;
-  check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "MPI_Comm_rank");
-  check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &ranks), "MPI_Comm_size");
-  if (ranks == 1) return;
   const MpiInfo info = mpi_info();
   Greeting mine;
   put(mine.build, build);
   put(mine.mpi, info.library);
   put(mine.host, info.host);
-  if (rank == 0) {
-    greet_all(mine, ranks, info.tag_upper_bound, limit);
+  Contact contact(mine);
+  if (contact.world->rank() == 0) {
+    greet_all(contact, limit);
   } else {
-    greet_first(mine, rank, ranks, info.tag_upper_bound, limit);
+    greet_first(contact, limit);
   }
 }
 

@@ -147,11 +147,14 @@ class Orphans {
 // A Request is an index into a table of MPI requests, which grows only when all are open at once.
 class MpiCommunicator final : public Communicator {
  public:
-  // Takes over `comm`.
-  MpiCommunicator(MPI_Comm comm, int local_size, std::shared_ptr<Orphans> orphans)
-      : comm_(comm), local_size_(local_size), orphans_(std::move(orphans)) {
+  // Takes over `comm`, unless it is borrowed.
+  MpiCommunicator(MPI_Comm comm, int local_size, std::shared_ptr<Orphans> orphans,
+                  bool borrowed = false)
+      : left_open_(borrowed), comm_(comm), local_size_(local_size), orphans_(std::move(orphans)) {
     orphans_->sweep();
-    check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    if (!borrowed) {
+      check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    }
     check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
     check_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
     int* bound = nullptr;
@@ -198,32 +201,18 @@ class MpiCommunicator final : public Communicator {
 
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
     const int count = count_of(bytes.size());
-    const std::int32_t index = take_slot();
-    Slot& slot = slots_[at(index)];
-    const int result = MPI_Isend(bytes.data(), count, MPI_BYTE, peer, tag, comm_, &slot.request);
-    if (result != MPI_SUCCESS) {
-      fail(index, result, "MPI_Isend");
-    }
-    slot.peer = peer;
-    slot.tag = tag;
-    slot.receives = false;
-    return Request{index};
+    Slot& slot = take_slot({.peer = peer, .tag = tag});
+    return started(slot, MPI_Isend(bytes.data(), count, MPI_BYTE, peer, tag, comm_, &slot.request),
+                   "MPI_Isend");
   }
 
   Request post_recv(int peer, int tag, std::span<std::byte> bytes) override {
     const int count = count_of(bytes.size());
-    const std::int32_t index = take_slot();
-    Slot& slot = slots_[at(index)];
+    Slot& slot = take_slot({.capacity = bytes.size(), .peer = peer, .tag = tag, .receives = true});
     const int source = peer == kAnyPeer ? MPI_ANY_SOURCE : peer;
-    const int result = MPI_Irecv(bytes.data(), count, MPI_BYTE, source, tag, comm_, &slot.request);
-    if (result != MPI_SUCCESS) {
-      fail(index, result, "MPI_Irecv");
-    }
-    slot.peer = peer;
-    slot.tag = tag;
-    slot.capacity = bytes.size();
-    slot.receives = true;
-    return Request{index};
+    return started(slot,
+                   MPI_Irecv(bytes.data(), count, MPI_BYTE, source, tag, comm_, &slot.request),
+                   "MPI_Irecv");
   }
 
   bool test(Request& request, Arrival* arrival) override {
@@ -235,8 +224,8 @@ class MpiCommunicator final : public Communicator {
     MPI_Status status;
     const int result = MPI_Test(&slot.request, &done, &status);
     if (result != MPI_SUCCESS) {
-      const std::int32_t index = std::exchange(request.index, Request::kNone);
-      explain(index, result, status);
+      request.index = Request::kNone;
+      fail(slot, result, status);
     }
     if (done == 0) {
       return false;
@@ -322,43 +311,36 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  std::int32_t take_slot() {
-    if (free_.empty()) {
-      grow();
-    }
+  Slot& take_slot(const Slot& slot) {
+    if (free_.empty()) grow();
+    return slots_[at(free_.back())] = slot;
+  }
+
+  // The request of the slot that was taken, which becomes free again where its start has failed.
+  Request started(Slot& slot, int result, const char* call) {
+    if (result != MPI_SUCCESS) slot.request = MPI_REQUEST_NULL;
+    check_mpi(result, call);
     const std::int32_t index = free_.back();
     free_.pop_back();
-    return index;
+    return Request{index};
   }
 
-  [[noreturn]] void fail(std::int32_t index, int result, const char* call) {
-    slots_[at(index)].request = MPI_REQUEST_NULL;
-    free_.push_back(index);
-    check_mpi(result, call);
-    throw Error(ErrorCode::kInternal, fmt::format("{} failed without an error code", call));
-  }
-
-  // What a failed MPI_Test on slot `index` means.
-  [[noreturn]] void explain(std::int32_t index, int result, const MPI_Status& status) {
-    const Slot& slot = slots_[at(index)];
+  // What a failed MPI_Test of a slot means.
+  [[noreturn]] void fail(Slot& slot, int result, const MPI_Status& status) {
+    slot.request = MPI_REQUEST_NULL;
+    free_.push_back(static_cast<std::int32_t>(&slot - slots_.data()));
     int error_class = MPI_SUCCESS;
     MPI_Error_class(result, &error_class);
     if (error_class == MPI_ERR_TRUNCATE && slot.receives) {
-      refuse_long(index, status);
+      throw Error(ErrorCode::kMismatch,
+                  fmt::format("rank {} received a message longer than the {} bytes it has room "
+                              "for, from rank {} with tag {}",
+                              rank_, slot.capacity,
+                              slot.peer == kAnyPeer ? status.MPI_SOURCE : slot.peer, slot.tag),
+                  rank_);
     }
-    fail(index, result, slot.receives ? "receiving" : "sending");
-  }
-
-  [[noreturn]] void refuse_long(std::int32_t index, const MPI_Status& status) {
-    Slot& slot = slots_[at(index)];
-    slot.request = MPI_REQUEST_NULL;
-    free_.push_back(index);
-    throw Error(ErrorCode::kMismatch,
-                fmt::format("rank {} received a message longer than the {} bytes it has room for, "
-                            "from rank {} with tag {}",
-                            rank_, slot.capacity,
-                            slot.peer == kAnyPeer ? status.MPI_SOURCE : slot.peer, slot.tag),
-                rank_);
+    check_mpi(result, slot.receives ? "receiving" : "sending");
+    throw Error(ErrorCode::kInternal, "MPI_Test failed without an error code");
   }
 
   // Ends the request without throwing.
@@ -394,7 +376,7 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  bool left_open_ = false, all_leave_ = false;
+  bool left_open_, all_leave_ = false;
   MPI_Comm comm_;
   int rank_ = 0;
   int size_ = 1;
@@ -439,6 +421,11 @@ void require_mpi() {
 }
 
 }  // namespace
+
+std::unique_ptr<Communicator> borrow_world() {
+  return std::make_unique<MpiCommunicator>(MPI_COMM_WORLD, 1, std::make_shared<Orphans>(),
+                                           /*borrowed=*/true);
+}
 
 std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm) {
   require_mpi();

@@ -3,12 +3,13 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <tuple>
 #include <utility>
 
 #include <sluice/error.hpp>
+
+#include "comm/group/edge_probe.hpp"
 
 namespace sluice {
 
@@ -67,17 +68,6 @@ std::vector<std::vector<Pair>> classes_of(const std::vector<NcclTransport::Edge>
 // A rank's number in the communicator of it and another.
 int side_of(int rank, int other) { return rank > other ? 1 : 0; }
 
-// The first message over an edge; its bytes differ from edge to edge.
-std::array<std::byte, kProbeBytes> probe_of(const NcclTransport::Edge& edge) {
-  std::array<std::byte, kProbeBytes> bytes{};
-  auto state = static_cast<std::uint32_t>(edge.from * 65537 + edge.to + 1);
-  for (std::byte& byte : bytes) {
-    state = state * 1664525U + 1013904223U;
-    byte = static_cast<std::byte>(state >> 24U);
-  }
-  return bytes;
-}
-
 }  // namespace
 
 NcclTransport::NcclTransport(NcclQueue& queue, Collectives& bootstrap, const DeviceMemory& memory,
@@ -129,11 +119,11 @@ void NcclTransport::warm_up(const DeviceMemory& memory, Interrupt* interrupt) {
 
 void NcclTransport::probe(const Own& own, const Buffer& memory, Interrupt* interrupt) {
   const Edge& edge = own.edge;
-  const auto expected = probe_of(edge);
+  const std::vector<std::byte> expected = probe_bytes({edge.from, edge.to, kProbeBytes});
   const std::span<std::byte> out(memory.data(), kProbeBytes);
   const std::span<std::byte> in(memory.data() + kProbeBytes, kProbeBytes);
   copy_now(memory.device(), out.data(), expected.data(), kProbeBytes);
-  std::array<std::byte, kProbeBytes> arrived{};
+  std::vector<std::byte> arrived(kProbeBytes);
   copy_now(memory.device(), in.data(), arrived.data(), kProbeBytes);
   const Event now;
   queue_.begin_group();

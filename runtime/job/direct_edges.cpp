@@ -5,13 +5,16 @@
 #include <algorithm>
 #include <map>
 #include <utility>
+#include <vector>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#include "comm/group/edge_probe.hpp"
 
 namespace sluice {
+namespace {
 
 std::vector<ProbedEdge> direct_edges(const JobLayout& layout, std::size_t most) {
   std::map<std::pair<int, int>, std::size_t> bytes;
@@ -31,6 +34,8 @@ std::vector<ProbedEdge> direct_edges(const JobLayout& layout, std::size_t most) 
   for (const auto& [ends, size] : bytes) edges.push_back({ends.first, ends.second, size});
   return edges;
 }
+
+}  // namespace
 
 void probe_direct_edges(JobContext& job, const JobLayout& layout, ComputeContext& compute) {
   const std::vector<ProbedEdge> edges = direct_edges(layout, job.piece_bytes());

@@ -1,8 +1,21 @@
 #include "runtime/job/host_mirror.hpp"
 
+#include <limits>
 #include <utility>
 
 namespace sluice {
+
+PolledDeviceWait::PolledDeviceWait(Interrupt& interrupt)
+    : interrupt_(interrupt), waiter_(std::numeric_limits<int>::max()) {}
+
+void PolledDeviceWait::until(const Event& event) {
+  waiter_.reset();
+  const WaitScope scope(&interrupt_, {WaitSubject::What::kDevice});
+  while (!event.done()) {
+    scope.poll();
+    waiter_.pause();
+  }
+}
 
 std::span<std::byte> HostMirror::writable_host_copy(void* data, std::size_t bytes) {
   data_ = data;

@@ -1,5 +1,5 @@
-// Device memory as the host reads and writes it: on a CPU the memory itself, on a GPU a page-locked
-// copy. For what passes through MPI's collectives or files. One thread.
+// How a pipeline's host meets its device: waits for it, and reads and writes its memory. One
+// thread.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,24 @@
 #include <sluice/compute.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/group/waiter.hpp"
+
 namespace sluice {
 
+// Looks for failures of other ranks meanwhile, since the device may wait for their messages.
+class PolledDeviceWait final : public DeviceWait {
+ public:
+  // `interrupt` outlives this; its exception ends a wait.
+  explicit PolledDeviceWait(Interrupt& interrupt);
+  void until(const Event& event) override;
+
+ private:
+  Interrupt& interrupt_;
+  Waiter waiter_;
+};
+
+// Device memory as the host has it: on a CPU the memory itself, on a GPU a page-locked copy. For
+// what passes through MPI's collectives or files.
 class HostMirror {
  public:
   // Waits for the device as compute.wait() does.

@@ -4,7 +4,6 @@
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include <sluice/error.hpp>
 #if SLUICE_WITH_NCCL
@@ -56,8 +55,6 @@ std::vector<NcclTransport::Edge> edges_of(const JobLayout& layout) {
   }
   return edges;
 }
-
-}  // namespace
 
 class NcclMessages final : public Transport {
  public:
@@ -121,85 +118,89 @@ class NcclMessages final : public Transport {
 };
 
 // Its communicators join the pipeline's ranks with a GPU. All ranks call split().
-struct NcclRoutes::Impl {
-  Impl(JobContext& job, const JobLayout& layout, ComputeContext& compute_in, const SumLoad& load,
-       std::size_t open, bool all_reduce)
-      : compute(compute_in),
-        interrupt(*job.watch),
-        gpus(job.pipeline.ranks->split(compute_in.device().kind == DeviceKind::kCuda ? 0 : 1,
-                                       layout.place.rank)),
-        bootstrap(*gpus, 0, job.watch.get()),
-        gpu_of_rank(gpus_of(layout)) {
+class Routes final : public NcclRoutes {
+ public:
+  Routes(JobContext& job, const JobLayout& layout, ComputeContext& compute, const SumLoad& load,
+         std::size_t open, bool all_reduce)
+      : compute_(compute),
+        interrupt_(*job.watch),
+        gpus_(job.pipeline.ranks->split(compute.device().kind == DeviceKind::kCuda ? 0 : 1,
+                                        layout.place.rank)),
+        bootstrap_(*gpus_, 0, job.watch.get()),
+        gpu_of_rank_(gpus_of(layout)) {
     if (compute.device().kind == DeviceKind::kCpu) return;
     const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
-    queue.emplace(compute.device(), open + sum_groups, job.world.ranks->local_size());
-    transport.emplace(*queue, bootstrap, compute.memory(), edges_of(layout),
-                      NcclLabel{"the pipeline", job.world.ranks->rank()}, job.watch.get());
-    messages.emplace(*transport, compute.stream(), gpu_of_rank, open);
+    queue_.emplace(compute.device(), open + sum_groups, job.world.ranks->local_size());
+    transport_.emplace(*queue_, bootstrap_, compute.memory(), edges_of(layout),
+                       NcclLabel{"the pipeline", job.world.ranks->rank()}, job.watch.get());
+    messages_.emplace(*transport_, compute.stream(), gpu_of_rank_, open);
     if (!layout.wires.sums_by_nccl(layout.place.rank)) return;
-    sums.emplace(*queue, *job.replicas.collectives, compute.memory(),
-                 NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.place.rank),
-                           job.world.ranks->rank()},
-                 method_of(all_reduce), load.sizes, job.watch.get());
-    workspace = compute.memory().allocate(sums->workspace(load.largest) * sizeof(float));
-    for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());
+    sums_.emplace(*queue_, *job.replicas.collectives, compute.memory(),
+                  NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.place.rank),
+                            job.world.ranks->rank()},
+                  method_of(all_reduce), load.sizes, job.watch.get());
+    workspace_ = compute.memory().allocate(sums_->workspace(load.largest) * sizeof(float));
+    for (std::size_t i = 0; i < load.count; ++i) ready_.emplace_back(compute.device());
   }
 
-  ComputeContext& compute;
-  Interrupt& interrupt;
-  std::unique_ptr<Communicator> gpus;
-  Collectives bootstrap;
-  std::vector<int> gpu_of_rank;  // [pipeline rank] its rank in `gpus`, -1 for a CPU
-  Buffer workspace;              // of all sums, which run one after the other
-  std::vector<Event> ready;      // of sums, used in turn
-  std::size_t next_ready = 0;
+  Transport* messages() override { return messages_ ? &*messages_ : nullptr; }
+  void begin_group() override { queue_->begin_group(); }
+  NcclTicket send(int peer, std::span<const std::byte> data, const Event& ready) override {
+    return transport_->send(gpu_of_rank_[at(peer)], data, ready);
+  }
+  NcclTicket recv(int peer, std::span<std::byte> data, const Event& ready) override {
+    return transport_->recv(gpu_of_rank_[at(peer)], data, ready);
+  }
+  void end_group() override { queue_->end_group(); }
+  void wait_on_stream(NcclTicket& ticket) override {
+    queue_->progress();  // issues later groups without waiting for the next call
+    queue_->wait_issued(ticket, &interrupt_);
+    queue_->wait_on(compute_.stream(), ticket);
+  }
+  void progress() override {
+    if (queue_) queue_->progress();
+  }
+  bool sums() const override { return sums_.has_value(); }
+  // Each sum of a step has an event. The next step uses it again: its sum has been issued by then.
+  NcclTicket sum(std::span<float> values) override {
+    Event& ready = ready_[next_ready_++ % ready_.size()];
+    ready.record(compute_.stream());
+    return sums_->sum(
+        values, {reinterpret_cast<float*>(workspace_.data()), workspace_.size() / sizeof(float)},
+        ready);
+  }
+  void register_messages(std::span<std::byte> memory) override {
+    if (transport_) transport_->register_memory(memory);
+  }
+  void finalize() override {
+    if (queue_) queue_->finalize(&interrupt_);
+  }
+  void abort() noexcept override {
+    if (queue_) queue_->abort();
+  }
+
+ private:
+  ComputeContext& compute_;
+  Interrupt& interrupt_;
+  std::unique_ptr<Communicator> gpus_;
+  Collectives bootstrap_;
+  std::vector<int> gpu_of_rank_;  // [pipeline rank] its rank in gpus_, -1 for a CPU
+  Buffer workspace_;              // of all sums, which run one after the other
+  std::vector<Event> ready_;      // of sums, used in turn
+  std::size_t next_ready_ = 0;
   // On a GPU. Destroyed before the members above, whose memory NCCL may still use.
-  std::optional<NcclQueue> queue;
-  std::optional<NcclTransport> transport;
-  std::optional<NcclMessages> messages;
-  std::optional<NcclSums> sums;
+  std::optional<NcclQueue> queue_;
+  std::optional<NcclTransport> transport_;
+  std::optional<NcclMessages> messages_;
+  std::optional<NcclSums> sums_;
 };
 
-NcclRoutes::NcclRoutes(JobContext& job, const JobLayout& layout, ComputeContext& compute,
-                       const SumLoad& sums, std::size_t open, bool all_reduce)
-    : impl_(std::make_unique<Impl>(job, layout, compute, sums, open, all_reduce)) {}
+}  // namespace
 
-NcclRoutes::~NcclRoutes() = default;
-
-Transport* NcclRoutes::messages() { return impl_->messages ? &*impl_->messages : nullptr; }
-
-void NcclRoutes::begin_group() { impl_->queue->begin_group(); }
-
-NcclTicket NcclRoutes::send(int peer, std::span<const std::byte> data, const Event& ready) {
-  return impl_->transport->send(impl_->gpu_of_rank[at(peer)], data, ready);
-}
-
-NcclTicket NcclRoutes::recv(int peer, std::span<std::byte> data, const Event& ready) {
-  return impl_->transport->recv(impl_->gpu_of_rank[at(peer)], data, ready);
-}
-
-void NcclRoutes::end_group() { impl_->queue->end_group(); }
-
-void NcclRoutes::wait_on_stream(NcclTicket& ticket) {
-  impl_->queue->progress();  // issues later groups without waiting for the next call
-  impl_->queue->wait_issued(ticket, &impl_->interrupt);
-  impl_->queue->wait_on(impl_->compute.stream(), ticket);
-}
-
-void NcclRoutes::progress() {
-  if (impl_->queue) impl_->queue->progress();
-}
-
-void NcclRoutes::register_messages(std::span<std::byte> memory) {
-  if (impl_->transport) impl_->transport->register_memory(memory);
-}
-
-void NcclRoutes::finalize() {
-  if (impl_->queue) impl_->queue->finalize(&impl_->interrupt);
-}
-
-void NcclRoutes::abort() noexcept {
-  if (impl_->queue) impl_->queue->abort();
+std::unique_ptr<NcclRoutes> NcclRoutes::make(JobContext& job, const JobLayout& layout,
+                                             ComputeContext& compute, const SumLoad& sums,
+                                             std::size_t open, bool all_reduce) {
+  return std::make_unique<Routes>(job, layout, compute, sums, open, all_reduce);
 }
 
 int NcclRoutes::message_communicators(const JobLayout& layout, int rank) {
@@ -210,43 +211,15 @@ std::size_t NcclRoutes::sum_bytes(const SumLoad& sums, int replicas, bool all_re
   return NcclSums::workspace(sums.largest, replicas, method_of(all_reduce)) * sizeof(float);
 }
 
-bool NcclRoutes::sums() const { return impl_->sums.has_value(); }
-
-// Each sum of a step has an event. The next step uses it again: its sum has been issued by then.
-NcclTicket NcclRoutes::sum(std::span<float> values) {
-  Event& ready = impl_->ready[impl_->next_ready++ % impl_->ready.size()];
-  ready.record(impl_->compute.stream());
-  return impl_->sums->sum(
-      values,
-      {reinterpret_cast<float*>(impl_->workspace.data()), impl_->workspace.size() / sizeof(float)},
-      ready);
-}
-
 #else
 
 // A layout of a build without NCCL has no NCCL routes (RouteQuestion::nccl_refusal).
-struct NcclRoutes::Impl {};
-
-NcclRoutes::NcclRoutes(JobContext& /*groups*/, const JobLayout& /*layout*/,
-                       ComputeContext& /*compute*/, const SumLoad& /*sums*/, std::size_t /*open*/,
-                       bool /*all_reduce*/) {
+std::unique_ptr<NcclRoutes> NcclRoutes::make(JobContext&, const JobLayout&, ComputeContext&,
+                                             const SumLoad&, std::size_t, bool) {
   throw Error(ErrorCode::kInternal, "this build has no NCCL");
 }
-NcclRoutes::~NcclRoutes() = default;
-Transport* NcclRoutes::messages() { return nullptr; }
-void NcclRoutes::begin_group() {}
-NcclTicket NcclRoutes::send(int, std::span<const std::byte>, const Event&) { return {}; }
-NcclTicket NcclRoutes::recv(int, std::span<std::byte>, const Event&) { return {}; }
-void NcclRoutes::end_group() {}
-void NcclRoutes::wait_on_stream(NcclTicket& /*ticket*/) {}
-void NcclRoutes::progress() {}
-void NcclRoutes::register_messages(std::span<std::byte> /*memory*/) {}
-void NcclRoutes::finalize() {}
-void NcclRoutes::abort() noexcept {}
-int NcclRoutes::message_communicators(const JobLayout& /*layout*/, int /*rank*/) { return 0; }
+int NcclRoutes::message_communicators(const JobLayout&, int) { return 0; }
 std::size_t NcclRoutes::sum_bytes(const SumLoad&, int, bool) { return 0; }
-bool NcclRoutes::sums() const { return false; }
-NcclTicket NcclRoutes::sum(std::span<float> /*values*/) { return {}; }
 
 #endif
 

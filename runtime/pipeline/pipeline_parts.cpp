@@ -151,8 +151,7 @@ void PipelineParts::make_nccl() {
   const SumLoad sums = layout.wires.sums_by_nccl(layout.place.rank)
                            ? BucketedSums::load_of(bindings, options.devices.bucket_bytes)
                            : SumLoad{};
-  nccl =
-      std::make_unique<NcclRoutes>(job, layout, *compute, sums, open, options.devices.all_reduce);
+  nccl = NcclRoutes::make(job, layout, *compute, sums, open, options.devices.all_reduce);
 }
 
 void PipelineParts::prepare_stages() {

@@ -21,7 +21,6 @@
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/job_context.hpp"
 #include "runtime/job/nccl_routes.hpp"
-#include "runtime/job/polled_device_wait.hpp"
 #include "runtime/pipeline/batch_feed.hpp"
 #include "runtime/pipeline/programs.hpp"
 #include "runtime/planning/build_layout.hpp"

@@ -1,7 +1,5 @@
 #include "runtime/pipeline/refusal.hpp"
 
-#include <exception>
-#include <new>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -25,14 +23,8 @@ std::string pack(const std::optional<Error>& error) {
 std::optional<Error> error_of(const std::function<void()>& body) {
   try {
     body();
-  } catch (const Error& error) {
-    return error;
-  } catch (const std::bad_alloc&) {
-    return Error(ErrorCode::kDevice, "out of host memory");
-  } catch (const std::exception& error) {
-    return Error(code_of_foreign(error), error.what());
   } catch (...) {
-    return Error(ErrorCode::kUser, kNoStdException);
+    return caught_error();
   }
   return std::nullopt;
 }

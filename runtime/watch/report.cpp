@@ -61,11 +61,10 @@ std::string wait_text(const WatchView& view, const RankStatus& status) {
       return fmt::format("{} to {}{}", doing, peer_text(subject),
                          state("no receive is posted there", "a receive is posted there"));
     case WaitSubject::What::kCollectiveReceive:
-      return fmt::format("a message from {} among {}, in {}", peer_text(subject),
-                         group_name(now.group), doing);
     case WaitSubject::What::kCollectiveSend:
-      return fmt::format("a message to {} among {}, in {}", peer_text(subject),
-                         group_name(now.group), doing);
+      return fmt::format("a message {} {} among {}, in {}",
+                         subject.what == WaitSubject::What::kCollectiveSend ? "to" : "from",
+                         peer_text(subject), group_name(now.group), doing);
     case WaitSubject::What::kDevice:
       return fmt::format("its device, in {}", doing);
     case WaitSubject::What::kNccl:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 
 #include "comm/base/index.hpp"
@@ -128,22 +129,16 @@ WatchLimits limits_of(double timeout, double action_timeout, const StepPace& pac
 }
 
 std::vector<int> monitors_of(std::span<const WatchedRank> ranks) {
-  std::vector<int> monitors;
-  std::vector<std::string> hosts;
+  std::set<int> monitors;
   const auto add = [&](std::size_t rank) {
-    if (monitors.size() < kMostMonitors) monitors.push_back(static_cast<int>(rank));
+    if (monitors.size() < kMostMonitors) monitors.insert(static_cast<int>(rank));
   };
+  std::set<std::string> hosts;
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (std::find(hosts.begin(), hosts.end(), ranks[rank].host) != hosts.end()) continue;
-    hosts.push_back(ranks[rank].host);
-    add(rank);
+    if (hosts.insert(ranks[rank].host).second) add(rank);
   }
-  const std::vector<int> firsts = monitors;
-  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (std::find(firsts.begin(), firsts.end(), static_cast<int>(rank)) == firsts.end()) add(rank);
-  }
-  std::sort(monitors.begin(), monitors.end());
-  return monitors;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) add(rank);
+  return {monitors.begin(), monitors.end()};
 }
 
 bool lost(const Sighting& sighting, const WatchLimits& limits) {

@@ -24,8 +24,6 @@
 #include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/program/network_facts.hpp"
-#include "runtime/watch/addresses.hpp"
-#include "runtime/watch/mpi_link.hpp"
 #include "runtime/watch/tcp_link.hpp"
 
 namespace sluice {
@@ -93,8 +91,8 @@ struct Watchdog::Impl {
   }
 
   // On the thread.
-  void begin(Link* link) {
-    watcher.begin(link);
+  void begin(Watcher::Send send) {
+    watcher.begin(std::move(send));
     tick();
   }
   void tick() {
@@ -108,7 +106,6 @@ struct Watchdog::Impl {
     timer.cancel();
     watcher.end();
     if (tcp) tcp->close();
-    if (mpi) mpi->close();
     work.reset();
     context.stop();
   }
@@ -145,31 +142,14 @@ struct Watchdog::Impl {
     return "";
   }
 
-  // Collective. Watches over MPI where that is possible.
-  void fall_back(const std::string& why) {
-    const bool over_mpi = world.any_thread();
-    if (world.rank() == 0) {
-      const std::string text =
-          over_mpi ? "the ranks watch each other over MPI: a process that has ended is noticed "
-                     "after the time limit"
-                   : "no rank watches another: a rank that stops, dies or is cut off is not "
-                     "noticed. Open the ports of --watchdog-ports FIRST-LAST between the hosts, or "
-                     "give --watchdog off";
-      std::fprintf(stderr, "sluice: watchdog: %s; %s\n", why.c_str(), text.c_str());
-    }
-    if (over_mpi) own = world.duplicate();
-  }
-
   Communicator& world;
   asio::io_context context;
   asio::steady_timer timer;
   asio::executor_work_guard<asio::io_context::executor_type> work;
   std::vector<std::string> addresses;
   std::vector<WatchedRank> ranks;
-  std::unique_ptr<Communicator> own;  // of the MPI link
   Watcher watcher;
   std::optional<TcpLink> tcp;
-  std::optional<MpiLink> mpi;
   std::thread thread;
 };
 
@@ -184,16 +164,22 @@ Watchdog::Watchdog(Collectives& world, WatchedJob job, const PipelineOptions::Wa
   }
   const std::string fault = me.connect(world, options);
   if (fault.empty()) {
-    asio::post(me.context, [&me] { me.begin(&*me.tcp); });
+    asio::post(me.context, [&me] {
+      me.begin(
+          [&me](int rank, NoteKind kind, auto contents) { me.tcp->send(rank, kind, contents); });
+    });
     return;
   }
-  me.fall_back(fault);
+  if (me.world.rank() == 0) {
+    std::fprintf(stderr,
+                 "sluice: watchdog: %s; no rank watches another: a rank that stops, dies or is cut "
+                 "off is not noticed. Open the ports of --watchdog-ports FIRST-LAST between the "
+                 "hosts, or give --watchdog off\n",
+                 fault.c_str());
+  }
   asio::post(me.context, [&me] {
     if (me.tcp) me.tcp->close();
     me.tcp.reset();
-    if (me.own == nullptr) return;
-    me.mpi.emplace(*me.own, me.watcher);
-    me.begin(&*me.mpi);
   });
 }
 

@@ -6,8 +6,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstring>
+#include <exception>
+#include <filesystem>
+#include <limits>
+#include <string_view>
+#include <system_error>
+#include <type_traits>
 #include <utility>
 
 #include <sluice/error.hpp>
@@ -15,16 +22,18 @@
 #include "comm/base/index.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "runtime/options/supervisor_events.hpp"
-#include "runtime/watch/addresses.hpp"
 
 namespace sluice {
 namespace {
+
+namespace fs = std::filesystem;
 
 constexpr double kTicksOfBeat = 4;
 // A gap between two ticks beyond which the whole process has stood still, with its clock of others.
 constexpr double kPausedTicks = 6, kShortestPause = 0.5;
 constexpr double kStatusInterval = 5;
 constexpr double kDiskTime = 1;  // to look for the newest save
+constexpr std::uint64_t kNoAnswer = std::numeric_limits<std::uint64_t>::max();
 // How long a line about a process that has ended waits where an end is expected: the launcher ends
 // this process meanwhile.
 constexpr double kExpectedEnd = 0.5;
@@ -37,14 +46,33 @@ bool is_rare(Doing doing) {
   return doing == Doing::kSettingUp || doing == Doing::kSaving || doing == Doing::kRestoring;
 }
 
-struct VerdictHead {
-  std::int32_t culprit = -1;
-};
-
 std::string time_name() {
   return fmt::format(
       "{:%Y%m%dT%H%M%SZ}",
       fmt::gmtime(std::chrono::system_clock::to_time_t(std::chrono::system_clock::now())));
+}
+
+// One more than the step of the newest save in a directory, 0 where there is none. A save is
+// complete before it gets its name. Blocks as long as the disk does; throws nothing.
+std::uint64_t newest_save_plus_one(const fs::path& directory) noexcept {
+  constexpr std::string_view kPrefix = "step-";
+  std::uint64_t newest = 0;
+  try {
+    std::error_code error;
+    for (fs::directory_iterator each(directory, error), end; !error && each != end;
+         each.increment(error)) {
+      const std::string name = each->path().filename().string();
+      if (!name.starts_with(kPrefix)) continue;
+      std::uint64_t step = 0;
+      const char* const last = name.data() + name.size();
+      const auto parsed = std::from_chars(name.data() + kPrefix.size(), last, step);
+      if (parsed.ec != std::errc() || parsed.ptr != last || step < newest) continue;
+      std::error_code ignored;
+      if (fs::exists(each->path() / "state.json", ignored)) newest = step + 1;
+    }
+  } catch (const std::exception&) {  // out of memory: a report without it
+  }
+  return newest;
 }
 
 double wall_seconds() {
@@ -62,8 +90,8 @@ Watcher::Watcher(WatchedJob job, PipelineOptions::Watch options, std::vector<std
       seen_(job_.ranks.size()),
       sightings_(job_.ranks.size()) {}
 
-void Watcher::begin(Link* link) {
-  link_ = link;
+void Watcher::begin(Send send) {
+  send_ = std::move(send);
   last_tick_ = steady_seconds();
   next_status_ = last_tick_ + kStatusInterval;
   for (std::size_t rank = 0; rank < seen_.size(); ++rank) {
@@ -77,7 +105,7 @@ bool Watcher::is_monitor(int rank) const {
 }
 
 bool Watcher::observes(int rank) const {
-  return rank == me_ || (link_ != nullptr && (is_monitor(me_) || is_monitor(rank)));
+  return rank == me_ || (send_ != nullptr && (is_monitor(me_) || is_monitor(rank)));
 }
 
 WatchView Watcher::view() const {
@@ -97,7 +125,6 @@ double Watcher::tick() {
     // This process stood still: the others were not silent meanwhile. What they sent is read next.
     for (Seen& each : seen_) each.heard += gap;
   }
-  if (link_ != nullptr) link_->progress();
   sample(std::min(gap, 2 * tick));
   if (ending_) {
     finish(now);
@@ -137,7 +164,7 @@ void Watcher::sample(double gap) {
 }
 
 void Watcher::send_status() {
-  if (link_ == nullptr) return;
+  if (send_ == nullptr) return;
   rare_sent_ = is_rare(mine_.activity.doing);
   mine_.unheard = -1;
   for (std::size_t rank = 0; rank < sightings_.size(); ++rank) {
@@ -148,10 +175,11 @@ void Watcher::send_status() {
       mine_.unheard = static_cast<int>(rank);
     }
   }
-  const StatusBytes bytes = pack(mine_);
+  static_assert(std::is_trivially_copyable_v<RankStatus>);
+  const auto bytes = std::as_bytes(std::span(&mine_, 1));
   for (std::size_t rank = 0; rank < seen_.size(); ++rank) {
     if (static_cast<int>(rank) == me_ || !seen_[rank].sighting.observed) continue;
-    link_->send(static_cast<int>(rank), NoteKind::kStatus, bytes);
+    send_(static_cast<int>(rank), NoteKind::kStatus, bytes);
   }
 }
 
@@ -173,16 +201,15 @@ void Watcher::on_note(int rank, NoteKind kind, std::span<const std::byte> conten
   from.heard = steady_seconds();
   switch (kind) {
     case NoteKind::kStatus:
-      if (const auto status = unpack_status(contents)) {
-        from.sighting.seen = true;
-        from.sighting.status = *status;
-      }
+      if (contents.size() != sizeof(RankStatus)) return;
+      std::memcpy(&from.sighting.status, contents.data(), contents.size());
+      from.sighting.seen = true;
       return;
     case NoteKind::kBye:
       from.sighting.left = true;
       return;
     case NoteKind::kVerdict:
-      if (link_ != nullptr) link_->send(rank, NoteKind::kAnswer, {});
+      if (send_ != nullptr) send_(rank, NoteKind::kAnswer, {});
       if (!ending_) obey(contents);
       return;
     case NoteKind::kAnswer:
@@ -302,7 +329,7 @@ void Watcher::serve_tables(double now) {
 void Watcher::write_status(double now) {
   if (options_.directory.empty() || now < next_status_ || !disk_.idle()) return;
   next_status_ = now + kStatusInterval;
-  disk_.replace(std::filesystem::path(options_.directory) / "status.json",
+  disk_.replace(fs::path(options_.directory) / "status.json",
                 status_json(view(), limits_, options_.directory, wall_seconds(), /*ended=*/false));
 }
 
@@ -311,17 +338,22 @@ void Watcher::end() {
   sample(0);
   refresh(steady_seconds());
   if (leader(view(), limits_) != me_) return;
-  disk_.replace(std::filesystem::path(options_.directory) / "status.json",
+  disk_.replace(fs::path(options_.directory) / "status.json",
                 status_json(view(), limits_, options_.directory, wall_seconds(), /*ended=*/true));
 }
 
 bool Watcher::knows_save(double now) {
   if (options_.directory.empty()) return true;
-  if (asked_ == 0) asked_ = now;
-  newest_.ask(disk_, options_.directory);
-  const auto answer = newest_.answer();
-  if (!answer) return now - asked_ > kDiskTime;
-  for (Sighting& each : sightings_) each.status.saved_plus_one = *answer;
+  if (newest_ == nullptr) {
+    newest_ = std::make_shared<std::atomic<std::uint64_t>>(kNoAnswer);
+    asked_ = now;
+    disk_.run([newest = newest_, directory = fs::path(options_.directory)] {
+      *newest = newest_save_plus_one(directory);
+    });
+  }
+  const std::uint64_t answer = *newest_;
+  if (answer == kNoAnswer) return now - asked_ > kDiskTime;
+  for (Sighting& each : sightings_) each.status.saved_plus_one = answer;
   return true;
 }
 
@@ -339,26 +371,22 @@ void Watcher::decide(const Verdict& verdict) {
     disk_.add_file(options_.directory, "hang-" + time_name(), report);
   }
   ending_ = Ending{.decides = true, .since = now, .interrupted = 0, .unanswered = {}};
-  std::vector<std::byte> contents(sizeof(VerdictHead));
-  const VerdictHead head{.culprit = culprit_};
-  std::memcpy(contents.data(), &head, sizeof(head));
-  const auto text = bytes_of(std::string_view(headline_).substr(0, kMostNoteBytes - sizeof(head)));
-  contents.insert(contents.end(), text.begin(), text.end());
+  std::string contents(sizeof(culprit_), '\0');
+  std::memcpy(contents.data(), &culprit_, sizeof(culprit_));
+  contents.append(headline_, 0, kMostNoteBytes - contents.size());
   for (std::size_t rank = 0; rank < seen_.size(); ++rank) {
     const Sighting& each = sightings_[rank];
     if (static_cast<int>(rank) == me_ || !each.observed || each.left || each.gone) continue;
-    link_->send(static_cast<int>(rank), NoteKind::kVerdict, contents);
+    send_(static_cast<int>(rank), NoteKind::kVerdict, bytes_of(contents));
     if (!lost(each, limits_)) ending_->unanswered.insert(static_cast<int>(rank));
   }
   if (!options_.ends_process) interrupt();
 }
 
 void Watcher::obey(std::span<const std::byte> contents) {
-  VerdictHead head;
-  if (contents.size() < sizeof(head)) return;
-  std::memcpy(&head, contents.data(), sizeof(head));
-  culprit_ = head.culprit;
-  const auto text = contents.subspan(sizeof(head));
+  if (contents.size() < sizeof(culprit_)) return;
+  std::memcpy(&culprit_, contents.data(), sizeof(culprit_));
+  const auto text = contents.subspan(sizeof(culprit_));
   headline_.assign(reinterpret_cast<const char*>(text.data()), text.size());
   ending_ = Ending{.decides = false, .since = steady_seconds(), .interrupted = 0, .unanswered = {}};
   if (!options_.ends_process) interrupt();

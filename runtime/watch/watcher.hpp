@@ -7,17 +7,17 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
 #include <sluice/options.hpp>
 
 #include "runtime/job/activity.hpp"
-#include "runtime/watch/link.hpp"
-#include "runtime/watch/newest_save.hpp"
 #include "runtime/watch/report.hpp"
 #include "runtime/watch/rules.hpp"
 #include "runtime/watch/scribe.hpp"
+#include "runtime/watch/tcp_link.hpp"
 
 namespace sluice {
 
@@ -29,13 +29,15 @@ struct WatchedJob {
   std::vector<WatchedRank> ranks;  // [rank]
 };
 
-class Watcher final : public Link::Listener {
+class Watcher final : public TcpLink::Listener {
  public:
   // `addresses`: of this host, for networks_are_down().
   Watcher(WatchedJob job, PipelineOptions::Watch options, std::vector<std::string> addresses);
 
-  // `link` outlives the ticks; null: a job of one rank.
-  void begin(Link* link);
+  // Sends a note to a rank, as TcpLink::send().
+  using Send = std::function<void(int rank, NoteKind kind, std::span<const std::byte> contents)>;
+  // `send` is null in a job of one rank.
+  void begin(Send send);
   // Called a few times a beat. The seconds until the next call.
   [[nodiscard]] double tick();
   // The orderly end: the last status.json.
@@ -91,7 +93,7 @@ class Watcher final : public Link::Listener {
   std::vector<std::string> addresses_;
   int me_;
   std::vector<int> monitors_;
-  Link* link_ = nullptr;
+  Send send_;
   Scribe voice_;  // standard error
   Scribe disk_;   // which may hang, while a report has to be heard
   WatchLimits limits_;
@@ -102,8 +104,9 @@ class Watcher final : public Link::Listener {
   std::vector<Sighting> sightings_;  // [rank], of this tick
   bool network_down_ = false;
   std::optional<Ending> ending_;
-  NewestSave newest_;
-  double asked_ = 0;  // when `newest_` was
+  // As ActivityBoard::saved_plus_one(), by the disk, once it answers; null until it is asked.
+  std::shared_ptr<std::atomic<std::uint64_t>> newest_;
+  double asked_ = 0;  // when the disk was
   std::string headline_;
   int culprit_ = -1;
   std::shared_ptr<std::atomic<bool>> acts_ = std::make_shared<std::atomic<bool>>(false);

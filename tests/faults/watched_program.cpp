@@ -7,11 +7,9 @@
 //   leave     rank 1 destroys its pipeline after step 3, the others go on
 //   embedded  as train; a lost rank is an Error that the program catches; prints it, and how long
 //             the end of the pipeline takes
-//   fallback  as train, with MPI_THREAD_MULTIPLE and one port for the watchdogs of all ranks
 //   many      makes and destroys <number> pipelines; prints threads and descriptors
 //   segv, bus, fpe, abort, terminate, bad_alloc   in step 3 the last stage fails so
 #include <fmt/format.h>
-#include <mpi.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -115,7 +113,6 @@ PipelineOptions options_of(const Arguments& arguments) {
                    .timeout = arguments.timeout,
                    .directory = directory == nullptr ? "" : directory,
                    .ends_process = arguments.how != "embedded"};
-  if (arguments.how == "fallback") options.watch.first_port = options.watch.last_port = 46299;
   return options;
 }
 
@@ -137,8 +134,7 @@ void train(Communicator& world, const Arguments& arguments) {
     source = std::make_unique<SlowSource>(std::move(source), arguments.number);
   }
   auto pipeline = make_pipeline(world, arguments, *source);
-  const bool ends_soon = arguments.how != "train" && arguments.how != "fallback";
-  const long steps = ends_soon ? 6 : arguments.number;
+  const long steps = arguments.how == "train" ? arguments.number : 6;
   for (long step = 1; step <= steps; ++step) {
     if (world.rank() == 1 && arguments.how == "leave" && step > static_cast<long>(kStep)) {
       pipeline.reset();
@@ -256,10 +252,6 @@ int main(int argc, char** argv) {
   arguments.how = argc > 1 ? argv[1] : "train";
   if (argc > 2) arguments.timeout = std::atof(argv[2]);
   if (argc > 3) arguments.number = std::atol(argv[3]);
-  if (arguments.how == "fallback") {
-    int level = MPI_THREAD_SINGLE;
-    MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
-  }
   return sluice::run_main(argc, argv, [&](sluice::Communicator& world) {
     const sluice::PlaceSignals place;
     if (arguments.how == "deadlock") return sluice::deadlock(world, arguments);

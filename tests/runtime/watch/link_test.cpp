@@ -18,10 +18,7 @@
 
 #include <sluice/error.hpp>
 
-#include "runtime/watch/addresses.hpp"
-#include "runtime/watch/mpi_link.hpp"
 #include "runtime/watch/tcp_link.hpp"
-#include "tests/loopback/loopback.hpp"
 
 namespace sluice {
 namespace {
@@ -36,7 +33,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kPatience = std::chrono::seconds(20);
 
 // What one rank hears.
-struct Ear : Link::Listener {
+struct Ear : TcpLink::Listener {
   void on_note(int rank, NoteKind kind, std::span<const std::byte> contents) override {
     notes.emplace_back(rank, kind);
     text.assign(reinterpret_cast<const char*>(contents.data()), contents.size());
@@ -201,25 +198,6 @@ TEST(TcpLinkTest, TakesAPortOfItsRangeOrSaysThatNoneIsFree) {
   }
   taken.close();
   EXPECT_EQ(TcpLink(context, plan).endpoints(), "127.0.0.1:" + std::to_string(port));
-}
-
-TEST(MpiLinkTest, CarriesNotesAndGoodbyes) {
-  run_loopback(3, [](Communicator& comm) {
-    const auto own = comm.duplicate();
-    Ear ear;
-    MpiLink link(*own, ear);
-    for (int rank = 0; rank < 3; ++rank) link.send(rank, NoteKind::kStatus, bytes_of("alive"));
-    const auto deadline = Clock::now() + kPatience;
-    const auto heard = [&](NoteKind kind) {
-      return std::count_if(ear.notes.begin(), ear.notes.end(),
-                           [&](const auto& each) { return each.second == kind; });
-    };
-    while (heard(NoteKind::kStatus) < 2 && Clock::now() < deadline) link.progress();
-    EXPECT_EQ(heard(NoteKind::kStatus), 2);
-    link.close();
-    while (heard(NoteKind::kBye) < 2 && Clock::now() < deadline) link.progress();
-    EXPECT_EQ(heard(NoteKind::kBye), 2);
-  });
 }
 
 NetworkFacts host_with(std::vector<std::pair<std::string, std::string>> settings) {

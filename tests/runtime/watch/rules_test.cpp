@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -272,35 +271,6 @@ TEST(WatchReportTest, SaysOfEachRankWhatItDoes) {
   EXPECT_THAT(lines, HasSubstr("has left"));
   EXPECT_THAT(lines, HasSubstr("was never heard"));
   EXPECT_THAT(lines, Not(HasSubstr("lost")));
-}
-
-TEST(RankStatusTest, TravelsWhole) {
-  Job job(kOneHost);
-  job.wait(1, 2, 7.5, 12);
-  RankStatus status = job.sightings[1].status;
-  status.saved_plus_one = 8;
-  status.unheard = 3;
-  status.expects_end = true;
-  status.activity.phase = RunPhase::kEvaluate;
-  status.activity.moves = 99;
-  const auto read = unpack_status(pack(status));
-  ASSERT_TRUE(read);
-  EXPECT_EQ(read->activity.subject.needed_op, 12);
-  EXPECT_EQ(read->activity.subject.bytes, 4096U);
-  EXPECT_EQ(read->activity.step, 1207U);
-  EXPECT_EQ(read->activity.phase, RunPhase::kEvaluate);
-  EXPECT_EQ(read->activity.moves, 99U);
-  EXPECT_EQ(read->still, 7.5);
-  EXPECT_EQ(read->unheard, 3);
-  EXPECT_TRUE(read->expects_end);
-}
-
-TEST(RankStatusTest, RefusesOtherBytes) {
-  const StatusBytes good = pack(RankStatus{});
-  EXPECT_FALSE(unpack_status(std::span(good).first(good.size() - 1)));
-  StatusBytes bad;
-  bad.fill(std::byte{0xff});
-  EXPECT_FALSE(unpack_status(bad));
 }
 
 }  // namespace

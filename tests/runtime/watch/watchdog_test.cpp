@@ -7,9 +7,11 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -174,25 +176,21 @@ TEST(WatchdogTest, LeavesRanksAloneThatMove) {
   });
 }
 
-struct LastStatus final : Link {
-  void send(int /*rank*/, NoteKind kind, std::span<const std::byte> contents) override {
-    if (kind == NoteKind::kStatus) status = unpack_status(contents);
-  }
-  void close() override {}
-  std::optional<RankStatus> status;
-};
-
 // Before the next beat, so that a rank that stops in a save is not last seen elsewhere.
 TEST(WatchdogTest, TellsTheOthersAtOnceOfASave) {
   ActivityBoard board(0, "host");
-  LastStatus link;
+  std::optional<RankStatus> status;
   Watcher watcher(job_of(board, 2), {.on = true, .timeout = 1000}, {});
-  watcher.begin(&link);
+  watcher.begin([&](int /*rank*/, NoteKind kind, std::span<const std::byte> contents) {
+    ASSERT_EQ(kind, NoteKind::kStatus);
+    ASSERT_EQ(contents.size(), sizeof(RankStatus));
+    std::memcpy(&status.emplace(), contents.data(), contents.size());
+  });
   for (const Doing doing : {Doing::kSettingUp, Doing::kCalling, Doing::kSaving}) {
     board.enter(doing);
     (void)watcher.tick();
-    ASSERT_TRUE(link.status);
-    EXPECT_EQ(link.status->activity.doing, doing);
+    ASSERT_TRUE(status);
+    EXPECT_EQ(status->activity.doing, doing);
   }
 }
 

@@ -1,4 +1,4 @@
-#include "runtime/job/sensible_options.hpp"
+#include "runtime/job/configuration.hpp"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,6 @@
 #include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
-#include "runtime/job/configuration.hpp"
 #include "tests/runtime/expect_error.hpp"
 
 namespace sluice {
@@ -92,17 +91,7 @@ TEST(SensibleOptionsTest, F32HoldsEveryLearningRate) {
                [&] { require_sensible_at(2, grows, groups); });
 }
 
-TEST(SensibleOptionsTest, ANumberThatIsNoneOfAnEnumsIsRefused) {
-  for (const Change& change : std::vector<Change>{
-           [](auto& o) { o.shape.rank_order = static_cast<RankOrder>(9); },
-           [](auto& o) { o.devices.transport = static_cast<TransportChoice>(9); },
-           [](auto& o) { o.devices.choices = {{static_cast<DeviceChoice::Kind>(9)}}; },
-           [](auto& o) { o.training.learning_rate.decay = static_cast<LearningRate::Decay>(9); }}) {
-    PipelineOptions options;
-    change(options);
-    expect_error(ErrorCode::kUsage, {"is 9, which is none of its"},
-                 [&] { require_sensible(options); });
-  }
+TEST(SensibleOptionsTest, ThreadsAndDepthHaveLimits) {
   for (const int bad : {0, -1, 1025, std::numeric_limits<int>::max()}) {
     expect_refused("options.devices.threads is " + std::to_string(bad) + "; legal are 1 to 1024",
                    {[&](auto& o) { o.devices.threads = bad; }});
