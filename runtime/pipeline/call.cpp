@@ -1,4 +1,4 @@
-#include "runtime/pipeline/refusal.hpp"
+#include "runtime/pipeline/call.hpp"
 
 #include <exception>
 #include <new>
