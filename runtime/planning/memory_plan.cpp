@@ -22,7 +22,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
-#include "runtime/gradients/bucketed_sums.hpp"
+#include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/job/nccl_routes.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "stages/operators/context.hpp"
@@ -167,15 +167,7 @@ class MemorySum {
     add_libraries(kOfMessages * at(NcclRoutes::message_communicators(layout_, rank_)) +
                   (sums ? kOfSums : 0));
     if (!sums) return;
-    std::vector<std::size_t> floats;
-    for (const int stage : layout_.plans.placement().stages_of(rank_)) {
-      std::size_t bytes = 0;
-      for (const ParameterEntry& each : layout_.parameters.stages[at(stage)].parameters) {
-        add_bytes(bytes, parameter_bytes(each.elements));
-      }
-      floats.push_back(bytes / sizeof(float));
-    }
-    const SumLoad load = BucketedSums::load_of(floats, options_.devices.bucket_bytes);
+    const SumLoad load = GradientSums::load_of(layout_, rank_, options_.devices.bucket_bytes);
     add_bytes(memory_.buffers, padded(NcclRoutes::sum_bytes(load, layout_.place.topology.replicas,
                                                             layout_.wires.all_reduce)));
   }
