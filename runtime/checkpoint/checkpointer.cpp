@@ -32,8 +32,8 @@
 #include "runtime/files/random_id.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/layout/save_shares.hpp"
+#include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
-#include "runtime/pipeline/refusal.hpp"
 #include "runtime/weights/file_layout.hpp"
 #include "runtime/weights/weights.hpp"
 

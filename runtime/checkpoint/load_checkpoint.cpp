@@ -25,8 +25,8 @@
 #include "runtime/checkpoint/verify.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/layout/save_shares.hpp"
+#include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
-#include "runtime/pipeline/refusal.hpp"
 #include "runtime/weights/weights.hpp"
 
 namespace sluice {

@@ -25,7 +25,7 @@
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/report/metrics.hpp"
-#include "runtime/tokens/same_tokenizer.hpp"
+#include "runtime/tokens/tokenizer_file.hpp"
 #include "runtime/train/saved_run.hpp"
 #include "runtime/train/train_options.hpp"
 #include "runtime/train/validation.hpp"

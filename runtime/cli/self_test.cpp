@@ -23,7 +23,7 @@
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/doctor/network_probe.hpp"
 #include "runtime/files/sha256.hpp"
-#include "runtime/models/parameter_digest.hpp"
+#include "runtime/models/model_tensors.hpp"
 
 namespace sluice {
 namespace {

@@ -8,13 +8,12 @@
 #include <array>
 #include <bit>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <new>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <stdexcept>
 #include <string_view>
-#include <system_error>
 
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
@@ -157,8 +156,8 @@ T big_endian(const std::byte* from) {
 }
 
 template <typename From, typename To>
-HostTensor decode(const std::vector<std::byte>& values, DType dtype, const Shape& shape) {
-  HostTensor tensor{.spec = {dtype, shape}, .bytes = {}};
+HostTensor decode(const std::vector<std::byte>& values, const Shape& shape) {
+  HostTensor tensor{.spec = {dtype_of<To>(), shape}, .bytes = {}};
   const std::size_t count = values.size() / sizeof(From);
   tensor.bytes.resize(count * sizeof(To));
   for (std::size_t i = 0; i < count; ++i) {
@@ -168,46 +167,30 @@ HostTensor decode(const std::vector<std::byte>& values, DType dtype, const Shape
   return tensor;
 }
 
-HostTensor decode_signed_bytes(const std::vector<std::byte>& values, const Shape& shape) {
-  HostTensor tensor{.spec = {DType::kI32, shape}, .bytes = {}};
-  tensor.bytes.resize(values.size() * sizeof(std::int32_t));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const auto bits = std::to_integer<std::int32_t>(values[i]);
-    const std::int32_t value = bits < 128 ? bits : bits - 256;
-    std::memcpy(tensor.bytes.data() + i * sizeof(value), &value, sizeof(value));
-  }
-  return tensor;
-}
+struct IdxType {
+  unsigned code;
+  std::size_t bytes;
+  HostTensor (*decode)(const std::vector<std::byte>& values, const Shape& shape);
+};
+constexpr std::array<IdxType, 6> kIdxTypes = {{{0x08, 1, decode<std::uint8_t, std::uint8_t>},
+                                               {0x09, 1, decode<std::int8_t, std::int32_t>},
+                                               {0x0B, 2, decode<std::int16_t, std::int32_t>},
+                                               {0x0C, 4, decode<std::int32_t, std::int32_t>},
+                                               {0x0D, 4, decode<float, float>},
+                                               {0x0E, 8, decode<double, double>}}};
 
 HostTensor read_idx_stream(ByteStream& stream) {
   std::array<std::byte, 4> magic{};
   stream.read_all(magic, "header");
-  const auto type = std::to_integer<unsigned>(magic[2]);
+  const auto code = std::to_integer<unsigned>(magic[2]);
   const auto rank = std::to_integer<std::size_t>(magic[3]);
-  std::size_t element = 0;
-  switch (type) {
-    case 0x08:
-    case 0x09:
-      element = 1;
-      break;
-    case 0x0B:
-      element = 2;
-      break;
-    case 0x0C:
-    case 0x0D:
-      element = 4;
-      break;
-    case 0x0E:
-      element = 8;
-      break;
-    default:
-      break;
-  }
-  if (magic[0] != std::byte{0} || magic[1] != std::byte{0} || element == 0) {
+  const auto* const type = std::find_if(kIdxTypes.begin(), kIdxTypes.end(),
+                                        [&](const IdxType& each) { return each.code == code; });
+  if (magic[0] != std::byte{0} || magic[1] != std::byte{0} || type == kIdxTypes.end()) {
     refuse(
         "begins with bytes {:02x} {:02x} {:02x} {:02x}, which IDX does not know; legal: 00 00, "
         "a type (08, 09, 0b to 0e), the number of dimensions",
-        std::to_integer<unsigned>(magic[0]), std::to_integer<unsigned>(magic[1]), type, rank);
+        std::to_integer<unsigned>(magic[0]), std::to_integer<unsigned>(magic[1]), code, rank);
   }
   if (rank < 1 || rank > Shape::kMaxDims) {
     refuse("has {} dimensions; legal: 1 to {}", rank, Shape::kMaxDims);
@@ -218,113 +201,55 @@ HostTensor read_idx_stream(ByteStream& stream) {
     stream.read_all(word, "header");
     dim = big_endian<std::uint32_t>(word.data());
   }
-  const std::vector<std::byte> values = stream.read_values(bytes_of(dims, element));
-  const Shape shape{std::span<const std::int64_t>(dims)};
-  switch (type) {
-    case 0x08:
-      return {.spec = {DType::kU8, shape}, .bytes = values};
-    case 0x09:
-      return decode_signed_bytes(values, shape);
-    case 0x0B:
-      return decode<std::int16_t, std::int32_t>(values, DType::kI32, shape);
-    case 0x0C:
-      return decode<std::int32_t, std::int32_t>(values, DType::kI32, shape);
-    case 0x0D:
-      return decode<float, float>(values, DType::kF32, shape);
-    default:
-      return decode<double, double>(values, DType::kF64, shape);
-  }
+  const std::vector<std::byte> values = stream.read_values(bytes_of(dims, type->bytes));
+  return type->decode(values, Shape{std::span<const std::int64_t>(dims)});
 }
 
 // --- .npy ---
-// The header is a Python dictionary of three keys: {'descr': '<f4', 'fortran_order': False,
-// 'shape': (3, 4), }.
-class NpyHeader {
- public:
-  explicit NpyHeader(std::string_view text) : rest_(text) {
-    expect('{');
-    while (!take('}')) {
-      const std::string_view key = quoted();
-      expect(':');
-      if (key == "descr") {
-        if (peek() == '[') refuse("has several fields; legal: one type");
-        type_ = quoted();
-      } else if (key == "fortran_order") {
-        fortran_ = truth();
-      } else if (key == "shape") {
-        read_shape();
-      } else {
-        refuse("has the key '{}' in its header; legal: descr, fortran_order, shape", key);
-      }
-      if (!take(',') && peek() != '}') malformed();
-    }
-    if (peek() != '\0') malformed();
-    if (!type_ || !fortran_ || !shape_) {
-      refuse("lacks a key in its header; legal: descr, fortran_order and shape");
-    }
+// A Python dictionary as JSON: other quotes, brackets and words, and no comma before a bracket.
+std::string json_of(std::string_view python) {
+  constexpr std::string_view kPython = "()TF", kJson = "[]tf";
+  std::string json;
+  bool quoted = false;
+  for (const char c : python) {
+    const bool quote = c == '\'' || c == '"';
+    if (quote) quoted = !quoted;
+    const std::size_t other = quoted ? std::string_view::npos : kPython.find(c);
+    json += quote ? '"' : other == std::string_view::npos ? c : kJson[other];
+    if (quoted || (json.back() != ']' && json.back() != '}')) continue;
+    const std::size_t before = json.find_last_not_of(" \t\r\n", json.size() - 2);
+    if (before < json.size() - 1 && json[before] == ',') json[before] = ' ';
   }
+  return json;
+}
 
-  [[nodiscard]] std::string_view type() const { return *type_; }
-  [[nodiscard]] bool fortran() const { return *fortran_; }
-  [[nodiscard]] const std::vector<std::int64_t>& shape() const { return *shape_; }
-
- private:
-  [[noreturn]] static void malformed() { refuse("has a header that is no Python dictionary"); }
-  char peek() {
-    const std::size_t start = rest_.find_first_not_of(" \t\r\n");
-    rest_.remove_prefix(std::min(start, rest_.size()));
-    return rest_.empty() ? '\0' : rest_.front();
-  }
-  bool take(char wanted) {
-    if (peek() != wanted || rest_.empty()) return false;
-    rest_.remove_prefix(1);
-    return true;
-  }
-  void expect(char wanted) {
-    if (!take(wanted)) malformed();
-  }
-  std::string_view quoted() {
-    const char quote = peek();
-    if (quote != '\'' && quote != '"') malformed();
-    rest_.remove_prefix(1);
-    const std::size_t end = rest_.find(quote);
-    if (end == std::string_view::npos) malformed();
-    const std::string_view text = rest_.substr(0, end);
-    rest_.remove_prefix(end + 1);
-    return text;
-  }
-  bool truth() {
-    for (const auto& [word, value] : {std::pair{"True", true}, std::pair{"False", false}}) {
-      if (peek() == word[0] && rest_.starts_with(word)) {
-        rest_.remove_prefix(std::strlen(word));
-        return value;
-      }
-    }
-    malformed();
-  }
-  void read_shape() {
-    shape_.emplace();
-    expect('(');
-    while (!take(')')) {
-      (void)peek();
-      std::int64_t dim = 0;
-      const char* const end = rest_.data() + rest_.size();
-      const auto [after, error] = std::from_chars(rest_.data(), end, dim);
-      if (error != std::errc() || dim < 0) malformed();
-      rest_.remove_prefix(static_cast<std::size_t>(after - rest_.data()));
-      shape_->push_back(dim);
-      if (shape_->size() > Shape::kMaxDims) {
-        refuse("has more dimensions than {}", Shape::kMaxDims);
-      }
-      if (!take(',') && peek() != ')') malformed();
-    }
-  }
-
-  std::string_view rest_;
-  std::optional<std::string_view> type_;
-  std::optional<bool> fortran_;
-  std::optional<std::vector<std::int64_t>> shape_;
+struct NpyHeader {
+  std::string type;
+  bool fortran = false;
+  std::vector<std::int64_t> shape;
 };
+
+// {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }
+NpyHeader read_npy_header(std::string_view text) {
+  const nlohmann::json json = nlohmann::json::parse(json_of(text), nullptr, false);
+  const auto require = [](bool legal) {
+    if (!legal) refuse("has a header that is no Python dictionary");
+  };
+  require(json.is_object());
+  for (const auto& [key, value] : json.items()) {
+    if (key == "descr" || key == "fortran_order" || key == "shape") continue;
+    refuse("has the key '{}' in its header; legal: descr, fortran_order, shape", key);
+  }
+  if (json.size() < 3) refuse("lacks a key in its header; legal: descr, fortran_order and shape");
+  if (json["descr"].is_array()) refuse("has several fields; legal: one type");
+  const nlohmann::json& shape = json["shape"];
+  require(json["descr"].is_string() && json["fortran_order"].is_boolean() && shape.is_array());
+  if (shape.size() > Shape::kMaxDims) refuse("has more dimensions than {}", Shape::kMaxDims);
+  for (const nlohmann::json& dim : shape) {
+    require(dim.is_number_unsigned() && dim.get<std::uint64_t>() <= INT64_MAX);
+  }
+  return {json["descr"], json["fortran_order"], shape};
+}
 
 DType npy_type(std::string_view name) {
   for (const auto& [legal, dtype] :
@@ -352,13 +277,13 @@ HostTensor read_npy_stream(ByteStream& stream) {
   if (length > kMostHeader) refuse("has a header of {} bytes; legal: {}", length, kMostHeader);
   std::string text(length, ' ');
   stream.read_all(std::as_writable_bytes(std::span(text)), "header");
-  const NpyHeader header(text);
-  const DType dtype = npy_type(header.type());
-  if (header.fortran() && header.shape().size() > 1) {
+  const NpyHeader header = read_npy_header(text);
+  const DType dtype = npy_type(header.type);
+  if (header.fortran && header.shape.size() > 1) {
     refuse("is in Fortran's order; legal: C's (numpy.ascontiguousarray)");
   }
-  std::vector<std::byte> values = stream.read_values(bytes_of(header.shape(), size_of(dtype)));
-  return {.spec = {dtype, Shape(std::span<const std::int64_t>(header.shape()))},
+  std::vector<std::byte> values = stream.read_values(bytes_of(header.shape, size_of(dtype)));
+  return {.spec = {dtype, Shape(std::span<const std::int64_t>(header.shape))},
           .bytes = std::move(values)};
 }
 

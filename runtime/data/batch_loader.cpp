@@ -2,8 +2,8 @@
 
 // Two batches of host memory: the caller reads one, the worker fills the other. Only the slot index
 // is shared between them, under the mutex. The state lives as long as either.
+#include <algorithm>
 #include <array>
-#include <atomic>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -11,39 +11,53 @@
 #include <thread>
 #include <utility>
 
-#include <sluice/device.hpp>
-
-#include "comm/base/byte_sums.hpp"
 #include "comm/base/threads.hpp"
 #include "runtime/data/named_calls.hpp"
 
 namespace sluice {
 namespace {
 
-// A batch and the memory its tensors point into.
 struct BatchSlot {
-  HostBuffer memory;
-  BatchLoader::Batch batch;
+  BatchMemory memory;
   std::optional<std::uint64_t> step;  // loaded, or failed with `error`
   std::exception_ptr error;
 };
 
-std::size_t bytes_of(const std::vector<TensorSpec>& specs) {
-  std::size_t bytes = 0;
-  for (const TensorSpec& spec : specs) add_bytes(bytes, round_up(spec.bytes(), kBufferAlignment));
-  return bytes;
-}
-
-std::vector<Tensor> place(const std::vector<TensorSpec>& specs, std::byte*& at) {
-  std::vector<Tensor> tensors;
-  for (const TensorSpec& spec : specs) {
-    tensors.push_back({at, spec});
-    at += round_up(spec.bytes(), kBufferAlignment);
-  }
-  return tensors;
-}
-
 }  // namespace
+
+void BatchMemory::place(const DataSource& source, std::span<const SampleRange> ranges) {
+  if (memory_.size() < ranges.size()) {
+    memory_.resize(ranges.size());
+    batch_.inputs.resize(ranges.size());
+    batch_.targets.resize(ranges.size());
+  }
+  const auto place_one = [&](const std::vector<TensorSpec>& specs, std::vector<HostBuffer>& memory,
+                             std::vector<Tensor>& tensors) {
+    tensors.resize(specs.size());
+    memory.resize(std::max(memory.size(), specs.size()));
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      if (memory[i].size() < specs[i].bytes()) memory[i] = HostBuffer(device_, specs[i].bytes());
+      tensors[i] = {memory[i].data(), specs[i]};
+    }
+  };
+  for (std::size_t m = 0; m < ranges.size(); ++m) {
+    const std::int64_t samples = ranges[m].count;
+    if (inputs_) place_one(source.input_specs(samples), memory_[m].inputs, batch_.inputs[m]);
+    if (targets_) place_one(source.target_specs(samples), memory_[m].targets, batch_.targets[m]);
+  }
+}
+
+void BatchMemory::read(const DataSource& source, Phase phase, std::uint64_t step,
+                       std::span<const SampleRange> ranges, bool watched,
+                       const std::atomic<bool>* stopping) const {
+  for (std::size_t m = 0; m < ranges.size(); ++m) {
+    for (const bool targets : {false, true}) {
+      const std::vector<Tensor>& into = targets ? batch_.targets[m] : batch_.inputs[m];
+      if (into.empty() || (stopping != nullptr && *stopping)) continue;
+      read_batch(source, phase, step, ranges[m], targets, into, watched);
+    }
+  }
+}
 
 struct BatchLoader::State {
   State(const DataSource& data, Phase of_phase, std::vector<SampleRange> micro_batches,
@@ -51,27 +65,10 @@ struct BatchLoader::State {
       : source(data),
         phase(of_phase),
         ranges(std::move(micro_batches)),
-        reads(wants_inputs || wants_targets) {
-    for (BatchSlot& slot : slots) allocate(slot, wants_inputs, wants_targets, device);
-  }
-
-  void allocate(BatchSlot& slot, bool wants_inputs, bool wants_targets, Device device) {
-    std::vector<std::vector<TensorSpec>> inputs, targets;
-    std::size_t bytes = 0;
-    for (const SampleRange& range : ranges) {
-      if (wants_inputs)
-        add_bytes(bytes, bytes_of(inputs.emplace_back(source.input_specs(range.count))));
-      if (wants_targets)
-        add_bytes(bytes, bytes_of(targets.emplace_back(source.target_specs(range.count))));
-    }
-    slot.memory = HostBuffer(device, bytes);
-    std::byte* at = slot.memory.data();
-    slot.batch.inputs.resize(ranges.size());
-    slot.batch.targets.resize(ranges.size());
-    for (std::size_t i = 0; i < ranges.size(); ++i) {
-      if (wants_inputs) slot.batch.inputs[i] = place(inputs[i], at);
-      if (wants_targets) slot.batch.targets[i] = place(targets[i], at);
-    }
+        reads(wants_inputs || wants_targets),
+        slots{{{{wants_inputs, wants_targets, device}, {}, {}},
+               {{wants_inputs, wants_targets, device}, {}, {}}}} {
+    for (BatchSlot& slot : slots) slot.memory.place(source, ranges);
   }
 
   // The worker: fills slots[filling] with the step it is asked for, one at a time.
@@ -97,14 +94,7 @@ struct BatchLoader::State {
   // Makes no call of the source once the loader is being destroyed.
   std::exception_ptr fill(const BatchSlot& slot, std::uint64_t step) {
     try {
-      for (std::size_t i = 0; i < ranges.size(); ++i) {
-        if (!slot.batch.inputs[i].empty() && !stopping) {
-          read_inputs(source, phase, step, ranges[i], slot.batch.inputs[i], first);
-        }
-        if (!slot.batch.targets[i].empty() && !stopping) {
-          read_targets(source, phase, step, ranges[i], slot.batch.targets[i], first);
-        }
-      }
+      slot.memory.read(source, phase, step, ranges, first, &stopping);
       first = false;
     } catch (...) {
       return std::current_exception();
@@ -120,9 +110,9 @@ struct BatchLoader::State {
   }
 
   const Batch& load(std::uint64_t step, Interrupt* interrupt) {
-    if (!reads) return slots[0].batch;
+    if (!reads) return slots[0].memory.batch();
     std::unique_lock lock(mutex);
-    if (slots[reading].step == step) return slots[reading].batch;
+    if (slots[reading].step == step) return slots[reading].memory.batch();
     wait_for_worker(lock, interrupt);
     BatchSlot* slot = &slots[1 - reading];
     if (slot->step != step) {
@@ -137,7 +127,7 @@ struct BatchLoader::State {
     reading = 1 - reading;
     wanted = step + 1;
     changed.notify_all();
-    return slot->batch;
+    return slot->memory.batch();
   }
 
   const DataSource& source;

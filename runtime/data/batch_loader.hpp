@@ -2,13 +2,16 @@
 // which never calls MPI.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <thread>
 #include <vector>
 
 #include <sluice/data.hpp>
+#include <sluice/device.hpp>
 
 #include "comm/group/waiter.hpp"
 
@@ -41,6 +44,30 @@ class BatchLoader {
   std::shared_ptr<State> state_;  // the thread's too
   std::chrono::milliseconds patience_;
   std::thread worker_;
+};
+
+// Host memory of micro-batches, and what a source writes there; page-locked for a GPU.
+class BatchMemory {
+ public:
+  BatchMemory(bool wants_inputs, bool wants_targets, Device device)
+      : inputs_(wants_inputs), targets_(wants_targets), device_(device) {}
+  // Allocates only for more micro-batches, or larger ones, than before.
+  void place(const DataSource& source, std::span<const SampleRange> ranges);
+  // Requires place() of these. Where `watched`, numbers that the source leaves unwritten are
+  // Error(kUsage). Makes no call of the source once `stopping`.
+  void read(const DataSource& source, Phase phase, std::uint64_t step,
+            std::span<const SampleRange> ranges, bool watched,
+            const std::atomic<bool>* stopping = nullptr) const;
+  [[nodiscard]] const BatchLoader::Batch& batch() const { return batch_; }
+
+ private:
+  struct Memory {
+    std::vector<HostBuffer> inputs, targets;  // [tensor]
+  };
+  bool inputs_, targets_;
+  Device device_;
+  BatchLoader::Batch batch_;
+  std::vector<Memory> memory_;  // [micro_batch] of batch_
 };
 
 }  // namespace sluice

@@ -19,6 +19,7 @@
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
 
+#include "comm/base/byte_sums.hpp"
 #include "comm/base/index.hpp"
 #include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
@@ -105,7 +106,7 @@ struct DataLoader::Impl {
                   options.batch_size);
     }
     allocate();
-    const int readers = passes_something() ? options.workers : 0;
+    const int readers = workers_wanted();
     for (int worker = 0; worker < readers; ++worker) {
       threads.push_back(start_thread<std::jthread>(
           fmt::format("worker {} of {}", worker, readers),
@@ -142,63 +143,43 @@ struct DataLoader::Impl {
     const BatchSpec spec = spec_of(*data);
     const std::int64_t most =
         share_of(std::min(options.batch_size, size), options.share.replicas, 0).count;
-    const auto add = [&](const std::vector<TensorSpec>& ones, bool wanted,
-                         std::vector<TensorSpec>& batches) {
+    const auto add = [](const std::vector<TensorSpec>& ones, std::vector<TensorSpec>& batches,
+                        std::vector<Tensor>& items) {
       for (const TensorSpec& one : ones) {
-        if (wanted) batches.push_back(batch_of(one, 1));
+        batches.push_back(batch_of(one, 1));
+        items.push_back({nullptr, one});
       }
     };
-    add(spec.inputs, options.share.inputs, inputs);
-    add(spec.targets, options.share.targets, targets);
+    if (options.share.inputs) add(spec.inputs, inputs, views.inputs);
+    if (options.share.targets) add(spec.targets, targets, views.targets);
     try {
       if (options.shuffle) order.resize(static_cast<std::size_t>(size));
-      ring.resize(threads_wanted() ? at(options.ahead) + 1 : 1);
+      ring.resize(workers_wanted() > 0 ? at(options.ahead) + 1 : 1);
       for (Slot& slot : ring) allocate(slot, most);
     } catch (const std::exception&) {  // bad_alloc or length_error
       throw_usage("no memory for {} batches of {} samples{}", ring.size(), most,
                   options.shuffle ? fmt::format(" and the order of {} items", size) : "");
     }
-    views = make_views();
   }
-  [[nodiscard]] bool threads_wanted() const { return passes_something() && options.workers > 0; }
+  [[nodiscard]] int workers_wanted() const { return passes_something() ? options.workers : 0; }
 
   void allocate(Slot& slot, std::int64_t most) const {
     std::size_t bytes = 0;
-    std::vector<std::size_t> starts;
-    for (const auto* specs : {&inputs, &targets}) {
-      for (const TensorSpec& spec : *specs) {
-        starts.push_back(bytes);
-        std::size_t all = 0;
-        if (__builtin_mul_overflow(spec.bytes(), static_cast<std::size_t>(most), &all) ||
-            all > SIZE_MAX - kBufferAlignment ||
-            __builtin_add_overflow(bytes, round_up(all, kBufferAlignment), &bytes)) {
-          throw std::bad_alloc();
-        }
+    const auto place = [&](const std::vector<TensorSpec>& specs, std::vector<Tensor>* tensors) {
+      for (const TensorSpec& spec : specs) {
+        if (tensors != nullptr) tensors->push_back({slot.memory.data() + bytes, spec});
+        const auto count = static_cast<std::size_t>(most);
+        add_bytes(bytes, round_up(multiply_bytes(spec.bytes(), count), kBufferAlignment));
       }
-    }
-    slot.memory = HostBuffer({}, bytes);
-    auto start = starts.begin();
-    for (const TensorSpec& spec : inputs) {
-      slot.batch.inputs.push_back({slot.memory.data() + *start++, spec});
-    }
-    for (const TensorSpec& spec : targets) {
-      slot.batch.targets.push_back({slot.memory.data() + *start++, spec});
-    }
+    };
+    place(inputs, nullptr);
+    place(targets, nullptr);
+    slot.memory = HostBuffer({}, std::exchange(bytes, 0));
+    place(inputs, &slot.batch.inputs);
+    place(targets, &slot.batch.targets);
     if (!passes_something()) return;
     slot.batch.indices.reserve(static_cast<std::size_t>(most));
     slot.batch.workers.reserve(static_cast<std::size_t>(most));
-  }
-
-  [[nodiscard]] ItemViews make_views() const {
-    const BatchSpec spec = spec_of(*data);
-    ItemViews made;
-    if (options.share.inputs) {
-      for (const TensorSpec& one : spec.inputs) made.inputs.push_back({nullptr, one});
-    }
-    if (options.share.targets) {
-      for (const TensorSpec& one : spec.targets) made.targets.push_back({nullptr, one});
-    }
-    return made;
   }
 
   // --- with the mutex: which items come next ---

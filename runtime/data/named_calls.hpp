@@ -30,21 +30,15 @@ void watch_reading(std::span<const Tensor> into, bool watched, const char* what,
   }
 }
 
-inline void read_inputs(const DataSource& source, Phase phase, std::uint64_t step,
-                        SampleRange range, std::span<const Tensor> into, bool watched) {
-  calling([&] { return "the source, inputs() of " + batch_name(phase, step); },
-          [&] {
-            watch_reading(into, watched, "input", [&] { source.inputs(phase, step, range, into); });
-          });
-}
-
-inline void read_targets(const DataSource& source, Phase phase, std::uint64_t step,
-                         SampleRange range, std::span<const Tensor> into, bool watched) {
-  calling([&] { return "the source, targets() of " + batch_name(phase, step); },
-          [&] {
-            watch_reading(into, watched, "target",
-                          [&] { source.targets(phase, step, range, into); });
-          });
+// Of a micro-batch: its targets, or its inputs.
+inline void read_batch(const DataSource& source, Phase phase, std::uint64_t step, SampleRange range,
+                       bool targets, std::span<const Tensor> into, bool watched) {
+  const char* const what = targets ? "target" : "input";
+  const auto read = [&] {
+    targets ? source.targets(phase, step, range, into) : source.inputs(phase, step, range, into);
+  };
+  calling([&] { return fmt::format("the source, {}s() of {}", what, batch_name(phase, step)); },
+          [&] { watch_reading(into, watched, what, read); });
 }
 
 [[nodiscard]] inline std::int64_t size_of(const Dataset& data) {

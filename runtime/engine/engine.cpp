@@ -17,10 +17,7 @@
 #include "comm/base/throw_error.hpp"
 #include "comm/device/profiler_range.hpp"
 #include "runtime/engine/device_batch.hpp"
-#include "runtime/engine/device_timer.hpp"
-#include "runtime/engine/loss_watch.hpp"
 #include "runtime/engine/message_progress.hpp"
-#include "runtime/engine/planned_sums.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
@@ -58,12 +55,98 @@ RunPhase run_phase(Phase phase) {
                                      : RunPhase::kGenerate;
 }
 
-}  // namespace
+// The sums over replicas that an action makes, held to the number that the plan has for it.
+class PlannedSums final : public Collective {
+ public:
+  // Null: this stage has one replica.
+  explicit PlannedSums(Collective* replicas) : replicas_(replicas) {}
+
+  // Before the stage's part of an action that makes `planned` sums.
+  void begin(int planned) {
+    planned_ = planned;
+    made_ = 0;
+  }
+  void sum(std::span<double> values) override {
+    if (++made_ > planned_) refuse();
+    if (replicas_ != nullptr) replicas_->sum(values);
+  }
+  // After it. Other replicas would wait for a sum that is missing.
+  void end() const {
+    if (made_ != planned_) refuse();
+  }
+
+ private:
+  [[noreturn]] void refuse() const {
+    throw_usage(
+        "the stage sums over its replicas {} times and describes {} (StageDescription's "
+        "forward_sums and backward_sums)",
+        made_, planned_);
+  }
+
+  Collective* replicas_;
+  int planned_ = 0, made_ = 0;
+};
 
 // Bytes of payload up to which a host's send counts as bookkeeping: copying them takes below 1 us.
 constexpr std::size_t kShortMessage = 4096;
 
-namespace {
+// Measures when a GPU ran each compute op of a step, by timed events on its stream. Does nothing on
+// a CPU, where the engine reads its own clock.
+class DeviceTimer {
+ public:
+  // `most`: ops of a step, at most.
+  DeviceTimer(Device device, std::size_t most) {
+    if (device.kind == DeviceKind::kCpu) return;
+    origin_ = Event(device, /*timed=*/true);
+    spans_.reserve(most);
+    for (std::size_t i = 0; i < most; ++i) {
+      spans_.push_back(
+          {nullptr, false, Event(device, /*timed=*/true), Event(device, /*timed=*/true)});
+    }
+  }
+  void begin(StreamView stream) {
+    used_ = 0;
+    if (!spans_.empty()) origin_.record(stream);
+  }
+  // `op` keeps its address until read(). `follows`: since the last stop(), nothing was put on the
+  // stream that it may wait for. Then the end of the last op is the start of this one, which saves
+  // an event; the time in which the GPU waits for the host counts as this op's.
+  void start(StreamView stream, const PlanOp& op, bool follows = false) {
+    if (spans_.empty()) return;
+    spans_[used_].op = &op;
+    spans_[used_].follows = follows && used_ > 0;
+    if (!spans_[used_].follows) spans_[used_].start.record(stream);
+  }
+  void stop(StreamView stream) {
+    if (!spans_.empty()) spans_[used_++].end.record(stream);
+  }
+  // Requires that all events are done. Calls `take(op, start, end)` for each op in order, with
+  // times as steady_seconds().
+  template <typename Take>
+  void read(const Take& take) {
+    if (used_ == 0) return;
+    // The two clocks are matched at the end of the last op, which the host has just seen.
+    const double now = steady_seconds();
+    const double length = spans_[used_ - 1].end.seconds_since(origin_);
+    double end = 0;
+    for (std::size_t i = 0; i < used_; ++i) {
+      const double start = spans_[i].follows ? end : spans_[i].start.seconds_since(origin_);
+      end = spans_[i].end.seconds_since(origin_);
+      take(*spans_[i].op, now - length + start, now - length + end);
+    }
+    used_ = 0;
+  }
+
+ private:
+  struct Span {
+    const PlanOp* op = nullptr;
+    bool follows = false;
+    Event start, end;
+  };
+  Event origin_;
+  std::vector<Span> spans_;
+  std::size_t used_ = 0;
+};
 
 // For its life the compute context waits as an engine does.
 class WaitsHere {

@@ -15,7 +15,6 @@
 #include "comm/group/waiter.hpp"
 #include "runtime/engine/stage_binding.hpp"
 #include "runtime/layout/edge_route.hpp"
-#include "runtime/layout/edges.hpp"
 
 namespace sluice {
 

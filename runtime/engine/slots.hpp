@@ -15,7 +15,6 @@
 
 #include "comm/group/transport.hpp"
 #include "runtime/layout/edge_route.hpp"
-#include "runtime/layout/edges.hpp"
 
 namespace sluice {
 

@@ -2,8 +2,11 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <exception>
+#include <optional>
 #include <vector>
 
 #include <sluice/error.hpp>
@@ -11,6 +14,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/sample_specs.hpp"
 #include "runtime/job/guard.hpp"
+#include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
 namespace {
@@ -57,6 +61,45 @@ auto checked(const StageBinding& stage, const char* call, std::span<const Tensor
   std::terminate();  // not reached: refuse() throws
 }
 
+// The outputs as forward() wrote them.
+class Outputs {
+ public:
+  explicit Outputs(std::span<const Tensor> outputs) : outputs_(outputs) {
+    for (const Tensor& output : outputs) {
+      const auto* const data = output.as<const std::byte>();
+      had_.emplace_back(data, data + output.spec.bytes());
+    }
+  }
+  void restore() const {
+    for (std::size_t i = 0; i < had_.size(); ++i) {
+      std::copy(had_[i].begin(), had_[i].end(), outputs_[i].as<std::byte>());
+    }
+  }
+  // The first output that is as it was, and shows it: half of it would be something else.
+  [[nodiscard]] std::optional<std::size_t> find_same() const {
+    for (std::size_t i = 0; i < had_.size(); ++i) {
+      const Tensor& now = outputs_[i];
+      if (had_[i].empty() || !shows(now)) continue;
+      if (std::memcmp(now.data, had_[i].data(), had_[i].size()) == 0) return i;
+    }
+    return std::nullopt;
+  }
+
+ private:
+  [[nodiscard]] static bool shows(const Tensor& tensor) {
+    for (std::int64_t i = 0; i < tensor.elements(); ++i) {
+      if (tensor.spec.dtype == DType::kF32 && std::isnormal(tensor.at(i))) return true;
+      if (tensor.spec.dtype == DType::kBf16 && std::isnormal(to_float(tensor.as<Bf16>()[i]))) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  std::span<const Tensor> outputs_;
+  std::vector<std::vector<std::byte>> had_;  // [output]
+};
+
 }  // namespace
 
 double target_weight(const StageBinding& last, std::span<const Tensor> targets) {
@@ -76,6 +119,37 @@ double check_targets(const StageBinding& last, std::span<const Tensor> targets,
                      SampleRange samples) {
   return checked(last, "target_weight", targets, samples,
                  [&](std::span<const Tensor> some) { return target_weight(last, some); });
+}
+
+void watch_loss(const StageBinding& last, StageContext& ctx, std::span<const Tensor> outputs,
+                std::span<const Tensor> targets, bool first, double* sum) {
+  const Tensor written{sum, {DType::kF64, {1}}};
+  const auto call = [&] {
+    mark_unwritten(written);
+    last.loss->loss(ctx, outputs, targets, sum);
+    if (find_unwritten(written).count > 0) throw_usage("loss() leaves *sum unwritten");
+  };
+  if (!first) return call();
+  const Outputs before(outputs);
+  call();
+  if (!before.find_same()) return;
+  // The gradient of y^2 / 2 is y. Half the scale halves it, where the loss has written it.
+  std::optional<GradientsAside> aside;
+  if (last.parameters != nullptr) aside.emplace(*last.parameters, ctx.compute.memory());
+  const StepValue<double> scale = ctx.loss_scale;
+  const auto call_again = [&](const StepValue<double>& with) {
+    before.restore();
+    ctx.loss_scale = with;
+    call();
+  };
+  call_again(static_cast<double>(scale) / 2);
+  const std::optional<std::size_t> same = before.find_same();
+  call_again(scale);
+  if (!same) return;
+  throw_usage(
+      "loss() leaves output {}, {}, as forward() wrote it; legal in training: its gradient times "
+      "ctx.loss_scale",
+      *same, to_string(outputs[*same].spec));
 }
 
 }  // namespace sluice

@@ -1,4 +1,5 @@
-// A stage of this rank by its interfaces, as the engine and the sums of gradients use it.
+// A stage of this rank by its interfaces, as the engine and the sums of gradients use it, and the
+// calls that are checked.
 #pragma once
 
 #include <span>
@@ -29,5 +30,11 @@ struct StageBinding {
 void check_inputs(const StageBinding& first, std::span<const Tensor> inputs, SampleRange samples);
 [[nodiscard]] double check_targets(const StageBinding& last, std::span<const Tensor> targets,
                                    SampleRange samples);
+
+// LossStage::loss() of the last stage. Throws what it throws, and Error(kUsage) where it leaves
+// *sum unwritten. `first`: of training; then also where it leaves an output of f32 as forward()
+// wrote it.
+void watch_loss(const StageBinding& last, StageContext& ctx, std::span<const Tensor> outputs,
+                std::span<const Tensor> targets, bool first, double* sum);
 
 }  // namespace sluice

@@ -10,26 +10,22 @@
 namespace sluice {
 
 GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const PipelineOptions& options,
-                           ComputeContext& compute, NcclRoutes* nccl, TiedUses& ties,
-                           std::vector<StageBinding> stages, StepState& step)
-    : job_(job),
-      layout_(layout),
+                           ComputeContext& compute, NcclRoutes* nccl, HostMirror& mirror,
+                           TiedUses& ties, std::vector<StageBinding> stages, StepState& step)
+    : layout_(layout),
       options_(options),
       compute_(compute),
       ties_(ties),
       stages_(std::move(stages)),
       step_(step),
       record_(job, layout, options),
-      mirror_(compute) {
-  if (nccl != nullptr && nccl->sums()) {
-    sums_.emplace(*nccl, compute, stages_, options.devices.bucket_bytes);
-  }
+      mirror_(mirror) {
+  std::erase_if(stages_, [](const StageBinding& each) { return each.parameters == nullptr; });
+  sums_.emplace(job, layout, nccl != nullptr && nccl->sums() ? nccl : nullptr, compute, mirror,
+                stages_, options.devices.bucket_bytes);
   std::vector<OwnedParameter> owners;
   for (const StageBinding& binding : stages_) {
-    ParameterSet* set = binding.parameters;
-    if (set == nullptr) continue;
-    if (!sums_) job_.replicas.collectives->reserve_sum(set->flat_grads().size());
-    const std::vector<Parameter*> parameters = set->all();
+    const std::vector<Parameter*> parameters = binding.parameters->all();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!layout_.parameters.is_owner(binding.index, static_cast<int>(i))) continue;
       owned_grads_.emplace_back(parameters[i]->grad.floats());
@@ -41,48 +37,38 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
 }
 
 FinalGradients* GradientSync::final_gradients(int stage) {
-  return sums_ && step_.end != BatchEnd::kAccumulate ? sums_->final_gradients(stage) : nullptr;
+  return step_.end == BatchEnd::kAccumulate ? nullptr : sums_->final_gradients(stage);
 }
 
 void GradientSync::reduce_grad(int stage) {
   if (layout_.place.topology.replicas == 1 || step_.end == BatchEnd::kAccumulate) return;
-  if (sums_) return sums_->finish(stage);
-  for (const StageBinding& binding : stages_) {
-    if (binding.index != stage) continue;
-    ParameterSet* set = binding.parameters;
-    if (set == nullptr) continue;
-    set->settle_grads(compute_.stream());
-    const std::span<float> sum = mirror_.read_back(set->flat_grads());
-    job_.replicas.collectives->ordered_sum(sum, mirror_.owner(set->memory()));
-    mirror_.write_back();
-  }
+  sums_->finish(stage);
 }
 
 void GradientSync::reduce_tied(int group) {
   if (step_.end == BatchEnd::kAccumulate) return;
-  if (sums_) sums_->wait_all_on_stream();
+  sums_->wait_all_on_stream();
   ties_.sum_gradients(group);
 }
 
 void GradientSync::clear() {
   step_.forget_batches();
   for (const StageBinding& binding : stages_) {
-    ParameterSet* set = binding.parameters;
-    if (set == nullptr) continue;
     if (binding.stage->overwrites_gradients()) {
-      set->forget_grads(compute_.stream());
+      binding.parameters->forget_grads(compute_.stream());
     } else {
-      set->zero_grads(compute_.stream());
+      binding.parameters->zero_grads(compute_.stream());
     }
   }
 }
 
 void GradientSync::measure() {
-  for (const StageBinding& binding : stages_) {
-    if (ParameterSet* set = binding.parameters) set->settle_grads(compute_.stream());
-  }
-  if (step_.end == BatchEnd::kAccumulate) return;
-  if (sums_) sums_->wait_all_on_stream();
+  for (const StageBinding& binding : stages_) binding.parameters->settle_grads(compute_.stream());
+  if (step_.end != BatchEnd::kAccumulate) square_gradients();
+}
+
+void GradientSync::square_gradients() {
+  sums_->wait_all_on_stream();
   sums_of_squares(compute_, owned_grads_, reinterpret_cast<double*>(squares_.data()));
 }
 
@@ -97,9 +83,9 @@ std::span<const double> GradientSync::squares() {
 void GradientSync::scale_gradients(double factor) {
   if (factor == 1) return;
   for (const StageBinding& binding : stages_) {
-    ParameterSet* set = binding.parameters;
-    if (set == nullptr) continue;
-    for (float& value : mirror_.read_back(set->flat_grads())) value *= static_cast<float>(factor);
+    for (float& value : mirror_.read_back(binding.parameters->flat_grads())) {
+      value *= static_cast<float>(factor);
+    }
     mirror_.write_back();
   }
 }
@@ -141,8 +127,7 @@ void GradientSync::optimizer() {
 void GradientSync::update(double started) {
   const StepTotals before = step_.totals;
   step_.begin_batch(started, 0, BatchEnd::kUpdate);
-  if (sums_) sums_->wait_all_on_stream();
-  sums_of_squares(compute_, owned_grads_, reinterpret_cast<double*>(squares_.data()));
+  square_gradients();
   compute_.wait();
   record_.exchange(step_, *outcome_, squares());
   StepTotals& totals = step_.totals;

@@ -9,10 +9,9 @@
 #include <sluice/options.hpp>
 
 #include "runtime/engine/engine.hpp"
-#include "runtime/gradients/bucketed_sums.hpp"
-#include "runtime/gradients/record_exchange.hpp"
+#include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/gradients/stage_optimizers.hpp"
-#include "runtime/gradients/step_state.hpp"
+#include "runtime/gradients/step_record.hpp"
 #include "runtime/gradients/tied_uses.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/job_context.hpp"
@@ -26,7 +25,7 @@ class GradientSync : public StepActions {
   // Everything named outlives this; `nccl` may be null. `stages` are this rank's, ascending. `step`
   // is the one that runs.
   GradientSync(JobContext& job, const JobLayout& layout, const PipelineOptions& options,
-               ComputeContext& compute, NcclRoutes* nccl, TiedUses& ties,
+               ComputeContext& compute, NcclRoutes* nccl, HostMirror& mirror, TiedUses& ties,
                std::vector<StageBinding> stages, StepState& step);
 
   // Of the engine that runs the next batch, filled while it runs.
@@ -49,6 +48,8 @@ class GradientSync : public StepActions {
   [[nodiscard]] std::vector<OptimizerState> optimizer_state() const { return optimizers_->state(); }
 
  private:
+  // Puts the sums of squares on the stream.
+  void square_gradients();
   // Of owned parameters, once the device has them; 0 of those that are frozen.
   [[nodiscard]] std::span<const double> squares();
   // Multiplies gradients by `factor`.
@@ -57,18 +58,17 @@ class GradientSync : public StepActions {
   // Refuses a step whose finite numbers have a sum or a quotient that is not.
   void check_means();
 
-  JobContext& job_;
   const JobLayout& layout_;
   const PipelineOptions& options_;
   ComputeContext& compute_;
   TiedUses& ties_;
-  std::vector<StageBinding> stages_;
+  std::vector<StageBinding> stages_;  // those that have parameters
   StepState& step_;
   RecordExchange record_;
-  std::optional<BucketedSums> sums_;  // where NCCL sums over replicas
+  HostMirror& mirror_;
+  std::optional<GradientSums> sums_;
   std::optional<StageOptimizers> optimizers_;
   std::vector<std::span<const float>> owned_grads_;  // of owned parameters, in global order
-  HostMirror mirror_;                                // of gradients that MPI sums
   HostBuffer squares_;                               // [owned parameter], written by the device
   const StepOutcome* outcome_ = nullptr;
 };

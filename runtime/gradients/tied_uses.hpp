@@ -16,7 +16,7 @@
 
 #include <sluice/device.hpp>
 
-#include "runtime/engine/engine_config.hpp"
+#include "runtime/engine/stage_binding.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/job_context.hpp"
 #include "runtime/job/nccl_routes.hpp"

@@ -17,7 +17,6 @@
 #include "comm/group/topology.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
-#include "runtime/layout/edges.hpp"
 
 namespace sluice {
 

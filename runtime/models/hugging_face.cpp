@@ -1,11 +1,14 @@
-// A Hugging Face model's directory: which files it has, and whether they are the model's.
+// A Hugging Face model's directory: which files it has, whether they are the model's, and what
+// their tensors are called.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <set>
 #include <string_view>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include <sluice/error.hpp>
 #include <sluice/hugging_face.hpp>
@@ -14,7 +17,6 @@
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/files/read_file.hpp"
 #include "runtime/models/config_json.hpp"
-#include "runtime/models/tensor_names.hpp"
 #include "runtime/weights/file_layout.hpp"
 #include "runtime/weights/weights.hpp"
 
@@ -26,6 +28,88 @@ namespace fs = std::filesystem;
 // Tokenizers of 256,000 tokens take 35 MB.
 constexpr std::size_t kMostFileBytes = std::size_t{256} << 20;
 constexpr const char* kHead = "lm_head.weight";
+
+// What files call a parameter, by the end of a block's parameter's name.
+struct Renamed {
+  const char* part;
+  std::vector<const char*> gpt2, llama;
+};
+
+const std::vector<Renamed>& block_names() {
+  static const std::vector<Renamed> names = {
+      {"norm1", {"ln_1"}, {"input_layernorm"}},
+      {"attention.qkv",
+       {"attn.c_attn"},
+       {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}},
+      {"attention.query_norm", {}, {"self_attn.q_norm"}},
+      {"attention.key_norm", {}, {"self_attn.k_norm"}},
+      {"attention.output", {"attn.c_proj"}, {"self_attn.o_proj"}},
+      {"norm2", {"ln_2"}, {"post_attention_layernorm"}},
+      {"mlp.up", {"mlp.c_fc"}, {}},
+      {"mlp.gate_up", {}, {"mlp.gate_proj", "mlp.up_proj"}},
+      {"mlp.down", {"mlp.c_proj"}, {"mlp.down_proj"}}};
+  return names;
+}
+
+// The same outside of blocks, by the beginning of the name.
+struct End {
+  std::string_view part;
+  const char *gpt2, *llama;
+};
+constexpr std::array<End, 4> kEnds = {
+    {{"token_embedding.weight", "transformer.wte.weight", "model.embed_tokens.weight"},
+     {"position_embedding.weight", "transformer.wpe.weight", nullptr},
+     {"final_norm.", "transformer.ln_f.", "model.norm."},
+     {"head.weight", kHead, kHead}}};
+
+// Rows of the parts of a block's parameter.
+std::vector<std::int64_t> rows_of(const std::string& part, std::int64_t rows, std::size_t parts,
+                                  const TransformerConfig& model) {
+  if (parts == 1) return {rows};
+  if (part == "mlp.gate_up") return {rows / 2, rows / 2};
+  const std::int64_t heads = model.heads;
+  const std::int64_t kv_heads = model.kv_heads > 0 ? model.kv_heads : heads;
+  const std::int64_t head_dim = rows / (heads + 2 * kv_heads);
+  return {heads * head_dim, kv_heads * head_dim, kv_heads * head_dim};
+}
+
+std::vector<FilePart> block_parts(const ParameterInfo& parameter, const TransformerConfig& model) {
+  const bool gpt2 = model.kind == TransformerKind::kGpt2;
+  constexpr std::string_view kBlocks = "blocks.";
+  const std::size_t dot = parameter.name.find('.', kBlocks.size());
+  const std::string number = parameter.name.substr(kBlocks.size(), dot - kBlocks.size());
+  const std::size_t last = parameter.name.rfind('.');
+  const std::string part = parameter.name.substr(dot + 1, last - dot - 1);
+  const std::string end = parameter.name.substr(last);  // ".weight"
+  for (const Renamed& renamed : block_names()) {
+    if (part != renamed.part) continue;
+    const std::vector<const char*>& names = gpt2 ? renamed.gpt2 : renamed.llama;
+    const std::vector<std::int64_t> rows = rows_of(part, parameter.shape[0], names.size(), model);
+    std::vector<FilePart> parts;
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      parts.push_back({fmt::format("{}.{}.{}{}", gpt2 ? "transformer.h" : "model.layers", number,
+                                   names[i], end),
+                       rows[i], gpt2 && parameter.shape.rank() == 2});
+    }
+    return parts;
+  }
+  return {};
+}
+
+std::vector<FilePart> end_parts(const ParameterInfo& parameter, const TransformerConfig& model) {
+  for (const End& end : kEnds) {
+    const char* const to = model.kind == TransformerKind::kGpt2 ? end.gpt2 : end.llama;
+    if (to == nullptr || !parameter.name.starts_with(end.part)) continue;
+    return {{to + parameter.name.substr(end.part.size()), parameter.shape[0], false}};
+  }
+  return {};
+}
+
+// Tensors that some files hold and no model reads: masks of GPT-2, rotary frequencies of Llama.
+bool is_unread_tensor(std::string_view name) {
+  return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") ||
+         name.ends_with(".rotary_emb.inv_freq");
+}
 
 void require_weights(const fs::path& directory) {
   if (has_weights(directory, "model")) return;
@@ -94,11 +178,24 @@ void require_tensors(const fs::path& directory, const HuggingFaceModel& model,
 
 }  // namespace
 
+FileLayout hugging_face_layout(const TransformerConfig& model) {
+  FileLayout layout;
+  for (const ParameterInfo& parameter : parameter_list(model)) {
+    std::vector<FilePart> parts = parameter.name.starts_with("blocks.")
+                                      ? block_parts(parameter, model)
+                                      : end_parts(parameter, model);
+    if (parts.empty()) {
+      throw_error(ErrorCode::kInternal, "parameter '{}' has no name in other files",
+                  parameter.name);
+    }
+    layout.emplace(parameter.name, std::move(parts));
+  }
+  return layout;
+}
+
 std::string architecture_of(const TransformerConfig& config, const std::string& preferred) {
   return architecture_for(config, preferred);
 }
-
-FileLayout hugging_face_layout(const TransformerConfig& config) { return layout_of_names(config); }
 
 bool is_hugging_face(const fs::path& directory) {
   std::error_code error;

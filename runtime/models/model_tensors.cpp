@@ -1,11 +1,12 @@
 #include "runtime/models/model_tensors.hpp"
 
-#include <system_error>
+#include <fmt/format.h>
 
 #include <sluice/hugging_face.hpp>
 
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/checkpoint/verify.hpp"
+#include "runtime/files/sha256.hpp"
 
 namespace sluice {
 
@@ -26,6 +27,14 @@ void load_model(Pipeline& pipeline, const std::filesystem::path& directory, Veri
   } else {
     load_weights(pipeline, directory, verify);
   }
+}
+
+std::string digest_all(std::span<const ParameterDigest> parameters) {
+  std::string lines;
+  for (const ParameterDigest& parameter : parameters) {
+    lines += fmt::format("{}  {}\n", parameter.sha256, parameter.name);
+  }
+  return sha256_hex(std::as_bytes(std::span<const char>(lines)));
 }
 
 }  // namespace sluice

@@ -1,8 +1,10 @@
 // The parameters of a model in a directory, whoever wrote it: one save of Sluice, of any version,
-// or a directory of Hugging Face.
+// or a directory of Hugging Face; and digests, by which two of them are compared.
 #pragma once
 
 #include <filesystem>
+#include <span>
+#include <string>
 
 #include <sluice/checkpoint.hpp>
 
@@ -20,5 +22,11 @@ class Pipeline;
 // Collective. Values of all parameters of the pipeline; load_weights() of either kind.
 void load_model(Pipeline& pipeline, const std::filesystem::path& directory,
                 Verify verify = Verify::kFull);
+
+struct ParameterDigest {
+  std::string name, sha256;  // hex; of the little-endian bytes of the f32 values
+};
+// Of the lines "<sha256>  <name>\n". The parameters are sorted by name.
+[[nodiscard]] std::string digest_all(std::span<const ParameterDigest> parameters);
 
 }  // namespace sluice

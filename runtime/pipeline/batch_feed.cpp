@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <cstddef>
 #include <numeric>
 #include <utility>
@@ -11,52 +12,33 @@
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/sample_specs.hpp"
 #include "runtime/job/guard.hpp"
-#include "runtime/pipeline/refusal.hpp"
+#include "runtime/pipeline/call.hpp"
 
 namespace sluice {
 namespace {
 
-const char* name_of(Call call) {
-  switch (call) {
-    case Call::kTrain:
-      return "train_step() of a batch";
-    case Call::kTrainSource:
-      return "train_step() of the source";
-    case Call::kAccumulate:
-      return "accumulate()";
-    case Call::kGradients:
-      return "forward_backward()";
-    case Call::kUpdate:
-      return "optimizer_step()";
-    case Call::kDrop:
-      return "drop_gradients()";
-    case Call::kEvaluate:
-      return "evaluate() of a batch";
-    case Call::kEvaluateSource:
-      return "evaluate() of a source";
-    case Call::kInfer:
-      return "infer()";
-    case Call::kState:
-      return "state()";
-    case Call::kSetState:
-      return "set_state()";
-    case Call::kValuesChanged:
-      return "values_changed()";
-    case Call::kSave:
-      return "a save";
-    case Call::kLoad:
-      return "load_checkpoint() or load_weights()";
-    case Call::kLoader:
-      return "loader()";
-    case Call::kTimeline:
-      return "step_timeline()";
-    case Call::kClose:
-      return "close()";
-    case Call::kValues:
-      return "the values of a batch";
-  }
-  return "a call";
-}
+// [Call]
+constexpr std::array<const char*, 18> kNames = {"train_step() of a batch",
+                                                "train_step() of the source",
+                                                "accumulate()",
+                                                "forward_backward()",
+                                                "optimizer_step()",
+                                                "drop_gradients()",
+                                                "evaluate() of a batch",
+                                                "evaluate() of a source",
+                                                "infer()",
+                                                "state()",
+                                                "set_state()",
+                                                "values_changed()",
+                                                "a save",
+                                                "load_checkpoint() or load_weights()",
+                                                "loader()",
+                                                "step_timeline()",
+                                                "close()",
+                                                "the values of a batch"};
+static_assert(kNames.size() == static_cast<std::size_t>(Call::kValues) + 1);
+
+const char* name_of(Call call) { return kNames.at(static_cast<std::size_t>(call)); }
 
 bool has_batch(Call call) {
   return call == Call::kTrain || call == Call::kAccumulate || call == Call::kGradients ||
@@ -92,6 +74,25 @@ Tensor slice(const Tensor& whole, SampleRange range, const TensorSpec& one) {
   return part;
 }
 
+// Of one sample.
+void require_specs(const char* who, const char* what, const std::vector<TensorSpec>& theirs,
+                   const std::vector<TensorSpec>& needed) {
+  if (theirs.size() != needed.size()) {
+    throw_usage("{} has {} {}s a sample, {} are needed", who, theirs.size(), what, needed.size());
+  }
+  for (std::size_t i = 0; i < theirs.size(); ++i) {
+    if (theirs[i] == with_samples(needed[i], 1)) continue;
+    throw_usage("{} {} of {} is {}, but {} is needed", what, i, who, describe(theirs[i]),
+                describe(needed[i]));
+  }
+}
+
+template <typename... Args>
+[[noreturn]] void refuse(ErrorCode code, int rank, fmt::format_string<Args...> text,
+                         Args&&... args) {
+  throw Refused{Error(code, fmt::format(text, std::forward<Args>(args)...), rank)};
+}
+
 class BatchShapes final : public DataSource {
  public:
   explicit BatchShapes(BatchSpec spec) : spec_(std::move(spec)) {}
@@ -102,10 +103,10 @@ class BatchShapes final : public DataSource {
     return specs(spec_.targets, samples);
   }
   void inputs(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {
-    refuse();
+    refuse_to_read();
   }
   void targets(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {
-    refuse();
+    refuse_to_read();
   }
 
  private:
@@ -114,7 +115,7 @@ class BatchShapes final : public DataSource {
     for (const TensorSpec& one : ones) specs.push_back(batch_of(one, samples));
     return specs;
   }
-  [[noreturn]] static void refuse() {
+  [[noreturn]] static void refuse_to_read() {
     throw_usage("this pipeline was made from a BatchSpec and has no source: pass a batch");
   }
 
@@ -196,42 +197,22 @@ BatchShare BatchFeed::passed() const {
 }
 
 void BatchFeed::require_items(const BatchSpec& items) const {
-  const auto compare = [](const std::vector<TensorSpec>& mine,
-                          const std::vector<TensorSpec>& needed, const char* what) {
-    if (mine.size() != needed.size()) {
-      throw_usage("the data set has {} {}s an item, {} are needed", mine.size(), what,
-                  needed.size());
-    }
-    for (std::size_t i = 0; i < mine.size(); ++i) {
-      const TensorSpec spec = batch_of(mine[i], 1);
-      if (spec == with_samples(needed[i], 1)) continue;
-      throw_usage("{} {} of the data set is {}, but {} is needed", what, i, describe(spec),
-                  describe(needed[i]));
-    }
+  const auto of_one = [](const std::vector<TensorSpec>& ones) {
+    std::vector<TensorSpec> specs;
+    for (const TensorSpec& one : ones) specs.push_back(batch_of(one, 1));
+    return specs;
   };
-  compare(items.inputs, one_input_, "input");
-  compare(items.targets, one_target_, "target");
+  require_specs("the data set", "input", of_one(items.inputs), one_input_);
+  require_specs("the data set", "target", of_one(items.targets), one_target_);
 }
 
 void BatchFeed::require_like(const DataSource& other) const {
-  const auto compare = [](const std::vector<TensorSpec>& theirs,
-                          const std::vector<TensorSpec>& ours, const char* what) {
-    if (theirs == ours) return;
-    const auto first = [](const std::vector<TensorSpec>& specs) {
-      return specs.empty() ? "none" : to_string(specs.front());
-    };
-    throw_usage("the source has {} {}s of a sample, the first {}; the pipeline has {}, {}",
-                theirs.size(), what, first(theirs), ours.size(), first(ours));
-  };
-  const auto specs_of = [&](const char* what, auto specs) {
-    try {
-      return (other.*specs)(1);
-    } catch (...) {
-      rethrow_from(fmt::format("the source, {}()", what));
-    }
-  };
-  compare(specs_of("input_specs", &DataSource::input_specs), one_input_, "input");
-  compare(specs_of("target_specs", &DataSource::target_specs), one_target_, "target");
+  require_specs("the source", "input",
+                calling("the source, input_specs()", [&] { return other.input_specs(1); }),
+                one_input_);
+  require_specs("the source", "target",
+                calling("the source, target_specs()", [&] { return other.target_specs(1); }),
+                one_target_);
 }
 
 void BatchFeed::count_samples(const Asked& asked, Header& header) const {
@@ -248,7 +229,7 @@ void BatchFeed::count_samples(const Asked& asked, Header& header) const {
   }
 }
 
-std::optional<Error> BatchFeed::agree(const Asked& asked, const std::function<void()>& check) {
+void BatchFeed::agree(const Asked& asked, const std::function<void()>& check) {
   Header mine{.call = static_cast<std::int32_t>(asked.call),
               .step = asked.step,
               .argument = asked.argument};
@@ -263,71 +244,59 @@ std::optional<Error> BatchFeed::agree(const Asked& asked, const std::function<vo
   for (std::size_t rank = 0; rank < headers_.size(); ++rank) {
     if (headers_[rank].fault == 0) continue;
     const int from = static_cast<int>(rank);
-    return Error(static_cast<ErrorCode>(headers_[rank].fault - 1),
-                 job_.world.collectives->broadcast_string(fault ? fault->what() : "", from), from);
+    throw Refused{Error(static_cast<ErrorCode>(headers_[rank].fault - 1),
+                        job_.world.collectives->broadcast_string(fault ? fault->what() : "", from),
+                        from)};
   }
-  std::optional<Error> differs = compare_calls(asked.call);
-  return differs || !has_batch(asked.call) ? differs : compare_samples(asked.call);
+  compare_calls(asked.call);
+  if (has_batch(asked.call)) compare_samples(asked.call);
 }
 
-std::optional<Error> BatchFeed::compare_calls(Call call) const {
+void BatchFeed::compare_calls(Call call) const {
   const Header& first = headers_[0];
   for (std::size_t rank = 1; rank < headers_.size(); ++rank) {
     const Header& other = headers_[rank];
     const int from = static_cast<int>(rank);
     if (other.call != first.call) {
-      return Error(ErrorCode::kMismatch,
-                   fmt::format("ranks make different calls: rank 0 {}, rank {} {}",
-                               name_of(static_cast<Call>(first.call)), rank,
-                               name_of(static_cast<Call>(other.call))),
-                   from);
+      refuse(ErrorCode::kMismatch, from, "ranks make different calls: rank 0 {}, rank {} {}",
+             name_of(static_cast<Call>(first.call)), rank, name_of(static_cast<Call>(other.call)));
     }
     if (counts_on(call) && other.step != first.step) {
-      return Error(ErrorCode::kMismatch,
-                   fmt::format("{} after a different number of steps: rank 0 has {}, rank {} has "
-                               "{}; set_step() takes the same number on all ranks",
-                               name_of(call), first.step, rank, other.step),
-                   from);
+      refuse(ErrorCode::kMismatch, from,
+             "{} after a different number of steps: rank 0 has {}, rank {} has {}; set_step() "
+             "takes the same number on all ranks",
+             name_of(call), first.step, rank, other.step);
     }
     if (other.argument != first.argument) {
-      return Error(ErrorCode::kUsage,
-                   fmt::format("{}: rank 0 passes {}, rank {} passes {}", name_of(call),
-                               first.argument, rank, other.argument),
-                   from);
+      refuse(ErrorCode::kUsage, from, "{}: rank 0 passes {}, rank {} passes {}", name_of(call),
+             first.argument, rank, other.argument);
     }
   }
-  return std::nullopt;
 }
 
-std::optional<Error> BatchFeed::compare_samples(Call call) {
-  const bool targets = has_targets(call);
+void BatchFeed::compare_samples(Call call) {
   const Topology& topology = layout_.place.topology;
-  const auto refuse = [&](int inputs_rank, int targets_rank) {
-    return Error(ErrorCode::kUsage,
-                 fmt::format("{}: rank {} passes inputs of {} samples, rank {} targets of {}",
-                             name_of(call), inputs_rank, headers_[at(inputs_rank)].inputs,
-                             targets_rank, headers_[at(targets_rank)].targets),
-                 targets_rank);
-  };
   for (int r = 0; r < topology.replicas; ++r) {
     const bool whole = feed_ == Feed::kRank0;
     const int first = whole ? 0 : topology.rank_of(r, layout_.plans.first_rank());
     const int last = whole ? 0 : topology.rank_of(r, layout_.plans.last_rank());
     const std::int64_t samples = headers_[at(first)].inputs;
     const std::int64_t of_targets = headers_[at(last)].targets;
-    if (targets && of_targets != kAnyNumber && of_targets != samples) return refuse(first, last);
+    if (has_targets(call) && of_targets != kAnyNumber && of_targets != samples) {
+      refuse(ErrorCode::kUsage, last,
+             "{}: rank {} passes inputs of {} samples, rank {} targets of {}", name_of(call), first,
+             samples, last, of_targets);
+    }
     shares_[at(r)] = whole ? share_of(samples, topology.replicas, r).count : samples;
   }
   if (std::accumulate(shares_.begin(), shares_.end(), std::int64_t{0}) == 0) {
-    return Error(ErrorCode::kUsage, fmt::format("{}: the batch has no sample", name_of(call)), 0);
+    refuse(ErrorCode::kUsage, 0, "{}: the batch has no sample", name_of(call));
   }
   for (int r = 0; r < topology.replicas; ++r) {
     if (shares_[at(r)] > 0 || !trains(call)) continue;
-    return Error(
-        ErrorCode::kUsage,
-        fmt::format("{}: replica {} gets no sample; each needs at least 1", name_of(call), r), 0);
+    refuse(ErrorCode::kUsage, 0, "{}: replica {} gets no sample; each needs at least 1",
+           name_of(call), r);
   }
-  return std::nullopt;
 }
 
 SampleRange BatchFeed::share() const {

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -39,9 +38,9 @@ class BatchFeed {
     std::int64_t argument = 0;     // equal on all ranks
     const Batch* batch = nullptr;  // null for calls without one
   };
-  // Collective over the job. What all ranks refuse, or nothing. `check` throws, in any type, what
-  // this rank finds wrong by itself; it calls no other rank, and may be empty.
-  [[nodiscard]] std::optional<Error> agree(const Asked& asked, const std::function<void()>& check);
+  // Collective over the job. Throws Refused for what all ranks refuse. `check` throws, in any type,
+  // what this rank finds wrong by itself; it calls no other rank, and may be empty.
+  void agree(const Asked& asked, const std::function<void()>& check);
   // [replica] samples, after agree() of a call with a batch.
   [[nodiscard]] std::span<const std::int64_t> shares() const { return shares_; }
   // The first sample of this replica's share in the batch, and their number.
@@ -72,10 +71,10 @@ class BatchFeed {
   [[nodiscard]] std::int64_t samples_of(std::span<const Tensor> tensors, bool targets) const;
   // Counts the samples that this rank passes; throws Error(kUsage) where they cannot be.
   void count_samples(const Asked& asked, Header& header) const;
-  // Of all ranks' headers: what differs.
-  [[nodiscard]] std::optional<Error> compare_calls(Call call) const;
-  // The same of their samples; sets the shares.
-  [[nodiscard]] std::optional<Error> compare_samples(Call call);
+  // Throw Refused for what differs between all ranks' headers.
+  void compare_calls(Call call) const;
+  // Sets the shares.
+  void compare_samples(Call call);
   void send_share(std::span<const Tensor> whole, int rank, SampleRange share) const;
   void receive_share(bool targets);
 

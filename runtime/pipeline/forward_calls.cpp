@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
 #include <vector>
 
 #include "comm/base/index.hpp"
@@ -12,25 +11,62 @@
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/named_calls.hpp"
 #include "runtime/job/guard.hpp"
-#include "runtime/pipeline/refusal.hpp"
 
 namespace sluice {
 
 ForwardCalls::ForwardCalls(PipelineParts& parts, PipelineCalls& calls)
     : parts_(parts),
       calls_(calls),
-      rounds_(parts.layout, parts.forward,
-              [&parts](std::int64_t samples) { parts.need_size(samples); }),
-      source_rounds_(parts.layout, parts.compute->device()),
+      read_(parts.layout.owns(0), parts.layout.owns(parts.layout.plans.num_stages() - 1),
+            parts.compute->device()),
       outputs_(parts.job, parts.layout) {}
 
+std::int64_t ForwardCalls::round_samples() const {
+  return parts_.layout.wires.edges.largest() *
+         static_cast<std::int64_t>(StepPlans::kRoundMicroBatches);
+}
+
+LossResult ForwardCalls::run_rounds(Phase phase, SampleRange samples, const Load& load,
+                                    const OnOutputs& on_outputs, std::int64_t least_rounds) {
+  LossResult total;
+  const std::int64_t size = parts_.layout.wires.edges.largest();
+  std::function<void(int, std::span<const Tensor>)> hand_on;
+  if (on_outputs) {
+    hand_on = [&](int micro_batch, std::span<const Tensor> outputs) {
+      on_outputs(ranges_[at(micro_batch)], outputs);
+    };
+  }
+  if (samples.count >= size) parts_.need_size(size);
+  if (samples.count % size > 0) parts_.need_size(samples.count % size);
+  for (std::int64_t i = 0, done = 0; done < samples.count || i < least_rounds; ++i) {
+    const std::int64_t count = std::min(round_samples(), samples.count - done);
+    cut_samples({samples.first + done, count}, size, (count + size - 1) / size, ranges_);
+    done += count;
+    const BatchLoader::Batch& batch = load(ranges_);
+    if (count == 0) continue;
+    parts_.forward.plan(static_cast<int>(ranges_.size()));
+    const StepRequest request{.phase = phase,
+                              .step = 0,
+                              .seed = parts_.options.training.seed,
+                              .micro_batches = ranges_,
+                              .batch = &batch,
+                              .on_outputs = hand_on ? &hand_on : nullptr};
+    const StepOutcome& outcome =
+        parts_.forward.engine(static_cast<int>(ranges_.size())).run(request, nullptr);
+    if (phase == Phase::kGenerate) continue;
+    for (const LossResult& loss : outcome.losses) {
+      total.sum += loss.sum;
+      total.weight += loss.weight;
+    }
+  }
+  return total;
+}
+
 EvaluationReport ForwardCalls::run_evaluation(const std::string& who, SampleRange samples,
-                                              std::int64_t least_rounds,
-                                              const ForwardRounds::Load& load) {
+                                              std::int64_t least_rounds, const Load& load) {
   EvaluationReport report;
   calls_.refusable(who, [&] {
-    const LossResult loss = rounds_.run(Phase::kEvaluate, parts_.options.training.seed, samples,
-                                        load, {}, least_rounds);
+    const LossResult loss = run_rounds(Phase::kEvaluate, samples, load, {}, least_rounds);
     const std::array<double, 2> mine = {loss.sum, loss.weight};
     std::vector<double> all(2 * at(parts_.job.world.ranks->size()));
     parts_.job.world.collectives->all_gather(std::as_bytes(std::span(mine)),
@@ -67,18 +103,18 @@ EvaluationReport ForwardCalls::evaluate(const DataSource& other, std::int64_t sa
   });
   // All ranks agree before each round, also those of replicas with fewer.
   const int replicas = parts_.layout.place.topology.replicas;
+  const std::int64_t most = share_of(samples, replicas, 0).count;
   return run_evaluation(fmt::format("evaluation of {} samples", samples),
                         share_of(samples, replicas, parts_.layout.place.replica),
-                        rounds_.rounds_of(share_of(samples, replicas, 0).count),
+                        (most + round_samples() - 1) / round_samples(),
                         [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
-                          const BatchLoader::Batch* batch = nullptr;
-                          const std::optional<Error> refusal =
-                              parts_.feed->agree({.call = Call::kValues}, [&] {
-                                batch = &source_rounds_.load(other, ranges);
-                                (void)parts_.check_batch(*batch, ranges, 0, /*targets=*/true);
-                              });
-                          if (refusal) throw Refused{*refusal};
-                          return *batch;
+                          parts_.feed->agree({.call = Call::kValues}, [&] {
+                            read_.place(other, ranges);
+                            read_.read(other, Phase::kEvaluate, 0, ranges, first_read_);
+                            (void)parts_.check_batch(read_.batch(), ranges, 0, /*targets=*/true);
+                          });
+                          first_read_ = false;
+                          return read_.batch();
                         });
 }
 
@@ -132,12 +168,12 @@ std::span<const Tensor> ForwardCalls::infer(const Batch& batch, const InferOptio
   calls_.guarded("inference", [&] {
     outputs_.begin();
     const SampleRange share = parts_.feed->share();
-    ForwardRounds::OnOutputs take = [&](SampleRange samples, std::span<const Tensor> made) {
+    const OnOutputs take = [&](SampleRange samples, std::span<const Tensor> made) {
       if (!how.on_outputs) return outputs_.add(made);
       calling("on_outputs", [&] { how.on_outputs(samples, made); });
     };
-    (void)rounds_.run(
-        Phase::kGenerate, parts_.options.training.seed, share,
+    (void)run_rounds(
+        Phase::kGenerate, share,
         [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
           return parts_.feed->cut(ranges, share.first);
         },

@@ -1,14 +1,15 @@
-// The calls of a pipeline that only compute forward: evaluation and inference. Internal to the
-// pipeline.
+// The calls of a pipeline that only compute forward: evaluation and inference, over any number of
+// samples, in rounds that take the memory of one. Internal to the pipeline.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <sluice/pipeline.hpp>
 
-#include "runtime/pipeline/forward_rounds.hpp"
 #include "runtime/pipeline/output_gather.hpp"
 #include "runtime/pipeline/pipeline_calls.hpp"
 #include "runtime/pipeline/pipeline_parts.hpp"
@@ -25,8 +26,18 @@ class ForwardCalls {
   std::span<const Tensor> infer(const Batch& batch, const InferOptions& how);
 
  private:
+  // The micro-batches of a round, in host memory; none are asked for in rounds after the last
+  // sample.
+  using Load = std::function<const BatchLoader::Batch&(std::span<const SampleRange>)>;
+  using OnOutputs = std::function<void(SampleRange samples, std::span<const Tensor> outputs)>;
+  // Collective over the pipeline: this replica's samples. Returns the sum of the losses, in the
+  // order of the samples, on the last stage's rank; zero elsewhere, without samples, and for
+  // Phase::kGenerate. `on_outputs`: as StepRequest's, with the micro-batch's samples.
+  LossResult run_rounds(Phase phase, SampleRange samples, const Load& load,
+                        const OnOutputs& on_outputs, std::int64_t least_rounds = 0);
+  [[nodiscard]] std::int64_t round_samples() const;
   EvaluationReport run_evaluation(const std::string& who, SampleRange samples,
-                                  std::int64_t least_rounds, const ForwardRounds::Load& load);
+                                  std::int64_t least_rounds, const Load& load);
   // As PipelineParts::check_batch(), of this replica's share of the feed's batch.
   void check_share(bool targets);
   void require_loss() const;
@@ -34,8 +45,9 @@ class ForwardCalls {
 
   PipelineParts& parts_;
   PipelineCalls& calls_;
-  ForwardRounds rounds_;
-  SourceRounds source_rounds_;
+  std::vector<SampleRange> ranges_;  // of a round
+  BatchMemory read_;                 // of a round, from a source
+  bool first_read_ = true;           // none has been read
   OutputGather outputs_;
 };
 

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include "comm/base/throw_error.hpp"
-#include "runtime/pipeline/refusal.hpp"
 
 namespace sluice {
 namespace {
@@ -27,12 +26,9 @@ Doing doing_of(Call call) {
 
 void PipelineCalls::agree(Call call, const Batch* batch, std::int64_t argument,
                           const std::function<void()>& check) {
-  std::optional<Error> refusal;
   const BatchFeed::Asked asked{
       .call = call, .step = parts_.step.done, .argument = argument, .batch = batch};
-  guarded([&] { refusal = parts_.feed->agree(asked, check); });
-  // Not guarded: all ranks throw it, and the control channel keeps what it reports for good.
-  if (refusal) throw Error(*refusal);
+  refusable([&] { parts_.feed->agree(asked, check); });
 }
 
 void PipelineCalls::run_call(Call call, const std::string& who, const std::function<void()>& body) {
@@ -47,18 +43,6 @@ void PipelineCalls::run_call(Call call, const std::string& who, const std::funct
     const ActivityScope doing(*parts_.job.activity, doing_of(call));
     body();
   });
-}
-
-void PipelineCalls::refusable(const std::string& who, const std::function<void()>& body) {
-  std::optional<Error> refusal;
-  guarded(who, [&] {
-    try {
-      body();
-    } catch (const Refused& refused) {
-      refusal = refused.error;
-    }
-  });
-  if (refusal) throw Error(*refusal);
 }
 
 void PipelineCalls::close() {

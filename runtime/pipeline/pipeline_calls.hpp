@@ -58,8 +58,27 @@ class PipelineCalls {
   // Throws what all ranks refuse; as BatchFeed::agree().
   void agree(Call call, const Batch* batch, std::int64_t argument = 0,
              const std::function<void()>& check = {});
-  // guarded(), where `body` may throw what all ranks refuse.
-  void refusable(const std::string& who, const std::function<void()>& body);
+  // guarded(), where `body` may throw Refused: all ranks throw its Error, and the control channel,
+  // which keeps what it reports for good, gets none.
+  template <typename Body>
+  void refusable(const Body& body) {
+    std::optional<Error> refusal;
+    guarded([&] {
+      try {
+        body();
+      } catch (const Refused& refused) {
+        refusal = refused.error;
+      }
+    });
+    if (refusal) throw Error(*refusal);
+  }
+  template <typename Body>
+  void refusable(const std::string& who, const Body& body) {
+    refusable([&] {
+      use_device(parts_.compute->device());
+      parts_.rethrow_oom_with_plan(who, body);
+    });
+  }
   // As PipelineAccess::run_call().
   void run_call(Call call, const std::string& who, const std::function<void()>& body);
   void close();

@@ -6,7 +6,7 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
-#include "runtime/gradients/bucketed_sums.hpp"
+#include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/job/direct_edges.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/planning/build_layout.hpp"
@@ -148,9 +148,10 @@ void PipelineParts::make_nccl() {
       open += at(pool.count) * edges.inputs(edges.largest(), SlotPool::edge_of(pool)).size();
     }
   });
-  const SumLoad sums = layout.wires.sums_by_nccl(layout.place.rank)
-                           ? BucketedSums::load_of(bindings, options.devices.bucket_bytes)
-                           : SumLoad{};
+  const SumLoad sums =
+      layout.wires.sums_by_nccl(layout.place.rank)
+          ? GradientSums::load_of(layout, layout.place.rank, options.devices.bucket_bytes)
+          : SumLoad{};
   nccl = NcclRoutes::make(job, layout, *compute, sums, open, options.devices.all_reduce);
 }
 

@@ -16,7 +16,7 @@
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/engine.hpp"
 #include "runtime/engine/slots.hpp"
-#include "runtime/gradients/step_state.hpp"
+#include "runtime/gradients/step_record.hpp"
 #include "runtime/gradients/tied_uses.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/job_context.hpp"

@@ -1,14 +1,14 @@
 // Pipeline::state() and set_state(): all values of a model by name, on every rank.
 #include <algorithm>
-#include <cstring>
+#include <nlohmann/json.hpp>
 
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/job/host_mirror.hpp"
+#include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
-#include "runtime/pipeline/refusal.hpp"
 
 namespace sluice {
 namespace {
@@ -22,28 +22,19 @@ std::vector<Parameter*> owned_values(Pipeline& pipeline) {
   return all;
 }
 
-// Name, dimensions and values, in this machine's byte order: all ranks run the same build.
-std::string pack(const Parameter& parameter, HostMirror& mirror) {
-  std::string text = parameter.name + '\0';
-  const Shape& shape = parameter.value.shape();
-  std::vector<std::int64_t> dims;
-  for (int d = 0; d < shape.rank(); ++d) dims.push_back(shape[d]);
-  text += static_cast<char>(dims.size());
-  text.append(reinterpret_cast<const char*>(dims.data()), dims.size() * sizeof(std::int64_t));
-  const std::span<const std::byte> values = mirror.read_back(parameter.value);
-  return text.append(reinterpret_cast<const char*>(values.data()), values.size());
+// What a rank says of a parameter before its values.
+std::string describe(const Parameter& parameter) {
+  nlohmann::json dims = nlohmann::json::array();
+  for (int d = 0; d < parameter.shape.rank(); ++d) dims.push_back(parameter.shape[d]);
+  return nlohmann::json::array({parameter.name, dims}).dump();
 }
 
-// Requires what pack() made.
-void unpack(const std::string& text, std::map<std::string, HostTensor>& into) {
-  const std::size_t name = text.find('\0');
-  std::vector<std::int64_t> dims(static_cast<std::size_t>(text[name + 1]));
-  std::memcpy(dims.data(), text.data() + name + 2, dims.size() * sizeof(std::int64_t));
-  const std::size_t header = name + 2 + dims.size() * sizeof(std::int64_t);
-  HostTensor& tensor = into[text.substr(0, name)];
-  tensor.spec = {DType::kF32, Shape(std::span<const std::int64_t>(dims))};
-  tensor.bytes.resize(text.size() - header);
-  std::memcpy(tensor.bytes.data(), text.data() + header, tensor.bytes.size());
+HostTensor& add(std::map<std::string, HostTensor>& to, const std::string& described) {
+  const auto json = nlohmann::json::parse(described);
+  HostTensor& tensor = to[json[0].get<std::string>()];
+  tensor.spec = {DType::kF32, Shape(json[1].get<std::vector<std::int64_t>>())};
+  tensor.bytes.resize(tensor.spec.bytes());
+  return tensor;
 }
 
 void require_fitting(Pipeline& pipeline, const std::map<std::string, HostTensor>& values) {
@@ -75,7 +66,10 @@ std::map<std::string, HostTensor> Pipeline::state() {
       std::uint64_t count = mine.size();
       world.broadcast(std::as_writable_bytes(std::span(&count, 1)), root);
       for (std::uint64_t i = 0; i < count; ++i) {
-        unpack(world.broadcast_string(here ? pack(*mine[i], mirror) : std::string(), root), all);
+        HostTensor& tensor =
+            add(all, world.broadcast_string(here ? describe(*mine[i]) : std::string(), root));
+        if (here) std::ranges::copy(mirror.read_back(mine[i]->value), tensor.bytes.begin());
+        world.broadcast(tensor.bytes, root);
       }
     }
   });

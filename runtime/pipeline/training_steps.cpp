@@ -8,7 +8,6 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/engine/steady_seconds.hpp"
-#include "runtime/gradients/replica_check.hpp"
 #include "runtime/job/configuration.hpp"
 #include "stages/compute/thread_team.hpp"
 
@@ -37,9 +36,9 @@ void TrainingSteps::prepare() {
     });
   }
   parts_.rethrow_oom_with_plan("the optimizer", [&] {
-    gradients_ =
-        std::make_unique<GradientSync>(parts_.job, parts_.layout, parts_.options, *parts_.compute,
-                                       parts_.nccl.get(), *parts_.tied, parts_.bindings, step_);
+    gradients_ = std::make_unique<GradientSync>(parts_.job, parts_.layout, parts_.options,
+                                                *parts_.compute, parts_.nccl.get(), *parts_.mirror,
+                                                *parts_.tied, parts_.bindings, step_);
   });
   parts_.rethrow_oom_with_plan("the buffers of stages", [&] {
     stage_buffers_ = std::make_unique<StageBuffers>(parts_.job, *parts_.compute, *parts_.mirror,

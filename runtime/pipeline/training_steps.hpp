@@ -10,7 +10,7 @@
 #include <sluice/pipeline.hpp>
 
 #include "runtime/gradients/gradients.hpp"
-#include "runtime/gradients/stage_buffers.hpp"
+#include "runtime/gradients/replica_state.hpp"
 #include "runtime/pipeline/pipeline_calls.hpp"
 #include "runtime/pipeline/pipeline_parts.hpp"
 

@@ -403,7 +403,6 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   layout.arithmetic = gather_arithmetic(*job.world.collectives, compute);
   layout.wires.edges = EdgeTable(division.sizes, std::move(reports.edges));
   layout.parameters.stages = std::move(reports.entries);
-  require_countable(layout.parameters.stages);
   layout.parameters.tied = find_ties(layout.parameters.stages);
   require_own_buffer_names(layout.parameters.stages);
   require_groups(options, layout.parameters.stages);

@@ -22,7 +22,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
-#include "runtime/gradients/bucketed_sums.hpp"
+#include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/job/nccl_routes.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "stages/operators/context.hpp"
@@ -167,15 +167,7 @@ class MemorySum {
     add_libraries(kOfMessages * at(NcclRoutes::message_communicators(layout_, rank_)) +
                   (sums ? kOfSums : 0));
     if (!sums) return;
-    std::vector<std::size_t> floats;
-    for (const int stage : layout_.plans.placement().stages_of(rank_)) {
-      std::size_t bytes = 0;
-      for (const ParameterEntry& each : layout_.parameters.stages[at(stage)].parameters) {
-        add_bytes(bytes, parameter_bytes(each.elements));
-      }
-      floats.push_back(bytes / sizeof(float));
-    }
-    const SumLoad load = BucketedSums::load_of(floats, options_.devices.bucket_bytes);
+    const SumLoad load = GradientSums::load_of(layout_, rank_, options_.devices.bucket_bytes);
     add_bytes(memory_.buffers, padded(NcclRoutes::sum_bytes(load, layout_.place.topology.replicas,
                                                             layout_.wires.all_reduce)));
   }
@@ -194,12 +186,6 @@ class MemorySum {
   RankMemory memory_;
   std::size_t operator_bytes_ = 0;  // MemoryTable::operator_bytes
 };
-
-void require_part(std::size_t bytes, int stage, const char* what) {
-  if (bytes < kTooManyBytes) return;
-  throw_usage("stage {} describes more {} than 2^64 - 2 bytes, the most that can be counted", stage,
-              what);
-}
 
 double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); }
 
@@ -223,31 +209,6 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
     if (rank == layout.place.rank) table.operator_bytes = sum.operator_bytes();
   }
   return table;
-}
-
-void require_countable(const std::vector<StageEntry>& stages) {
-  std::size_t sum = 0;
-  for (std::size_t s = 0; s < stages.size(); ++s) {
-    const StageEntry& entry = stages[s];
-    const int stage = static_cast<int>(s);
-    require_part(entry.state_bytes, stage, "state of a micro-batch");
-    require_part(entry.split_bytes, stage, "gradients of a micro-batch");
-    require_part(entry.shared_gradient_bytes, stage, "shared gradients");
-    require_part(entry.workspace_bytes, stage, "workspace");
-    require_part(entry.copy_bytes, stage, "copies of parameters");
-    require_part(entry.operator_bytes, stage, "scratch of operators");
-    require_part(entry.table_bytes, stage, "tables of operators");
-    for (const auto* parameters : {&entry.parameters, &entry.buffers}) {
-      for (const ParameterEntry& each : *parameters) {
-        add_bytes(sum, parameter_bytes(each.elements));
-        if (sum < kTooManyBytes) continue;
-        throw_usage(
-            "with '{}' of stage {}, of {} elements, the model's parameters and buffers take more "
-            "than 2^64 - 2 bytes, the most that can be counted",
-            each.name, s, each.elements);
-      }
-    }
-  }
 }
 
 void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,

@@ -12,12 +12,8 @@
 
 namespace sluice {
 
-// Refuses stages whose numbers of bytes no std::size_t holds: Error(kUsage) that names the first
-// stage, and what of it. plan_memory() has kTooManyBytes where slots or ranks make a sum too large,
-// which require_memory() refuses.
-void require_countable(const std::vector<StageEntry>& stages);
-
-// Requires a layout that is complete except for its memory.
+// Requires a layout that is complete except for its memory. kTooManyBytes where no std::size_t
+// holds a sum, which require_memory() refuses.
 [[nodiscard]] MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
                                       const DataSource& source);
 

@@ -16,7 +16,6 @@
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
-#include "runtime/pipeline/refusal.hpp"
 #include "runtime/report/profile.hpp"
 
 namespace sluice {

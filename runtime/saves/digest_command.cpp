@@ -3,7 +3,6 @@
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/models/model_tensors.hpp"
-#include "runtime/models/parameter_digest.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/saves/save_commands.hpp"

@@ -5,14 +5,15 @@
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <span>
 #include <string_view>
 #include <utility>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/mapped_file.hpp"
 #include "runtime/files/read_file.hpp"
+#include "runtime/files/sha256.hpp"
 
 namespace sluice {
 namespace {
@@ -48,20 +49,6 @@ class Reader {
   [[noreturn]] void refuse(fmt::format_string<Args...> text, Args&&... args) const {
     throw_error(ErrorCode::kWeights, "tokenizer '{}' {}", path_.string(),
                 fmt::format(text, std::forward<Args>(args)...));
-  }
-
-  [[nodiscard]] std::string text() const {
-    try {
-      const ReadFile file(path_);
-      if (file.bytes() > TokenizerFile::kMostBytes) {
-        refuse("has {} bytes; legal are up to {}", file.bytes(), TokenizerFile::kMostBytes);
-      }
-      std::string text(static_cast<std::size_t>(file.bytes()), '\0');
-      text.resize(file.read(std::as_writable_bytes(std::span(text)), 0));
-      return text;
-    } catch (const ReadProblem& problem) {
-      refuse("cannot be read: {}", problem.what());
-    }
   }
 
   // The JSON without the model's merges, which nothing here needs.
@@ -266,12 +253,42 @@ std::vector<DecodeStep> read_steps(const Reader& reader, const Json& json) {
 
 TokenizerFile read_tokenizer_file(const std::filesystem::path& path) {
   const Reader reader(path);
-  const Json json = reader.json(reader.text());
+  const Json json = reader.json(read_text(path, TokenizerFile::kMostBytes, ErrorCode::kWeights));
   TokenizerFile file;
   read_vocabulary(reader, json["model"], file);
   read_added(reader, json, file);
   file.steps = read_steps(reader, json);
   return file;
+}
+
+void require_same_tokenizer(const TokenFile& data, const std::filesystem::path& directory) {
+  const std::filesystem::path path = directory / "tokenizer.json";
+  std::error_code ignored;
+  const bool there = std::filesystem::exists(std::filesystem::symlink_status(path, ignored));
+  if (!there) return;
+  if (data.format() == TokenFormat::kText) {
+    throw_error(ErrorCode::kData,
+                "data file '{0}' is text, whose bytes are no tokens of the model's '{1}'; "
+                "examples/prepare_tokens.py --tokenizer {1} {0} --output tokens/{2}.bin makes them",
+                data.path().string(), path.string(), data.path().stem().string());
+  }
+  if (data.tokenizer_sha256().empty()) return;
+  const std::string hash = sha256_hex(MappedFile(path, ErrorCode::kData).bytes());
+  if (hash == data.tokenizer_sha256()) return;
+  throw_error(ErrorCode::kData,
+              "data file '{}' was made by a tokenizer.json with SHA-256 {}, but the model's '{}' "
+              "has {}; legal is data that prepare_tokens.py made with --tokenizer and the model's "
+              "file",
+              data.path().string(), data.tokenizer_sha256(), path.string(), hash);
+}
+
+std::string tokenizer_beside(const TokenFile& data) {
+  const std::filesystem::path path = data.path().parent_path() / "tokenizer.json";
+  std::error_code error;
+  if (data.tokenizer_sha256().empty() || !std::filesystem::is_regular_file(path, error)) return "";
+  const MappedFile file(path, ErrorCode::kData);
+  if (sha256_hex(file.bytes()) != data.tokenizer_sha256()) return "";
+  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
 }
 
 }  // namespace sluice

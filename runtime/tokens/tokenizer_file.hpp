@@ -1,5 +1,6 @@
-// A tokenizer.json of Hugging Face's `tokenizers`, as far as turning ids into text needs it.
-// Plain data; reading it needs no MPI.
+// A tokenizer.json of Hugging Face's `tokenizers`, as far as turning ids into text needs it, and
+// whether tokens of a file mean to a model what they meant when it was trained. Reading it needs no
+// MPI.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +8,8 @@
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include <sluice/data.hpp>
 
 namespace sluice {
 
@@ -41,5 +44,14 @@ struct TokenizerFile {
 // readable, above kMostBytes, no JSON or not UTF-8, an id that two tokens have, a token that has
 // two ids, an id that is no number of 0 to 2^31 - 2, another model or decoder type.
 [[nodiscard]] TokenizerFile read_tokenizer_file(const std::filesystem::path& path);
+
+// Compares the tokenizer.json in `directory`, a model's, with the one that made `data`. Throws
+// Error(kData) naming both files where they differ, where the data is text, and where
+// tokenizer.json cannot be read. Nothing where the directory has none, or where tokens do not say
+// which one made them.
+void require_same_tokenizer(const TokenFile& data, const std::filesystem::path& directory);
+
+// The text of the tokenizer.json beside `data`, if it made the tokens; else empty.
+[[nodiscard]] std::string tokenizer_beside(const TokenFile& data);
 
 }  // namespace sluice

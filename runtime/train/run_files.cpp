@@ -17,7 +17,7 @@
 #include "runtime/files/writable.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/models/model_config.hpp"
-#include "runtime/tokens/same_tokenizer.hpp"
+#include "runtime/tokens/tokenizer_file.hpp"
 #include "stages/operators/optimizer.hpp"
 
 namespace sluice {

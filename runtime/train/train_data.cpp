@@ -6,7 +6,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/job/configuration.hpp"
-#include "runtime/tokens/same_tokenizer.hpp"
+#include "runtime/tokens/tokenizer_file.hpp"
 #include "runtime/train/validation.hpp"
 
 namespace sluice {

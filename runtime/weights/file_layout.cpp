@@ -86,17 +86,12 @@ std::vector<FilePart> parts_of(const FileLayout& layout, const std::string& para
   if (found == layout.end()) return {{parameter, rows, false}};
   std::int64_t sum = 0;
   for (const FilePart& part : found->second) {
-    if (part.rows < 0 || (part.transposed && shape.rank() != 2)) {
+    if (part.rows < 0 || part.rows > rows || (part.transposed && shape.rank() != 2)) {
       throw_usage("the layout of parameter '{}' {} has a part '{}' of {} rows{}", parameter,
                   to_string(shape), part.name, part.rows,
                   part.transposed ? ", transposed; only a matrix can be" : "");
     }
-    if (__builtin_add_overflow(sum, part.rows, &sum)) {
-      throw_usage(
-          "the layout of parameter '{}' has more rows than a number can say; legal are the "
-          "{} of its shape {}",
-          parameter, rows, to_string(shape));
-    }
+    sum += part.rows;
   }
   if (sum != rows || found->second.empty()) {
     throw_usage("the layout of parameter '{}' has {} rows; legal are the {} of its shape {}",

@@ -6,7 +6,6 @@
 #include <string_view>
 
 #include "runtime/tokens/token_decoder.hpp"
-#include "runtime/tokens/utf8_pieces.hpp"
 #include "tests/fuzz/fuzz_tools.hpp"
 
 namespace sluice {

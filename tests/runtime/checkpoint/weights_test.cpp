@@ -13,8 +13,7 @@
 
 #include "runtime/files/sha256.hpp"
 #include "runtime/files/writable.hpp"
-#include "runtime/models/parameter_digest.hpp"
-#include "runtime/weights/safetensors_header.hpp"
+#include "runtime/models/model_tensors.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 
@@ -180,21 +179,13 @@ TEST(SafetensorsCorruptionTest, EveryChangedByteOfTheHeaderIsReadOrRefusedNeverW
   const std::string whole = dir.read("whole");
   std::uint64_t length = 0;
   std::memcpy(&length, whole.data(), sizeof(length));
-  const std::string header = whole.substr(sizeof(length), length);
-  const std::size_t data_bytes = whole.size() - sizeof(length) - length;
   int refused = 0;
-  for (std::size_t at = 0; at < header.size(); ++at) {
-    // Every fifth value, others at the next place.
-    for (std::size_t value = at % 5; value < 256; value += 5) {
-      std::vector<char> changed(header.begin(), header.end());
+  for (std::size_t at = sizeof(length); at < sizeof(length) + length; ++at) {
+    // Every 17th value, others at the next place.
+    for (std::size_t value = at % 17; value < 256; value += 17) {
+      std::string changed = whole;
       changed[at] = static_cast<char>(value);
-      try {
-        const auto read = parse_safetensors_header({changed.data(), changed.size()}, data_bytes);
-        EXPECT_EQ(read.entries.size(), 6u);
-        EXPECT_EQ(read.entries.back().end, data_bytes);
-      } catch (const std::invalid_argument&) {
-        ++refused;
-      }
+      refused += opens(dir.write("changed", changed)) ? 0 : 1;
     }
   }
   EXPECT_GT(refused, 0);
@@ -253,32 +244,37 @@ TEST(SafetensorsCorruptionTest, NamesWhatIsWrongInTheHeader) {
   refused("{", 0, "is no JSON: wrong at byte");
   refused("{}{}", 0, "is no JSON: wrong at byte");
   refused("{\"\xff\":1}", 0, "is no JSON: wrong at byte");
-  refused("{" + good + "," + good + "}", 4, "'a' comes twice");
-  refused("{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\"}}", 4, "'dtype' of tensor 'a' comes twice");
-  refused("{\"__metadata__\":{\"k\":\"\",\"k\":\"\"}}", 0, "metadata key 'k' comes twice");
-  refused("{\"__metadata__\":{},\"__metadata__\":{}}", 0, "'__metadata__' comes twice");
-  refused("{\"__metadata__\":{\"k\":1}}", 0, "metadata key 'k' has a number");
+  refused("{" + good + "," + good + "}", 4, "the key 'a' comes twice");
+  refused("{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\"}}", 4, "the key 'dtype' comes twice");
+  refused("{\"__metadata__\":{\"k\":\"\",\"k\":\"\"}}", 0, "the key 'k' comes twice");
+  refused("{\"__metadata__\":{},\"__metadata__\":{}}", 0, "the key '__metadata__' comes twice");
+  refused("{\"__metadata__\":{\"k\":1}}", 0, "metadata key 'k' is no string");
   refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1]}}", 4, "tensor 'a' lacks one of");
   refused("{\"a\":{\"color\":\"red\"}}", 4, "'color' of tensor 'a' is unknown");
-  refused("{\"a\":[]}", 4, "'a' has an array");
-  refused("{\"a\":null}", 4, "'a' has null");
-  refused("{\"a\":{\"dtype\":[]}}", 4, "'dtype' of tensor 'a' has an array");
-  refused("{\"a\":{\"shape\":[[1]]}}", 4, "'shape' of tensor 'a' has an array");
-  refused("{\"a\":{\"shape\":true}}", 4, "'shape' of tensor 'a' has a boolean");
+  refused("{\"a\":[]}", 4, "tensor 'a' is no object");
+  refused("{\"a\":null}", 4, "tensor 'a' is no object");
+  refused("{\"__metadata__\":null}", 0, "__metadata__ is no object");
+  refused("{\"a\":{\"dtype\":[],\"shape\":[1],\"data_offsets\":[0,4]}}", 4,
+          "dtype of tensor 'a' is no string");
+  refused("{" + entry("a", "F32", "[[1]]", "[0,4]") + "}", 4, "is no list of whole numbers");
+  refused("{\"a\":{\"dtype\":\"F32\",\"shape\":true}}", 4,
+          "shape of tensor 'a' is no list of whole numbers");
   refused("{" + entry("a", "I16", "[1]", "[0,2]") + "}", 2, "dtype 'I16' of tensor 'a'");
-  refused("{" + entry("a", "F32", "[-1]", "[0,4]") + "}", 4, "negative number -1");
-  refused("{" + entry("a", "F32", "[1.0]", "[0,4]") + "}", 4, "no integer");
-  refused("{" + entry("a", "F32", "[99999999999999999999]", "[0,4]") + "}", 4, "no integer");
+  refused("{" + entry("a", "F32", "[-1]", "[0,4]") + "}", 4, "is no list of whole numbers");
+  refused("{" + entry("a", "F32", "[1.0]", "[0,4]") + "}", 4, "is no list of whole numbers");
+  refused("{" + entry("a", "F32", "[99999999999999999999]", "[0,4]") + "}", 4,
+          "is no list of whole numbers");
   refused("{" + entry("a", "F32", "[1,1,1,1,1,1,1]", "[0,4]") + "}", 4, "7 dimensions");
-  refused("{" + entry("a", "F32", "[4294967296,4294967296]", "[0,4]") + "}", 4, "overflows");
-  refused("{" + entry("a", "F32", "[4294967296,4294967296,0]", "[0,0]") + "}", 0, "overflows");
-  refused("{" + entry("a", "F32", "[18446744073709551615]", "[0,4]") + "}", 4, "overflows");
-  refused("{" + entry("a", "U8", "[2305843009213693952]", "[0,4]") + "}", 4, "overflows");
+  refused("{" + entry("a", "F32", "[4294967296,4294967296]", "[0,4]") + "}", 4,
+          "the shape of tensor 'a': a shape of more than 2^60");
+  refused("{" + entry("a", "F32", "[4294967296,4294967296,0]", "[0,0]") + "}", 0, "2^60");
+  refused("{" + entry("a", "F32", "[18446744073709551615]", "[0,4]") + "}", 4, "at least 0");
+  refused("{" + entry("a", "U8", "[2305843009213693952]", "[0,4]") + "}", 4, "2^60");
   refused("{" + entry("a", "F32", "[2]", "[0,4]") + "}", 4, "hold 4 bytes, but f32 [2] takes 8");
   refused("{" + entry("a", "F32", "[1]", "[4,0]") + "}", 4, "are no begin and end");
   refused("{" + entry("a", "F32", "[1]", "[0]") + "}", 4, "are no begin and end");
-  refused("{" + entry("a", "F32", "[1]", "[0,0,4]") + "}", 4, "but 3 numbers");
-  refused("{\"a\\nb\":null}", 0, "'a?b' has null");
+  refused("{" + entry("a", "F32", "[1]", "[0,0,4]") + "}", 4, "are no begin and end");
+  refused("{\"a\\nb\":null}", 0, "tensor 'a?b' is no object");
   refused("{" + entry("a", "F32", "[1]", "[4,8]") + "}", 8, "a gap at byte 0");
   refused("{" + good + "," + entry("b", "F32", "[1]", "[8,12]") + "}", 12, "a gap at byte 4");
   refused("{" + good + "," + entry("b", "F32", "[1]", "[0,4]") + "}", 8,

@@ -10,13 +10,13 @@
 
 #include <sluice/data.hpp>
 
-#include "runtime/tokens/same_tokenizer.hpp"
-#include "runtime/tokens/utf8_pieces.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 
 namespace sluice {
 namespace {
+
+constexpr const char* kReplacement = "\xEF\xBF\xBD";  // U+FFFD
 
 using Json = nlohmann::json;
 

@@ -1,18 +1,21 @@
-// Buffers of this rank's stages (ParameterSet::add_buffer): kept while a step may still be refused,
-// equal over replicas after it. Internal to the pipeline.
+// What replicas keep equal besides gradients: buffers of stages (ParameterSet::add_buffer), and the
+// comparison of all copies of parameters. Internal to the pipeline.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <vector>
 
 #include <sluice/device.hpp>
 
-#include "runtime/engine/engine_config.hpp"
+#include "runtime/engine/stage_binding.hpp"
+#include "runtime/gradients/tied_uses.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/job_context.hpp"
 
 namespace sluice {
 
+// Of this rank's stages: kept while a step may still be refused, equal over replicas after it.
 class StageBuffers {
  public:
   // Everything outlives it. Takes the memory of a copy.
@@ -37,5 +40,11 @@ class StageBuffers {
   HostMirror& mirror_;
   std::vector<Kept> kept_;  // of stages that have buffers
 };
+
+// Collective over the job. Compares digests of every parameter with replica 0's, and of every tied
+// copy with its owner's. `stages` are this rank's. Throws Error(kMismatch) that names the parameter
+// and both holders.
+void check_replicas(JobContext& job, const TiedUses& tied, std::span<const StageBinding> stages,
+                    HostMirror& mirror, std::uint64_t step);
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-#include "runtime/pipeline/refusal.hpp"
+#include "runtime/pipeline/call.hpp"
 
 #include <nlohmann/json.hpp>
 #include <string>
