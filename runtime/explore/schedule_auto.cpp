@@ -187,6 +187,11 @@ OptionTable make_table(AutoOptions& options) {
 }
 
 void run(AutoOptions& options, const OptionTable& table) {
+  if (table.given("overlap-time")) {
+    throw_usage(
+        "option --overlap-time: auto plans for training, which runs a pair's actions one after the "
+        "other; 'sluice schedule compare' counts overlaps");
+  }
   options.costs.resolve(table, options.layers > 0 ? CostsOf::kStage : CostsOf::kRankShare);
   options.costs.resolve_ranks(table, options.request.ranks);
   if (!table.given("layers")) options.layers = options.costs.measured_layers();

@@ -21,8 +21,6 @@ int slots_of(double limit, double held, int micro_batches) {
 // One stage: its costs, and what the recursion knows of it.
 struct Line {
   double forward = 0, input = 0, weight = 0;
-  // What I and W take of the rank's time at least, where they may overlap with forwards.
-  double input_alone = 0, weight_alone = 0;
   double forward_delay = 0, input_delay = 0;  // of what it waits for
   double reduce = 0;
   int slots = -1;        // micro-batches between F and W; -1: any number
@@ -32,7 +30,7 @@ struct Line {
   // [micro-batch] the k-th smallest of any order.
   std::vector<double> forward_start, input_start, end;
 
-  [[nodiscard]] double work() const { return forward + input_alone + weight_alone; }
+  [[nodiscard]] double work() const { return forward + input + weight; }
 };
 
 std::vector<Line> lines_of(const Problem& problem) {
@@ -45,8 +43,6 @@ std::vector<Line> lines_of(const Problem& problem) {
     line.forward = problem.duration[slot(Part::kForward)];
     line.input = problem.duration[slot(Part::kInput)];
     line.weight = problem.duration[slot(Part::kWeight)];
-    line.input_alone = std::max(0.0, line.input - problem.saving[s]);
-    line.weight_alone = std::max(0.0, line.weight - std::max(0.0, problem.saving[s] - line.input));
     line.forward_delay = problem.delay[slot(Part::kForward)];
     line.input_delay = problem.delay[slot(Part::kInput)];
     line.reduce = problem.reduce[at(rank)];
@@ -111,10 +107,9 @@ class Recursion {
 
   void forward(std::size_t s, int k) {
     Line& line = lines_[s];
-    const double before =
-        k * line.forward +
-        std::max(inputs_before(line, k), weights_before(line, k)) * line.input_alone +
-        weights_before(line, k) * line.weight_alone;
+    const double before = k * line.forward +
+                          std::max(inputs_before(line, k), weights_before(line, k)) * line.input +
+                          weights_before(line, k) * line.weight;
     double start = line.head + before;
     if (k > 0) start = std::max(start, line.forward_start[at(k - 1)] + line.forward);
     if (s > 0) {
@@ -132,7 +127,7 @@ class Recursion {
   void input(std::size_t s, int k) {
     Line& line = lines_[s];
     const double before =
-        (k + 1) * line.forward + k * line.input_alone + weights_before(line, k) * line.weight_alone;
+        (k + 1) * line.forward + k * line.input + weights_before(line, k) * line.weight;
     double start = std::max(line.head + before, line.forward_start[at(k)] + line.forward);
     if (k > 0) start = std::max(start, line.input_start[at(k - 1)] + line.input);
     if (s + 1 < lines_.size()) {
@@ -158,8 +153,8 @@ double busiest_rank(const Problem& problem, const std::vector<Line>& lines) {
       const Line& line = lines[at(stage)];
       before = std::min(before, line.head);
       after = std::min(after, line.tail);
-      passes += line.forward + line.input_alone;
-      weights += line.weight_alone;
+      passes += line.forward + line.input;
+      weights += line.weight;
     }
     const double m = problem.micro_batches;
     bound = std::max(bound,

@@ -12,7 +12,6 @@
 
 #include "schedules/search/search_bound.hpp"
 #include "schedules/search/search_orders.hpp"
-#include "schedules/search/search_pairs.hpp"
 #include "schedules/search/search_stage_maps.hpp"
 
 namespace sluice::search {
@@ -21,8 +20,7 @@ struct Candidate {
   std::size_t map = 0;  // index into SearchSpace::maps
   bool split = true;    // backward passes are
   int tensors_moving = 0;
-  Order order;                     // empty where `paired` is set
-  std::optional<Schedule> paired;  // with overlapped pairs, of which an order knows nothing
+  Order order;
   std::string origin;
   Simulation simulation;
   SimulationTimes times;
@@ -50,22 +48,15 @@ struct SearchSpace {
     return request.objective == Objective::kSpan ? span_bound(problem) : makespan_bound(problem);
   }
   [[nodiscard]] SearchCandidate described(const Candidate& candidate) const;
-  [[nodiscard]] Schedule schedule_of(const Candidate& candidate, const Problem& problem) const;
-  // The objective of a schedule of the candidate's stages; nothing where it is not legal, not exact
-  // or does not fit the memory.
-  [[nodiscard]] Worth worth_of(const Candidate& candidate) const;
   // Simulates the candidate. Adds it if it runs, is exact and fits the memory.
   void consider(Candidate candidate, const Problem& problem,
                 std::vector<Candidate>& candidates) const;
-  [[nodiscard]] std::optional<Simulation> simulated(const Candidate& candidate,
-                                                    const Schedule& schedule) const;
   // Best first: the objective, then the smaller makespan, memory, number of chunks.
   void sort(std::vector<Candidate>& candidates) const;
 };
 
-// Every generator that applies, those with overlapped pairs where the stages overlap, the best of
-// greedy insertion and the best of the list scheduler, on each stage map; where the stages overlap,
-// also with pairs. Throws std::invalid_argument, with the least limit that would do, where nothing
+// Every generator that applies, the best of greedy insertion and the best of the list scheduler, on
+// each stage map. Throws std::invalid_argument, with the least limit that would do, where nothing
 // fits the memory.
 [[nodiscard]] std::vector<Candidate> collect_candidates(const SearchSpace& space);
 
