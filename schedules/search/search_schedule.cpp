@@ -10,7 +10,6 @@
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
-#include "schedules/search/search_bound.hpp"
 #include "schedules/search/search_candidates.hpp"
 
 namespace sluice {
