@@ -128,9 +128,7 @@ class TraceReader {
     const Json json = Json::parse(text, nullptr, false);
     const Json& events = field(json, "traceEvents");
     if (!events.is_array()) {
-      fail(
-          "is neither a trace nor metrics; legal is what 'sluice train' writes for --trace or "
-          "--metrics");
+      fail("is no trace; legal is what 'sluice train' writes for --trace");
     }
     layers_ = layers_of(field(json, "layers"));
     for (const Json& event : events) read_label(event);
@@ -243,96 +241,6 @@ class TraceReader {
   std::map<Tensor, Ends> tensors_;
 };
 
-// The micro-batches of the run that the first line describes.
-int micro_batches_of_run(const Json& first_line) {
-  const Json& found = field(field(field(first_line, "run"), "options"), "micro-batches");
-  const std::string text = found.is_string() ? found.get<std::string>() : "";
-  int value = 0;
-  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (problem != std::errc() || end != text.data() + text.size() || value < 1) {
-    fail("lacks the run's micro-batches in its first line");
-  }
-  return value;
-}
-
-// `work`: milliseconds of a micro-batch on all ranks. What layers take is in proportion to their
-// costs.
-MeasuredCosts divided(double work, const Layers& layers) {
-  double sum = 0;
-  for (const StageTimes& each : layers.times) {
-    sum += each.forward + each.backward_input + each.backward_weight;
-  }
-  if (!(sum > 0)) fail("says layers that cost nothing");
-  MeasuredCosts costs;
-  costs.stages.assign(layers.first.size() - 1, StageTimes{0, 0, 0});
-  for (std::size_t stage = 0; stage < costs.stages.size(); ++stage) {
-    for (int layer = layers.first[stage]; layer < layers.first[stage + 1]; ++layer) {
-      const StageTimes& cost = layers.times[static_cast<std::size_t>(layer)];
-      const StageTimes time = {work * cost.forward / sum, work * cost.backward_input / sum,
-                               work * cost.backward_weight / sum};
-      costs.layers.push_back(time);
-      costs.stages[stage].forward += time.forward;
-      costs.stages[stage].backward_input += time.backward_input;
-      costs.stages[stage].backward_weight += time.backward_weight;
-    }
-  }
-  return costs;
-}
-
-// Metrics say how long ranks were busy, but neither with which actions nor on which stages.
-MeasuredCosts read_metrics(std::string_view text, double input_share) {
-  int micro_batches = 1;
-  std::size_t ranks = 1;  // of the pipeline
-  Layers layers;
-  std::vector<double> busy;  // [step] milliseconds of a rank, mean over ranks
-  for (int line = 1; !text.empty(); ++line) {
-    const std::size_t end = std::min(text.find('\n'), text.size());
-    const Json json = Json::parse(text.substr(0, end), nullptr, false);
-    text.remove_prefix(std::min(end + 1, text.size()));
-    if (field(json, "step").is_null()) {
-      fail("is neither a trace nor metrics of 'sluice train': line {}", line);
-    }
-    if (line == 1) {
-      micro_batches = micro_batches_of_run(json);
-      layers = layers_of(field(field(json, "run"), "layers"));
-    }
-    if (!field(json, "val_loss").is_null()) continue;
-    const Json& seconds = field(json, "seconds");
-    const Json& bubble = field(json, "bubble_measured");
-    const Json& in_flight = field(json, "peak_in_flight");
-    const bool legal = seconds.is_number() && bubble.is_number() && seconds.get<double>() >= 0 &&
-                       bubble.get<double>() >= 0 && bubble.get<double>() <= 1 &&
-                       in_flight.is_array() && !in_flight.empty();
-    if (!legal) fail("lacks seconds, bubble_measured or peak_in_flight in line {}", line);
-    ranks = in_flight.size();
-    busy.push_back(seconds.get<double>() * (1 - bubble.get<double>()) * 1000);
-  }
-  if (busy.empty()) fail("has no step");
-  if (busy.size() > 1) busy.erase(busy.begin());  // the first step warms up
-  Sum sum;
-  for (const double each : busy) sum.add(each);
-  const double work = sum.mean() / micro_batches;  // of one micro-batch on one rank's share
-  if (!layers.first.empty()) {
-    MeasuredCosts costs = divided(work * static_cast<double>(ranks), layers);
-    costs.source = fmt::format(
-        "metrics say how long ranks were busy (mean of {} steps), not with what: divided by the "
-        "costs of {} layers, messages 0; milliseconds",
-        busy.size(), layers.times.size());
-    return costs;
-  }
-  constexpr double kForwardShare = 1.0 / 3;
-  const double backward = work * (1 - kForwardShare);
-  MeasuredCosts costs;
-  costs.stages.assign(ranks, {.forward = work * kForwardShare,
-                              .backward_input = backward * input_share,
-                              .backward_weight = backward * (1 - input_share)});
-  costs.source = fmt::format(
-      "metrics say how long ranks were busy (mean of {} steps), not with what: {} ranks "
-      "counted equally, a third forward, {:.4g} of the rest input half, messages 0; milliseconds",
-      busy.size(), ranks, input_share);
-  return costs;
-}
-
 }  // namespace
 
 MeasuredCosts read_measured_costs(const std::filesystem::path& path, double input_share) {
@@ -340,8 +248,7 @@ MeasuredCosts read_measured_costs(const std::filesystem::path& path, double inpu
   const std::string_view text(reinterpret_cast<const char*>(file.bytes().data()),
                               file.bytes().size());
   try {
-    MeasuredCosts costs = text.starts_with("{\"step\"") ? read_metrics(text, input_share)
-                                                        : TraceReader().read(text, input_share);
+    MeasuredCosts costs = TraceReader().read(text, input_share);
     costs.source = fmt::format("{}: {}", path.string(), costs.source);
     return costs;
   } catch (const std::runtime_error& error) {

@@ -18,14 +18,12 @@ struct MeasuredCosts {
   std::string source;  // one line: the file, averages, assumptions
 };
 
-// Reads what `sluice train` writes for --trace or --metrics; `input_share` (0 to 1) of a backward
-// that was not split counts as its input half. `source` names the assumptions.
+// Reads what `sluice train` writes for --trace; `input_share` (0 to 1) of a backward that was not
+// split counts as its input half. `source` names the assumptions.
 //
-// A trace gives each stage's mean over all steps and replicas. The time of a message
-// is that of the quickest one, from the end of the action that made its tensor to the end of its
-// receive; 0 where the trace has none. Metrics give only how long ranks were busy: all stages are
-// equal then, and forward takes a third; where they say the layers, the work is divided as the
-// costs of the layers are.
+// Each stage's times are means over all steps and replicas. The time of a message is that of the
+// quickest one, from the end of the action that made its tensor to the end of its receive; 0 where
+// the trace has none.
 //
 // Throws Error(kData) naming the file and the fault.
 [[nodiscard]] MeasuredCosts read_measured_costs(const std::filesystem::path& path,

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -22,19 +21,13 @@ constexpr double kMostBytes = 9007199254740992.0;  // 2^53: whole numbers a doub
 constexpr const char* kNumbers = "X[,X...]";
 
 // Numbers from 0 up with commas between them; nothing where the text is anything else.
-std::optional<std::vector<double>> numbers_of(std::string_view text) {
+std::optional<std::vector<double>> numbers_of(const std::string& text) {
   std::vector<double> values;
-  const char* at = text.data();
-  const char* const end = at + text.size();
-  for (;;) {
-    double value = 0;
-    const auto [next, problem] = std::from_chars(at, end, value);
-    if (problem != std::errc() || !std::isfinite(value) || value < 0) return std::nullopt;
-    values.push_back(value);
-    if (next == end) return values;
-    if (*next != ',') return std::nullopt;
-    at = next + 1;
+  for (const std::string& part : parts_of(text)) {
+    double& value = values.emplace_back();
+    if (!read_number(part, value) || !std::isfinite(value) || value < 0) return std::nullopt;
   }
+  return values.empty() ? std::nullopt : std::optional(values);
 }
 
 std::vector<double> times_of(const char* option, const std::string& text) {
@@ -57,21 +50,18 @@ std::vector<double> bytes_of(const char* option, const std::string& text) {
 }
 
 // One of "FROM-TO:LATENCY[:BANDWIDTH]".
-RankLink link_of(std::string_view text) {
+RankLink link_of(const std::string& text) {
   RankLink result;
-  const char* const end = text.data() + text.size();
-  const auto number = [&](const char* at, char before, auto& value) {
-    if (at == nullptr || (before != '\0' && (at == end || *at++ != before))) return at = nullptr;
-    const auto [next, problem] = std::from_chars(at, end, value);
-    return problem == std::errc() ? next : nullptr;
-  };
-  const char* at = number(text.data(), '\0', result.from);
-  at = number(at, '-', result.to);
-  at = number(at, ':', result.link.latency);
-  if (at != nullptr && at != end) at = number(at, ':', result.link.bandwidth);
-  const LinkCost& link = result.link;
-  const bool legal = at == end && result.from >= 0 && result.to >= 0 && link.latency >= 0 &&
-                     link.bandwidth >= 0 && std::isfinite(link.latency + link.bandwidth);
+  LinkCost& link = result.link;
+  const std::vector<std::string> ends_and_costs = parts_of(text, ':');
+  const std::vector<std::string> ends =
+      parts_of(ends_and_costs.empty() ? "" : ends_and_costs[0], '-');
+  const std::size_t costs = ends_and_costs.size();
+  const bool legal =
+      ends.size() == 2 && read_number(ends[0], result.from) && read_number(ends[1], result.to) &&
+      (costs == 2 || costs == 3) && read_number(ends_and_costs[1], link.latency) &&
+      (costs == 2 || read_number(ends_and_costs[2], link.bandwidth)) && link.latency >= 0 &&
+      link.bandwidth >= 0 && std::isfinite(link.latency + link.bandwidth);
   if (legal) return result;
   throw_usage(
       "option --links: '{}' is not FROM-TO:LATENCY or FROM-TO:LATENCY:BANDWIDTH, e.g. "
@@ -79,17 +69,18 @@ RankLink link_of(std::string_view text) {
       text);
 }
 
-std::vector<RankLink> links_of(std::string_view text) {
-  std::vector<RankLink> links;
-  while (!text.empty()) {
-    const std::size_t comma = std::min(text.find(','), text.size());
-    links.push_back(link_of(text.substr(0, comma)));
-    text.remove_prefix(std::min(comma + 1, text.size()));
-  }
-  return links;
-}
-
 }  // namespace
+
+std::vector<std::string> parts_of(std::string_view text, char separator) {
+  std::vector<std::string> parts;
+  for (bool more = !text.empty(); more;) {
+    const std::size_t end = text.find(separator);
+    more = end != std::string_view::npos;
+    parts.emplace_back(text.substr(0, end));
+    if (more) text.remove_prefix(end + 1);
+  }
+  return parts;
+}
 
 void Costs::add_list(OptionTable& table, List list, const std::string& help) {
   table.add_text(kNames[list], texts_[list], kNumbers, help);
@@ -108,7 +99,7 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
       kNames[kOverlap], texts_[kOverlap], "sum|X[,X...]",
       "of a forward and a backward that overlap, " + of + "; sum: they run one after the other");
   table.add_text("profile", profile_, "FILE",
-                 "times in milliseconds from what 'sluice train' wrote for --trace or --metrics");
+                 "times in milliseconds from what 'sluice train' wrote for --trace");
   table.add_real(
       "input-share", input_share_, {.low = 0, .high = 1},
       "of a whole backward in the profile that is its input half, recomputation included");
@@ -157,7 +148,7 @@ void Costs::resolve(const OptionTable& table, CostsOf scope) {
     values_[list] = (bytes ? bytes_of : times_of)(kNames[list], texts_[list]);
     has_bytes_ = has_bytes_ || bytes;
   }
-  common_.links = links_of(links_);
+  for (const std::string& link : parts_of(links_)) common_.links.push_back(link_of(link));
   if (!limit_.empty()) read_memory_limit();
   if (!profile_.empty()) read_profile(table);
   if (!cluster_.empty()) use_cluster(table);

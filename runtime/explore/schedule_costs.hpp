@@ -3,9 +3,11 @@
 #pragma once
 
 #include <array>
+#include <charconv>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <sluice/simulate.hpp>
@@ -13,6 +15,15 @@
 #include "runtime/options/option_table.hpp"
 
 namespace sluice {
+
+// What stands between the separators; an empty text has no part.
+[[nodiscard]] std::vector<std::string> parts_of(std::string_view text, char separator = ',');
+// False where the text is not the number alone.
+template <typename Number>
+[[nodiscard]] bool read_number(std::string_view text, Number& number) {
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return problem == std::errc() && end == text.data() + text.size();
+}
 
 // What one number of a list refers to.
 enum class CostsOf {

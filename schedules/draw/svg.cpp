@@ -1,24 +1,123 @@
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
 
 #include <sluice/draw.hpp>
 
-#include "schedules/draw/svg_canvas.hpp"
-#include "schedules/draw/svg_shares.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
 
+struct Colour {
+  int red = 0, green = 0, blue = 0;
+};
+
+// Indexed by the first four ActionKinds.
+constexpr std::array<Colour, 4> kColours = {Colour{38, 84, 160}, Colour{58, 125, 68},
+                                            Colour{23, 135, 145}, Colour{124, 74, 156}};
+
+// One decimal, as coordinates need no more.
+std::string svg_number(double value) {
+  std::array<char, 32> text{};
+  const auto result =
+      std::to_chars(text.data(), text.data() + text.size(), value, std::chars_format::fixed, 1);
+  std::string digits(text.data(), result.ptr);
+  if (digits.ends_with(".0")) digits.resize(digits.size() - 2);
+  return digits;
+}
+
+// Six digits, as short as the value allows.
+std::string svg_plain(double value) {
+  std::array<char, 32> text{};
+  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value,
+                                     std::chars_format::general, 6)
+                           .ptr};
+}
+
+// Printable ASCII that is safe as text.
+std::string svg_escaped(std::string_view text) {
+  std::string safe;
+  for (const char c : text) {
+    if (c == '<') {
+      safe += "&lt;";
+    } else if (c == '>') {
+      safe += "&gt;";
+    } else if (c == '&') {
+      safe += "&amp;";
+    } else {
+      safe += (c >= ' ' && c <= '~') ? c : '?';
+    }
+  }
+  return safe;
+}
+
+// Chunk 0 has the full colour, the last chunk is lightened most; digits turn dark on light boxes.
+struct Shade {
+  std::string fill;
+  bool light = false;
+};
+// Of F, B, I or W; distinct also without colour vision's red and green.
+Shade shade_of(ActionKind kind, int chunk, int chunks) {
+  const Colour base = kColours[at(kind)];
+  const double lightening = chunks < 2 ? 0.15 : 0.62 * chunk / (chunks - 1);
+  const auto lightened = [&](int part) {
+    return std::to_string(static_cast<int>(std::lround(part + (255 - part) * lightening)));
+  };
+  return {
+      "rgb(" + lightened(base.red) + "," + lightened(base.green) + "," + lightened(base.blue) + ")",
+      lightening > 0.35};
+}
+
+class SvgCanvas {
+ public:
+  static constexpr double kFontSize = 11, kDigitWidth = 6.7;
+
+  // `words` and `title`, which shows while the pointer is over the shape, are escaped already.
+  void text(double x, double y, std::string_view words, std::string_view extra = "class=\"d\"") {
+    body_ += "<text x=\"" + svg_number(x) + "\" y=\"" + svg_number(y) + "\" ";
+    body_.append(extra).append(">").append(words).append("</text>\n");
+  }
+  void rectangle(double x, double y, double width, double height, std::string_view fill,
+                 std::string_view title = {}) {
+    body_ += "<rect class=\"b\" x=\"" + svg_number(x) + "\" y=\"" + svg_number(y) + "\" width=\"" +
+             svg_number(width) + "\" height=\"" + svg_number(height) + "\" fill=\"";
+    body_.append(fill).append("\"");
+    if (title.empty()) {
+      body_ += "/>\n";
+    } else {
+      body_.append("><title>").append(title).append("</title></rect>\n");
+    }
+  }
+  // `data`: of a path.
+  void path(std::string_view data, std::string_view attributes) {
+    body_.append("<path d=\"").append(data).append("\" ").append(attributes).append("/>\n");
+  }
+  [[nodiscard]] std::string finish(double width, double height) const {
+    const std::string size = svg_number(width) + " " + svg_number(height);
+    return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" + svg_number(width) +
+           "\" height=\"" + svg_number(height) + "\" viewBox=\"0 0 " + size +
+           "\" font-family=\"DejaVu Sans, Arial, sans-serif\" font-size=\"" +
+           svg_number(kFontSize) +
+           "\">\n<style>.w{fill:#fff}.d{fill:#111}.b{stroke:#fff;stroke-width:.8}"
+           ".n{text-anchor:middle}</style>\n<rect width=\"100%\" height=\"100%\" "
+           "fill=\"#fff\"/>\n" +
+           body_ + "</svg>\n";
+  }
+
+ private:
+  std::string body_;
+};
+
 constexpr double kRowHeight = 24, kRowGap = 4, kLeft = 64, kMargin = 16, kTitle = 34;
 constexpr double kDigitWidth = SvgCanvas::kDigitWidth;
 constexpr double kCurveHeight = 36;
 constexpr const char* kReductionFill = "#d9822b";
-constexpr double kLeastWidth = 640, kAggregatedWidth = 1400;
+constexpr double kLeastWidth = 640;
 constexpr std::array<const char*, 4> kKindNames = {"forward", "backward", "backward, input",
                                                    "backward, weight"};
 
@@ -41,12 +140,8 @@ std::string bytes_text(const std::vector<std::int64_t>& peaks) {
 
 class Picture {
  public:
-  Picture(const Schedule& schedule, const Simulation& simulation, double most_width,
-          bool aggregated)
-      : schedule_(schedule),
-        simulation_(simulation),
-        most_width_(aggregated ? kAggregatedWidth : most_width),
-        aggregated_(aggregated) {
+  Picture(const Schedule& schedule, const Simulation& simulation, double most_width)
+      : schedule_(schedule), simulation_(simulation), most_width_(most_width) {
     const Placement& placement = schedule.placement;
     chunk_of_.resize(at(placement.stages()));
     for (int rank = 0; rank < placement.ranks(); ++rank) {
@@ -64,9 +159,8 @@ class Picture {
                  concat("<tspan font-weight=\"bold\">", svg_escaped(schedule_.name), "</tspan>: ",
                         schedule_.placement.ranks(), " ranks, ", schedule_.placement.stages(),
                         " stages, ", schedule_.micro_batches, " micro-batches"));
-    const double rows_end = aggregated_ ? shares() : boxes();
-    const bool has_curves = !simulation_.memory.empty() && !aggregated_;
-    const double curves_end = has_curves ? curves(rows_end + 34) : rows_end;
+    const double rows_end = boxes();
+    const double curves_end = simulation_.memory.empty() ? rows_end : curves(rows_end + 34);
     const double legend_y = curves_end + 34;
     const double legend_end = legend(legend_y);
     const double captions = caption(legend_y + 40);
@@ -157,33 +251,6 @@ class Picture {
     has_messages_ = true;
   }
 
-  // Instead of boxes. Returns where the rows end.
-  double shares() {
-    const ActionShares all = action_shares(simulation_, kMaxSvgActions / 4);
-    for (std::size_t i = 0; i < all.rows.size(); ++i) {
-      const std::size_t first = i * at(all.ranks_per_row);
-      const std::size_t last =
-          std::min(first + at(all.ranks_per_row), simulation_.timeline.size()) - 1;
-      canvas_.text(kMargin, top_of(i) + kRowHeight / 2 + 4,
-                   first == last ? std::to_string(first) : concat(first, "-", last));
-      const double width = simulation_.makespan * scale_ / static_cast<double>(all.rows[i].size());
-      for (std::size_t c = 0; c < all.rows[i].size(); ++c) {
-        double y = top_of(i);
-        for (std::size_t kind = 0; kind < kKindNames.size(); ++kind) {
-          const double share = all.rows[i][c][kind];
-          if (share * kRowHeight < 0.05) continue;
-          used_[kind] = true;
-          canvas_.path(concat("M", svg_number(kLeft + static_cast<double>(c) * width), " ",
-                              svg_number(y), "h", svg_number(width + 0.1), "v",
-                              svg_number(share * kRowHeight), "h-", svg_number(width + 0.1), "z"),
-                       concat("fill=\"", shade_of(static_cast<ActionKind>(kind), 0, 1).fill, "\""));
-          y += share * kRowHeight;
-        }
-      }
-    }
-    return axis(all.rows.size());
-  }
-
   // The bytes that each rank holds over time, all in one scale. Returns where the curves end.
   double curves(double top) {
     std::int64_t most = 1;
@@ -249,14 +316,14 @@ class Picture {
       canvas_.text(x + 5, y + 12, words);
       x += 22 + static_cast<double>(words.size()) * kDigitWidth;
     };
-    const int shown = aggregated_ ? 1 : std::min(chunks_, kMostShades);
+    const int shown = std::min(chunks_, kMostShades);
     for (std::size_t kind = 0; kind < kKindNames.size(); ++kind) {
       if (!used_[kind]) continue;
       for (int i = 0; i < shown; ++i) {
         const int chunk = shown < 2 ? 0 : i * (chunks_ - 1) / (shown - 1);
         const bool last = i + 1 == shown;
-        entry(shade_of(static_cast<ActionKind>(kind), chunk, aggregated_ ? 1 : chunks_).fill,
-              "#fff", last ? kKindNames[kind] : "");
+        entry(shade_of(static_cast<ActionKind>(kind), chunk, chunks_).fill, "#fff",
+              last ? kKindNames[kind] : "");
       }
     }
     if (!simulation_.reductions.empty()) entry(kReductionFill, "#fff", "gradient sum");
@@ -265,11 +332,7 @@ class Picture {
       canvas_.text(x, y + 12, "lines: messages");
       x += 16 * kDigitWidth;
     }
-    if (aggregated_) {
-      const std::string words = "height: share of the ranks' time, too many actions for a box each";
-      canvas_.text(x, y + 12, words);
-      x += static_cast<double>(words.size()) * kDigitWidth;
-    } else if (chunks_ > 1) {
+    if (chunks_ > 1) {
       const std::string words = concat("shades: chunk 0 (dark) to ", chunks_ - 1, " (light)");
       canvas_.text(x, y + 12, words);
       x += static_cast<double>(words.size()) * kDigitWidth;
@@ -299,13 +362,12 @@ class Picture {
   int chunks_ = 1;
   double scale_ = 1;
   std::array<bool, 4> used_{};
-  const bool aggregated_;  // shares of columns instead of boxes
   bool has_messages_ = false;
   SvgCanvas canvas_;
 };
 
-// One entry of the timeline per compute action. Returns how many there are.
-std::size_t require_same_schedule(const Schedule& schedule, const Simulation& simulation) {
+// One entry of the timeline per compute action, of which there are few enough.
+void require_drawable(const Schedule& schedule, const Simulation& simulation) {
   bool same = schedule.ranks.size() == simulation.timeline.size() &&
               schedule.ranks.size() == simulation.peak_in_flight.size();
   std::size_t total = 0;
@@ -318,18 +380,19 @@ std::size_t require_same_schedule(const Schedule& schedule, const Simulation& si
     total += actions;
   }
   if (!same) {
-    throw std::invalid_argument("picture of '" + schedule.name +
-                                "': the simulation is not of this schedule");
+    refuse("picture of '", schedule.name, "': the simulation is not of this schedule");
   }
-  return total;
+  if (total > kMaxSvgActions) {
+    refuse("picture of '", schedule.name, "': ", total, " actions; at most ", kMaxSvgActions,
+           " are legal, a trace holds more");
+  }
 }
 
 }  // namespace
 
 std::string draw_svg(const Schedule& schedule, const Simulation& simulation, int most_width) {
-  const bool aggregated = require_same_schedule(schedule, simulation) > kMaxSvgActions;
-  return Picture(schedule, simulation, std::max<double>(most_width, kLeastWidth), aggregated)
-      .draw();
+  require_drawable(schedule, simulation);
+  return Picture(schedule, simulation, std::max<double>(most_width, kLeastWidth)).draw();
 }
 
 }  // namespace sluice

@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -15,28 +17,33 @@
 namespace sluice {
 namespace {
 
+using Json = nlohmann::json;
+
 constexpr std::string_view kJsonReader = "schedule file";
 constexpr std::string_view kFormat = "sluice-schedule";
+constexpr std::string_view kCount = "an integer from 1 up";
+constexpr std::string_view kActions = "a list per rank of actions such as \"0F0\"";
+constexpr const char* kMadeFor = "made_for";  // the only key that may be missing
+constexpr std::array kKeys = {"format",        "version",   "name",  "ranks", "stages",
+                              "micro_batches", "placement", "lists", kMadeFor};
 
-enum Key : std::size_t {
-  kFormatKey,
-  kVersionKey,
-  kNameKey,
-  kRanksKey,
-  kStagesKey,
-  kMicroBatchesKey,
-  kPlacementKey,
-  kListsKey,
-  kMadeForKey,
-  kKeys
-};
-constexpr std::array<std::string_view, kKeys> kKeyNames = {"format",    "version", "name",
-                                                           "ranks",     "stages",  "micro_batches",
-                                                           "placement", "lists",   "made_for"};
+[[noreturn]] void fail(const std::string& what) { refuse(kJsonReader, ": ", what); }
 
-// Both count from 0, as ranks do.
-std::string at_list(std::size_t list, std::size_t position) {
-  return concat("list ", list, ", position ", position);
+std::string keys_text() {
+  std::string text = "legal is one object with the keys";
+  for (const char* name : kKeys) (text += ' ') += name;
+  return text;
+}
+
+// Refuses a value. Ranks and positions count from 0.
+[[noreturn]] void unexpected(const std::string& where, const Json& value, std::string_view legal) {
+  const std::string what = value.is_string()
+                               ? "the text " + quoted_excerpt(value.get<std::string>())
+                           : value.is_number() ? "the number " + value.dump()
+                           : value.is_array()  ? "a list"
+                           : value.is_object() ? "an object"
+                                               : value.dump();
+  fail(concat(where, " has ", what, "; legal is ", legal));
 }
 
 bool printable(std::string_view name) {
@@ -44,300 +51,181 @@ bool printable(std::string_view name) {
                       [](char c) { return (c >= 0 && c < ' ') || c == '\x7f'; });
 }
 
-// The object of the key "made_for", event by event. Each function returns false for what it does
-// not take there.
-class MadeForHandler {
- public:
-  bool key(const std::string& name) {
-    const auto found = std::find(kNames.begin(), kNames.end(), name);
-    if (found == kNames.end()) return false;
-    key_ = static_cast<std::size_t>(found - kNames.begin());
-    return !std::exchange(seen_[key_], true);
-  }
-  bool boolean(bool value) {
-    if (key_ != kMilliseconds) return false;
-    made_for_.milliseconds = value;
-    return true;
-  }
-  bool number(double value) {
-    if (in_list_) return layer(value);
-    if (!std::isfinite(value) || value < 0) return false;
-    if (key_ == kMakespan) {
-      made_for_.makespan = value;
-      return true;
+void require_name(std::string_view what, std::string_view name) {
+  if (!name.empty() && name.size() <= kMaxScheduleNameBytes && printable(name)) return;
+  refuse(what, quoted_excerpt(name), " is not 1 to ", kMaxScheduleNameBytes,
+         " bytes without control characters");
+}
+
+// The document, in which no object has a key twice; it is no deeper than a schedule is.
+Json parsed(std::string_view text) {
+  constexpr int kMostLevels = 4;            // one more, which is refused by its place
+  std::vector<std::set<std::string>> seen;  // keys of the objects that are open
+  std::string top;                          // the outermost one's last key
+  const auto watch = [&](int level, Json::parse_event_t event, const Json& value) {
+    using Event = Json::parse_event_t;
+    if (level >= kMostLevels && (event == Event::object_start || event == Event::array_start)) {
+      fail(concat("more than ", kMostLevels, " levels of lists and objects"));
     }
-    if (key_ != kBubble || value > 1) return false;
-    made_for_.bubble = value;
-    return true;
+    if (event == Event::object_start) seen.emplace_back();
+    if (event == Event::object_end) seen.pop_back();
+    if (event != Event::key) return true;
+    const std::string& key = value.get_ref<const std::string&>();
+    if (seen.size() == 1) top = key;
+    if (seen.back().insert(key).second) return true;
+    fail(concat("the key ", quoted_excerpt(key), " appears a second time",
+                seen.size() == 1 ? "" : " in " + quoted_excerpt(top)));
+  };
+  try {
+    return Json::parse(text.begin(), text.end(), watch);
+  } catch (const Json::parse_error& error) {
+    fail(concat("no JSON at byte ", error.byte, "; ", keys_text()));
+  } catch (const Json::out_of_range&) {
+    fail("it has a number that no double holds");
   }
-  bool start_list() { return key_ == kFirstLayer && !std::exchange(in_list_, true); }
-  void end_list() { in_list_ = false; }
-  [[nodiscard]] bool complete() const {
-    return std::all_of(seen_.begin(), seen_.end(), [](bool seen) { return seen; });
-  }
-  // Requires: complete().
-  [[nodiscard]] MadeFor take() { return std::move(made_for_); }
+}
 
-  static constexpr std::string_view kLegal =
-      "one object with the keys first_layer (ascending from 0, one entry more than stages, or "
-      "empty), makespan (a number from 0 up), bubble (0 to 1) and milliseconds (true or false)";
+// An integer from `least` to the largest index.
+bool is_index(const Json& value, std::int64_t least) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (value.is_number_unsigned() && value.get<std::uint64_t>() > std::uint64_t{kMost}) return false;
+  return value.is_number_integer() && value.get<std::int64_t>() >= least;
+}
 
- private:
-  enum Key : std::size_t { kFirstLayer, kMakespan, kBubble, kMilliseconds, kNone };
-  static constexpr std::array<std::string_view, kNone> kNames = {"first_layer", "makespan",
-                                                                 "bubble", "milliseconds"};
+int count_of(const Json& json, const char* key) {
+  if (!is_index(json[key], 1)) unexpected(concat("key '", key, "'"), json[key], kCount);
+  return json[key].get<int>();
+}
 
-  bool layer(double value) {
-    std::vector<int>& first = made_for_.first_layer;
-    const double least = first.empty() ? 0 : first.back();
-    const double most = first.empty() ? 0 : std::numeric_limits<int>::max();
-    if (!(value >= least && value <= most) || value != std::floor(value)) return false;
-    first.push_back(static_cast<int>(value));
-    return true;
-  }
-
-  MadeFor made_for_;
-  std::array<bool, kNone> seen_{};
-  std::size_t key_ = kNone;
-  bool in_list_ = false;
-};
-
-// Follows the JSON library's parser event by event; nothing of the document is kept but the
-// schedule. The depth is at most 3, so deeper nesting ends the parse at once.
-class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
- public:
-  ScheduleFile take(std::string_view text) {
-    nlohmann::json::sax_parse(text.begin(), text.end(), this);
-    for (std::size_t key = 0; key < kKeys; ++key) {
-      if (!seen_[key] && key != kMadeForKey)
-        fail("the key '" + std::string(kKeyNames[key]) + "' is missing");
-    }
-    return finish();
-  }
-
-  bool null() override { return unexpected("null"); }
-  bool boolean(bool value) override {
-    return (in_made_for_ && made_for_.boolean(value)) || unexpected("a boolean");
-  }
-  bool number_float(double value, const std::string&) override {
-    return (in_made_for_ && made_for_.number(value)) ||
-           unexpected(in_made_for_ ? concat("the number ", value) : "a number that is no integer");
-  }
-  bool binary(nlohmann::json::binary_t&) override { return unexpected("binary data"); }
-  bool number_integer(std::int64_t value) override {
-    return unexpected(concat("the number ", value));
-  }
-  bool number_unsigned(std::uint64_t value) override {
-    if (in_made_for_) {
-      return made_for_.number(static_cast<double>(value)) ||
-             unexpected(concat("the number ", value));
-    }
-    if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max())) {
-      return unexpected(concat("the number ", value));
-    }
-    number(static_cast<int>(value));
-    return true;
-  }
-  bool string(std::string& value) override {
-    text(value);
-    return true;
-  }
-  bool start_object(std::size_t) override {
-    if (in_object_ && key_ == kMadeForKey && depth_ == 0 && !in_made_for_) {
-      return in_made_for_ = true;
-    }
-    if (in_object_) return unexpected("an object");
-    in_object_ = true;
-    return true;
-  }
-  bool key(std::string& name) override {
-    if (in_made_for_) return made_for_.key(name) || unexpected("the key " + quoted_excerpt(name));
-    const auto found = std::find(kKeyNames.begin(), kKeyNames.end(), name);
-    if (found == kKeyNames.end()) fail("unknown key " + quoted_excerpt(name) + "; " + keys_text());
-    key_ = static_cast<Key>(found - kKeyNames.begin());
-    if (std::exchange(seen_[key_], true)) fail("the key '" + name + "' appears a second time");
-    return true;
-  }
-  bool end_object() override {
-    if (in_made_for_ && !made_for_.complete()) unexpected("an object that lacks a key");
-    in_made_for_ = false;
-    key_ = kKeys;
-    return true;
-  }
-  bool start_array(std::size_t) override {
-    if (in_made_for_) return made_for_.start_list() || unexpected("a list");
-    if (depth_ == 0 && (key_ == kPlacementKey || key_ == kListsKey)) {
-      depth_ = 1;
-    } else if (depth_ == 1 && key_ == kListsKey) {
-      depth_ = 2;
-      schedule_.ranks.emplace_back();
-      require_action_count(kJsonReader, static_cast<std::int64_t>(schedule_.ranks.size()));
-    } else {
-      return unexpected("a list");
-    }
-    return true;
-  }
-  bool end_array() override {
-    if (in_made_for_) {
-      made_for_.end_list();
-      return true;
-    }
-    --depth_;
-    return true;
-  }
-  bool parse_error(std::size_t byte, const std::string&,
-                   const nlohmann::detail::exception&) override {
-    fail(concat("no JSON at byte ", byte, "; ", keys_text()));
-  }
-
- private:
-  [[noreturn]] static void fail(const std::string& what) {
-    throw std::invalid_argument(std::string(kJsonReader) + ": " + what);
-  }
-
-  static std::string keys_text() {
-    std::string text = "legal is one object with the keys";
-    for (const std::string_view name : kKeyNames) (text += ' ') += name;
-    return text;
-  }
-
-  [[nodiscard]] std::string where() const {
-    if (!in_object_ || key_ == kKeys) return "the file";
-    std::string text = "key '" + std::string(kKeyNames[key_]) + "'";
-    if (depth_ == 2) {
-      text += ", " + at_list(schedule_.ranks.size() - 1, schedule_.ranks.back().size());
-    }
-    return text;
-  }
-
-  bool unexpected(const std::string& what) const {
-    static constexpr std::array<std::string_view, kKeys + 1> kLegal = {
-        "the text \"sluice-schedule\"",
-        "the number 1",
-        "a text",
-        "an integer from 1 up",
-        "an integer from 1 up",
-        "an integer from 1 up",
-        "a list of ranks, one per stage",
-        "a list per rank of actions such as \"0F0\"",
-        MadeForHandler::kLegal,
-        "one object"};
-    fail(where() + " has " + what + "; legal is " +
-         std::string(kLegal[in_object_ ? static_cast<std::size_t>(key_) : kKeys]));
-  }
-
-  int at_least_one(int value) const {
-    if (value < 1) unexpected(concat("the number ", value));
-    return value;
-  }
-
-  void number(int value) {
-    if (depth_ == 1 && key_ == kPlacementKey) {
-      require_action_count(kJsonReader, static_cast<std::int64_t>(placement_.size()) + 1);
-      placement_.push_back(value);
-    } else if (depth_ == 0 && key_ == kRanksKey) {
-      ranks_ = at_least_one(value);
-    } else if (depth_ == 0 && key_ == kStagesKey) {
-      stages_ = at_least_one(value);
-    } else if (depth_ == 0 && key_ == kMicroBatchesKey) {
-      schedule_.micro_batches = at_least_one(value);
-    } else if (depth_ == 0 && key_ == kVersionKey) {
-      if (value != kScheduleFileVersion) {
-        fail(concat("version ", value, "; this program reads version ", kScheduleFileVersion));
-      }
-    } else {
-      unexpected(concat("the number ", value));
+MadeFor made_for_of(const Json& json) {
+  const auto number = [&](const char* key, double most) {
+    const double value = json.contains(key) && json[key].is_number() ? json[key].get<double>() : -1;
+    return std::isfinite(value) && value >= 0 && value <= most;
+  };
+  bool legal = json.is_object() && json.size() == 4 && json.contains("first_layer") &&
+               json["first_layer"].is_array() && json.contains("milliseconds") &&
+               json["milliseconds"].is_boolean() && number("bubble", 1) &&
+               number("makespan", std::numeric_limits<double>::max());
+  MadeFor made_for;
+  if (legal) {
+    for (const Json& layer : json["first_layer"]) {
+      std::vector<int>& first = made_for.first_layer;
+      legal = legal && is_index(layer, first.empty() ? 0 : first.back()) &&
+              (!first.empty() || layer == 0);
+      if (legal) first.push_back(layer.get<int>());
     }
   }
+  if (!legal) {
+    fail(concat("key 'made_for' has ", quoted_excerpt(json.dump()),
+                "; legal is one object with the keys first_layer (ascending from 0, one entry more "
+                "than stages, or empty), makespan (a number from 0 up), bubble (0 to 1) and "
+                "milliseconds (true or false)"));
+  }
+  made_for.makespan = json["makespan"].get<double>();
+  made_for.bubble = json["bubble"].get<double>();
+  made_for.milliseconds = json["milliseconds"].get<bool>();
+  return made_for;
+}
 
-  void text(const std::string& value) {
-    if (depth_ == 2) {
-      step(value);
-    } else if (depth_ == 0 && key_ == kFormatKey && value == kFormat) {
-      return;
-    } else if (depth_ == 0 && key_ == kNameKey) {
-      if (value.empty() || value.size() > kMaxScheduleNameBytes || !printable(value)) {
-        fail(concat("the name ", quoted_excerpt(value), " is not 1 to ", kMaxScheduleNameBytes,
-                    " bytes without control characters"));
-      }
-      schedule_.name = value;
-    } else {
-      unexpected("the text " + quoted_excerpt(value));
+Step step_of(const Json& value, const std::string& place) {
+  const bool is_text = value.is_string() && is_action_text(value.get_ref<const std::string&>());
+  if (!is_text) unexpected("key 'lists', " + place, value, kActions);
+  Step step;
+  try {
+    step = parse_step(value.get_ref<const std::string&>());
+  } catch (const std::invalid_argument& error) {
+    fail(place + ": " + error.what());
+  }
+  if (is_compute(step.action.kind) || is_sharding(step.action.kind)) return step;
+  fail(place + ": " + to_string(step.action) +
+       " does not compute; legal are F, B, I, W, overlapped pairs of them, UNSHARD, RESHARD and "
+       "REDUCE_GRAD");
+}
+
+// Returns how many actions compute.
+std::int64_t read_lists(const Json& lists, Schedule& schedule) {
+  if (!lists.is_array()) unexpected("key 'lists'", lists, kActions);
+  require_action_count(kJsonReader, static_cast<std::int64_t>(lists.size()));
+  std::int64_t actions = 0, sharding = 0;
+  for (std::size_t rank = 0; rank < lists.size(); ++rank) {
+    if (!lists[rank].is_array()) unexpected("key 'lists'", lists[rank], kActions);
+    std::vector<Step>& steps = schedule.ranks.emplace_back();
+    for (const Json& value : lists[rank]) {
+      const Step step = step_of(value, concat("list ", rank, ", position ", steps.size()));
+      sharding += is_sharding(step.action.kind) ? 1 : 0;
+      actions += step.overlapped ? 2 : 1;
+      require_action_count(kJsonReader, actions);
+      steps.push_back(step);
     }
   }
+  return actions - sharding;
+}
 
-  void step(const std::string& value) {
-    std::vector<Step>& steps = schedule_.ranks.back();
-    Step step;
-    if (!is_action_text(value)) unexpected("the text " + quoted_excerpt(value));
-    try {
-      step = parse_step(value);
-    } catch (const std::invalid_argument& error) {
-      fail(at_list(schedule_.ranks.size() - 1, steps.size()) + ": " + error.what());
-    }
-    if (!is_compute(step.action.kind) && !is_sharding(step.action.kind)) {
-      fail(at_list(schedule_.ranks.size() - 1, steps.size()) + ": " + to_string(step.action) +
-           " does not compute; legal are F, B, I, W, overlapped pairs of them, UNSHARD, RESHARD "
-           "and REDUCE_GRAD");
-    }
-    sharding_ += is_sharding(step.action.kind) ? 1 : 0;
-    actions_ += step.overlapped ? 2 : 1;
-    require_action_count(kJsonReader, actions_);
-    steps.push_back(step);
+void require_keys(const Json& json) {
+  if (!json.is_object()) unexpected("the file", json, "one object");
+  for (const auto& [key, value] : json.items()) {
+    if (std::find(kKeys.begin(), kKeys.end(), key) != kKeys.end()) continue;
+    fail("unknown key " + quoted_excerpt(key) + "; " + keys_text());
   }
-
-  ScheduleFile finish() {
-    const auto agree = [&](std::size_t found, int said, const char* what, Key key) {
-      if (found == static_cast<std::size_t>(said)) return;
-      fail(concat("'", kKeyNames[key], "' has ", found, " entries, but the file says ", said, " ",
-                  what));
-    };
-    agree(placement_.size(), stages_, "stages", kPlacementKey);
-    agree(schedule_.ranks.size(), ranks_, "ranks", kListsKey);
-    require_enough_actions(kJsonReader, stages_, schedule_.micro_batches, actions_ - sharding_);
-    try {
-      schedule_.placement = Placement::custom(ranks_, std::move(placement_));
-    } catch (const std::invalid_argument& error) {
-      fail(error.what());
-    }
-    find_forward_only(schedule_);
-    ScheduleFile file;
-    file.schedule = std::move(schedule_);
-    if (!seen_[kMadeForKey]) return file;
-    file.made_for = made_for_.take();
-    if (const std::size_t entries = file.made_for->first_layer.size(); entries > 0) {
-      agree(entries - 1, stages_, "stages, and first_layer one entry more", kMadeForKey);
-    }
-    return file;
+  for (const char* key : kKeys) {
+    if (!json.contains(key) && std::string_view(key) != kMadeFor)
+      fail(concat("the key '", key, "' is missing"));
   }
-
-  Schedule schedule_;
-  std::vector<int> placement_;
-  std::array<bool, kKeys> seen_{};
-  Key key_ = kKeys;
-  int depth_ = 0;  // of lists
-  bool in_object_ = false, in_made_for_ = false;
-  MadeForHandler made_for_;
-  int ranks_ = 0, stages_ = 0;
-  std::int64_t actions_ = 0, sharding_ = 0;
-};
+  if (json["format"] != kFormat) {
+    unexpected("key 'format'", json["format"], "the text \"sluice-schedule\"");
+  }
+  if (const int version = count_of(json, "version"); version != kScheduleFileVersion) {
+    fail(concat("version ", version, "; this program reads version ", kScheduleFileVersion));
+  }
+}
 
 }  // namespace
 
 ScheduleFile parse_schedule_json(std::string_view text) {
   require_file_size(kJsonReader, text);
-  return ScheduleHandler().take(text);
+  const Json json = parsed(text);
+  require_keys(json);
+  ScheduleFile file;
+  Schedule& schedule = file.schedule;
+  if (!json["name"].is_string()) unexpected("key 'name'", json["name"], "a text");
+  schedule.name = json["name"].get<std::string>();
+  require_name("schedule file: the name ", schedule.name);
+  const int ranks = count_of(json, "ranks"), stages = count_of(json, "stages");
+  schedule.micro_batches = count_of(json, "micro_batches");
+  const Json& places = json["placement"];
+  std::vector<int> placement;
+  for (const Json& rank : places.is_array() ? places : Json::array({places})) {
+    const bool legal = places.is_array() && is_index(rank, 0);
+    if (!legal) unexpected("key 'placement'", rank, "a list of ranks, one per stage");
+    placement.push_back(rank.get<int>());
+  }
+  const std::int64_t computes = read_lists(json["lists"], schedule);
+  const auto agree = [&](std::size_t found, int said, const char* what, const char* key) {
+    if (found == static_cast<std::size_t>(said)) return;
+    fail(concat("'", key, "' has ", found, " entries, but the file says ", said, " ", what));
+  };
+  agree(placement.size(), stages, "stages", "placement");
+  agree(schedule.ranks.size(), ranks, "ranks", "lists");
+  require_enough_actions(kJsonReader, stages, schedule.micro_batches, computes);
+  try {
+    schedule.placement = Placement::custom(ranks, std::move(placement));
+  } catch (const std::invalid_argument& error) {
+    fail(error.what());
+  }
+  find_forward_only(schedule);
+  if (!json.contains(kMadeFor)) return file;
+  file.made_for = made_for_of(json[kMadeFor]);
+  if (const std::size_t entries = file.made_for->first_layer.size(); entries > 0) {
+    agree(entries - 1, stages, "stages, and first_layer one entry more", kMadeFor);
+  }
+  return file;
 }
 
 std::string to_schedule_json(const Schedule& schedule, const std::optional<MadeFor>& made_for) {
-  if (schedule.name.empty() || schedule.name.size() > kMaxScheduleNameBytes ||
-      !printable(schedule.name)) {
-    refuse("the schedule's name ", quoted_excerpt(schedule.name), " is not 1 to ",
-           kMaxScheduleNameBytes, " bytes without control characters");
-  }
-  const auto line = [](std::string_view key, const nlohmann::json& value) {
+  require_name("the schedule's name ", schedule.name);
+  const auto line = [](std::string_view key, const Json& value) {
     return " \"" + std::string(key) +
-           "\": " + value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + ",\n";
+           "\": " + value.dump(-1, ' ', false, Json::error_handler_t::replace) + ",\n";
   };
   std::vector<int> placement;
   for (int stage = 0; stage < schedule.placement.stages(); ++stage) {

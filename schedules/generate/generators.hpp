@@ -28,10 +28,6 @@ namespace sluice::generators {
 // The body of generate_forward_only().
 [[nodiscard]] Schedule forward_only(const Placement& placement, int micro_batches);
 
-// empty_schedule() over linear placement.
-[[nodiscard]] Schedule empty_linear(std::string_view name, const ScheduleShape& shape,
-                                    int steps_per_rank);
-
 // Micro-batches [begin, end).
 struct MicroBatchGroup {
   int begin = 0, end = 0;

@@ -1,3 +1,4 @@
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -6,12 +7,26 @@
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
-#include "schedules/plan/message_order.hpp"
-#include "schedules/plan/plan_messages.hpp"
-#include "schedules/plan/plan_rank.hpp"
+#include "schedules/plan/plan_parts.hpp"
 
 namespace sluice {
 namespace {
+
+void add_channel(const Placement& placement, ActionKind kind, int from, int to,
+                 PlanMessages& messages, std::map<std::pair<int, int>, int>& tags) {
+  Channel channel;
+  channel.kind = kind;
+  channel.from_stage = from;
+  channel.to_stage = to;
+  channel.from_rank = placement.rank_of(from);
+  channel.to_rank = placement.rank_of(to);
+  if (channel.from_rank == channel.to_rank) return;
+  channel.tag = tags[{channel.from_rank, channel.to_rank}]++;
+  const bool forward = kind == ActionKind::kSendForward;
+  (forward ? messages.forward : messages.backward)[at(from)] =
+      static_cast<int>(messages.channels.size());
+  messages.channels.push_back(channel);
+}
 
 void require_legal(const Schedule& lowered, const PlanOptions& options) {
   if (options.receive_ahead < 0) {
@@ -36,6 +51,43 @@ void require_legal(const Schedule& lowered, const PlanOptions& options) {
 }
 
 }  // namespace
+
+PlanMessages find_messages(const Schedule& lowered) {
+  const Placement& placement = lowered.placement;
+  const int stages = placement.stages();
+  PlanMessages messages;
+  messages.forward.assign(at(stages), -1);
+  messages.backward.assign(at(stages), -1);
+  std::map<std::pair<int, int>, int> tags;
+  for (int stage = 0; stage + 1 < stages; ++stage) {
+    add_channel(placement, ActionKind::kSendForward, stage, stage + 1, messages, tags);
+    if (!lowered.forward_only) {
+      add_channel(placement, ActionKind::kSendBackward, stage + 1, stage, messages, tags);
+    }
+  }
+  messages.orders.resize(messages.channels.size());
+  for (auto& order : messages.orders) {
+    order.reserve(at(lowered.micro_batches));
+  }
+  for (const std::vector<Step>& steps : lowered.ranks) {
+    for (const Step& step : steps) {
+      const Action& action = step.action;
+      const bool forward = action.kind == ActionKind::kSendForward;
+      if (!forward && action.kind != ActionKind::kSendBackward) continue;
+      const int channel = (forward ? messages.forward : messages.backward).at(at(action.stage));
+      if (channel >= 0) {
+        messages.orders[at(channel)].push_back(action.micro_batch);
+      }
+    }
+  }
+  for (std::size_t i = 0; i < messages.orders.size(); ++i) {
+    if (messages.orders[i].size() == at(lowered.micro_batches)) continue;
+    refuse("plan of '", lowered.name, "': stage ", messages.channels[i].from_stage, " sends ",
+           messages.orders[i].size(), " of ", lowered.micro_batches, " messages to stage ",
+           messages.channels[i].to_stage, "; pass a schedule that lower() returned");
+  }
+  return messages;
+}
 
 Plan assemble_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
                    const PlanOptions& options) {

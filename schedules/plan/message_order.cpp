@@ -1,5 +1,3 @@
-#include "schedules/plan/message_order.hpp"
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -9,6 +7,7 @@
 
 #include "schedules/model/dataflow.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/plan/plan_parts.hpp"
 
 namespace sluice {
 namespace {

@@ -1,10 +1,20 @@
-#include "schedules/search/search_bound.hpp"
-
+// Lower bounds of what a problem's orders take, memory counted.
+//
+// One stage alone: the k-th forward waits for its input, for the forward before it, and where
+// memory is full for the end of an earlier micro-batch. All stages together give a recursion over
+// micro-batches, in which each entry is the k-th smallest time of any order, not that of a certain
+// micro-batch: if y_j >= x_j + c for all j, then the k-th smallest y is at least the k-th smallest
+// x plus c. A rank runs one action at a time, so that what it must have done before also counts.
+// Ranks with several stages share their memory: the chunks held, times how long each is held at
+// least, fit into the limit times the time the rank has.
+//
+// Not counted: messages that queue on a link.
 #include <algorithm>
 #include <limits>
 #include <vector>
 
 #include "schedules/model/index.hpp"
+#include "schedules/search/search_problem.hpp"
 
 namespace sluice::search {
 namespace {
@@ -21,8 +31,6 @@ int slots_of(double limit, double held, int micro_batches) {
 // One stage: its costs, and what the recursion knows of it.
 struct Line {
   double forward = 0, input = 0, weight = 0;
-  // What I and W take of the rank's time at least, where they may overlap with forwards.
-  double input_alone = 0, weight_alone = 0;
   double forward_delay = 0, input_delay = 0;  // of what it waits for
   double reduce = 0;
   int slots = -1;        // micro-batches between F and W; -1: any number
@@ -32,7 +40,7 @@ struct Line {
   // [micro-batch] the k-th smallest of any order.
   std::vector<double> forward_start, input_start, end;
 
-  [[nodiscard]] double work() const { return forward + input_alone + weight_alone; }
+  [[nodiscard]] double work() const { return forward + input + weight; }
 };
 
 std::vector<Line> lines_of(const Problem& problem) {
@@ -45,8 +53,6 @@ std::vector<Line> lines_of(const Problem& problem) {
     line.forward = problem.duration[slot(Part::kForward)];
     line.input = problem.duration[slot(Part::kInput)];
     line.weight = problem.duration[slot(Part::kWeight)];
-    line.input_alone = std::max(0.0, line.input - problem.saving[s]);
-    line.weight_alone = std::max(0.0, line.weight - std::max(0.0, problem.saving[s] - line.input));
     line.forward_delay = problem.delay[slot(Part::kForward)];
     line.input_delay = problem.delay[slot(Part::kInput)];
     line.reduce = problem.reduce[at(rank)];
@@ -111,10 +117,9 @@ class Recursion {
 
   void forward(std::size_t s, int k) {
     Line& line = lines_[s];
-    const double before =
-        k * line.forward +
-        std::max(inputs_before(line, k), weights_before(line, k)) * line.input_alone +
-        weights_before(line, k) * line.weight_alone;
+    const double before = k * line.forward +
+                          std::max(inputs_before(line, k), weights_before(line, k)) * line.input +
+                          weights_before(line, k) * line.weight;
     double start = line.head + before;
     if (k > 0) start = std::max(start, line.forward_start[at(k - 1)] + line.forward);
     if (s > 0) {
@@ -132,7 +137,7 @@ class Recursion {
   void input(std::size_t s, int k) {
     Line& line = lines_[s];
     const double before =
-        (k + 1) * line.forward + k * line.input_alone + weights_before(line, k) * line.weight_alone;
+        (k + 1) * line.forward + k * line.input + weights_before(line, k) * line.weight;
     double start = std::max(line.head + before, line.forward_start[at(k)] + line.forward);
     if (k > 0) start = std::max(start, line.input_start[at(k - 1)] + line.input);
     if (s + 1 < lines_.size()) {
@@ -158,8 +163,8 @@ double busiest_rank(const Problem& problem, const std::vector<Line>& lines) {
       const Line& line = lines[at(stage)];
       before = std::min(before, line.head);
       after = std::min(after, line.tail);
-      passes += line.forward + line.input_alone;
-      weights += line.weight_alone;
+      passes += line.forward + line.input;
+      weights += line.weight;
     }
     const double m = problem.micro_batches;
     bound = std::max(bound,

@@ -140,7 +140,6 @@ class Collector {
       }
     }
     if (candidates_.empty()) refuse_limit();
-    collect_paired();
     return std::move(candidates_);
   }
 
@@ -177,38 +176,8 @@ class Collector {
       Candidate candidate = start(map, split);
       candidate.origin = name;
       const Problem problem = space_.problem_of(candidate);
-      if (overlaps(map) && has_pairs(schedule)) {
-        candidate.paired = std::move(schedule);
-        candidate.paired->name = "auto";
-      } else {
-        candidate.order = to_order(problem, schedule);
-      }
+      candidate.order = to_order(problem, schedule);
       consider(std::move(candidate), problem);
-    }
-  }
-
-  [[nodiscard]] bool overlaps(std::size_t map) const {
-    const std::vector<StageTimes>& stages = space_.maps[map].times.stages;
-    return std::all_of(stages.begin(), stages.end(),
-                       [](const StageTimes& each) { return each.overlap >= 0; });
-  }
-
-  // The candidates so far with pairs.
-  void collect_paired() {
-    const std::size_t count = candidates_.size();
-    for (std::size_t i = 0; i < count; ++i) {
-      if (candidates_[i].paired || !overlaps(candidates_[i].map)) continue;
-      const Problem problem = space_.problem_of(candidates_[i]);
-      const Schedule plain = space_.schedule_of(candidates_[i], problem);
-      for (const bool backward_first : {false, true}) {
-        Candidate candidate = candidates_[i];
-        candidate.paired = with_pairs(plain, backward_first, space_.worth_of(candidates_[i]));
-        if (!candidate.paired) continue;
-        candidate.order.clear();
-        candidate.origin += backward_first ? ", backwards paired with the next forward"
-                                           : ", forwards paired with the next backward";
-        consider(std::move(candidate), problem);
-      }
     }
   }
 
@@ -314,37 +283,19 @@ SearchCandidate SearchSpace::described(const Candidate& candidate) const {
           most_in_flight(candidate) / map.chunks};
 }
 
-Schedule SearchSpace::schedule_of(const Candidate& candidate, const Problem& problem) const {
-  return candidate.paired ? *candidate.paired : to_schedule(problem, candidate.order, "auto");
-}
-
-std::optional<Simulation> SearchSpace::simulated(const Candidate& candidate,
-                                                 const Schedule& schedule) const {
-  if (check(schedule) || !is_exact(schedule)) return std::nullopt;
+void SearchSpace::consider(Candidate candidate, const Problem& problem,
+                           std::vector<Candidate>& candidates) const {
+  const Schedule schedule = to_schedule(problem, candidate.order, "auto");
+  if (check(schedule) || !is_exact(schedule)) return;
   Simulation found = simulate(schedule, candidate.times, {.timeline = false});
   for (std::size_t rank = 0; rank < memory.limit.size(); ++rank) {
     const double held =
         memory.unit == Memory::Unit::kBytes
             ? static_cast<double>(found.peak_bytes[rank])
             : static_cast<double>(found.peak_in_flight[rank]) / maps[candidate.map].chunks;
-    if (exceeds(held, memory.limit[rank])) return std::nullopt;
+    if (exceeds(held, memory.limit[rank])) return;
   }
-  return found;
-}
-
-Worth SearchSpace::worth_of(const Candidate& candidate) const {
-  return [this, &candidate](const Schedule& schedule) -> std::optional<double> {
-    const std::optional<Simulation> found = simulated(candidate, schedule);
-    if (!found) return std::nullopt;
-    return objective(found->makespan, found->span);
-  };
-}
-
-void SearchSpace::consider(Candidate candidate, const Problem& problem,
-                           std::vector<Candidate>& candidates) const {
-  std::optional<Simulation> found = simulated(candidate, schedule_of(candidate, problem));
-  if (!found) return;
-  candidate.simulation = std::move(*found);
+  candidate.simulation = std::move(found);
   candidates.push_back(std::move(candidate));
 }
 

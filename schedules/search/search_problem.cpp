@@ -4,6 +4,7 @@
 #include <limits>
 #include <string>
 
+#include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
 
@@ -57,8 +58,6 @@ Problem make_problem(const Placement& placement, int micro_batches, bool split,
     problem.duration[at(problem.slot(Part::kInput, stage))] =
         cost.backward_input + (split ? 0 : cost.backward_weight);
     problem.duration[at(problem.slot(Part::kWeight, stage))] = split ? cost.backward_weight : 0;
-    const double whole = cost.forward + cost.backward_input + cost.backward_weight;
-    problem.saving.push_back(cost.overlap < 0 ? 0 : std::max(0.0, whole - cost.overlap));
     const StageBytes bytes = times.bytes.empty() ? StageBytes{} : of_stage(times.bytes, stage);
     if (!times.reduce_overlap) {
       double seconds = 0;
@@ -209,16 +208,14 @@ Schedule to_schedule(const Problem& problem, const Order& order, std::string_vie
 Order to_order(const Problem& problem, const Schedule& schedule) {
   Order order(schedule.ranks.size());
   for (std::size_t rank = 0; rank < order.size(); ++rank) {
-    for (const Step& step : schedule.ranks[rank]) {
+    for_each_action(schedule.ranks[rank], [&](const Action& action) {
       const auto add = [&](Part part) {
-        order[rank].push_back({problem.slot(part, step.action.stage), step.action.micro_batch});
+        order[rank].push_back({problem.slot(part, action.stage), action.micro_batch});
       };
-      const ActionKind kind = step.action.kind;
-      if (kind == ActionKind::kForward) add(Part::kForward);
-      if (kind == ActionKind::kBackward || kind == ActionKind::kBackwardInput) add(Part::kInput);
-      if (!problem.split) continue;
-      if (kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight) add(Part::kWeight);
-    }
+      if (action.kind == ActionKind::kForward) add(Part::kForward);
+      if (makes_gradient(action.kind)) add(Part::kInput);
+      if (problem.split && ends_backward(action.kind)) add(Part::kWeight);
+    });
   }
   return order;
 }

@@ -45,9 +45,7 @@ struct Problem {
   std::vector<double> delay;        // [slot] from the end of what is waited for to its arrival
   std::vector<std::int32_t> need;   // [slot] the slot waited for, of the same micro-batch; -1: none
   std::vector<std::int32_t> feeds;  // [slot] the slot that waits for it on another list; -1: none
-  // [stage] what overlapping a forward with a backward saves at most, on either of them.
-  std::vector<double> saving;
-  std::vector<double> held;               // [stage] of one micro-batch, from the start of F
+  std::vector<double> held;         // [stage] of one micro-batch, from the start of F
   std::vector<double> released_by_input;  // [stage] of it, at the end of I
   std::vector<double> limit;              // [rank]
   std::vector<double> reduce;             // [rank] after its last action
@@ -133,7 +131,12 @@ class Clock {
 
 [[nodiscard]] Schedule to_schedule(const Problem& problem, const Order& order,
                                    std::string_view name);
-// B becomes I and W. Requires: no overlapped pairs; a forward and a backward everywhere.
+// B becomes I and W, pairs come apart. Requires: a forward and a backward everywhere.
 [[nodiscard]] Order to_order(const Problem& problem, const Schedule& schedule);
+
+// See makespan_lower_bound(). Linear in the stages times micro-batches.
+[[nodiscard]] double makespan_bound(const Problem& problem);
+// The same for the longest own span of a rank.
+[[nodiscard]] double span_bound(const Problem& problem);
 
 }  // namespace sluice::search

@@ -10,7 +10,6 @@
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
-#include "schedules/search/search_bound.hpp"
 #include "schedules/search/search_candidates.hpp"
 
 namespace sluice {
@@ -19,7 +18,6 @@ namespace {
 
 constexpr std::size_t kRefined = 3;  // candidates whose borders and actions are moved
 constexpr int kBorderRounds = 20;
-constexpr std::int64_t kPairPlay = 5;  // plays of an order that take the time of one check
 
 // What the candidate's order is worth where its stages begin at the layers `first`.
 double borders_value(const SearchSpace& space, Candidate candidate, const std::vector<int>& first) {
@@ -47,19 +45,6 @@ void improve_borders(const SearchSpace& space, Candidate& candidate) {
   candidate.origin += ", borders moved";
 }
 
-// Changes pairs instead of actions; adds the result.
-void improve_pairs(const SearchSpace& space, std::size_t sharers, const Candidate& candidate,
-                   std::vector<Candidate>& candidates) {
-  const Problem problem = space.problem_of(candidate);
-  const std::int64_t plays = space.request.effort / static_cast<std::int64_t>(sharers) /
-                             static_cast<std::int64_t>(problem.ops());
-  Candidate better = candidate;
-  better.paired = improved_pairs(*candidate.paired, space.worth_of(candidate), plays / kPairPlay);
-  if (better.paired->ranks == candidate.paired->ranks) return;
-  better.origin += ", pairs changed";
-  space.consider(std::move(better), problem, candidates);
-}
-
 // Moves borders and actions of the best candidates of different placements. Adds the results.
 void refine(const SearchSpace& space, std::vector<Candidate>& candidates) {
   std::set<std::size_t> seen;
@@ -73,10 +58,6 @@ void refine(const SearchSpace& space, std::vector<Candidate>& candidates) {
     }
   }
   for (Candidate& each : chosen) {
-    if (each.paired) {
-      improve_pairs(space, chosen.size(), each, candidates);
-      continue;
-    }
     if (space.request.whole_layers) improve_borders(space, each);
     const Problem problem = space.problem_of(each);
     const std::int64_t plays = space.request.effort / static_cast<std::int64_t>(chosen.size()) /
@@ -92,7 +73,7 @@ void refine(const SearchSpace& space, std::vector<Candidate>& candidates) {
 // Fills the result. False where verify() does not accept the candidate's plan.
 bool accept(const SearchSpace& space, const Candidate& candidate, SearchResult& result) {
   const Problem problem = space.problem_of(candidate);
-  result.schedule = space.schedule_of(candidate, problem);
+  result.schedule = to_schedule(problem, candidate.order, "auto");
   // Sends of the transports with tags never block, at worst they go by rendezvous.
   const Verification verification = verify(make_plan(lower(result.schedule, {}), {}));
   if (!verification.progresses(TransportModel::kEager) ||

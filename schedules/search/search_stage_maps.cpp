@@ -1,15 +1,15 @@
-#include "schedules/search/search_stage_maps.hpp"
-
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
+#include "schedules/search/search_candidates.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
 
 namespace sluice::search {

@@ -1,7 +1,9 @@
 #include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include <sluice/simulate.hpp>
 
@@ -11,11 +13,109 @@
 #include "schedules/model/pair_table.hpp"
 #include "schedules/model/text.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
-#include "schedules/simulate/simulation_lanes.hpp"
-#include "schedules/simulate/simulation_memory.hpp"
 
 namespace sluice {
 namespace {
+
+constexpr std::uint8_t kRelease = 0, kTake = 1, kReleaseAtOnce = 2;
+
+// The bytes each rank holds over time, from the actions and messages of a simulation in any order.
+class MemoryRecorder {
+ public:
+  // Both outlive this.
+  MemoryRecorder(const Schedule& schedule, const SimulationTimes& times)
+      : schedule_(schedule), times_(times), changes_(schedule.ranks.size()) {
+    for (std::size_t rank = 0; rank < changes_.size(); ++rank) {
+      changes_[rank].reserve(schedule.ranks[rank].size());
+    }
+  }
+
+  // What the action itself takes and releases on its rank.
+  void compute(int rank, const Action& action, double start, double end) {
+    const StageBytes& bytes = of_stage(times_.bytes, action.stage);
+    const std::int64_t all = bytes.until_input + bytes.until_weight;
+    switch (action.kind) {
+      case ActionKind::kForward:
+        take(rank, start, all);
+        if (schedule_.forward_only) release(rank, end, all, end > start);
+        break;
+      case ActionKind::kBackwardInput:
+        release(rank, end, bytes.until_input, end > start);
+        break;
+      case ActionKind::kBackwardWeight:
+        release(rank, end, bytes.until_weight, end > start);
+        break;
+      default:
+        release(rank, end, all, end > start);
+        break;
+    }
+  }
+  // The tensor that the action from `start` on produces and whose bytes leave from `leaves` to
+  // `left`; on a shared rank, which keeps it until received(), nothing leaves.
+  void produced(const Handover& handover, double start, double leaves, double left) {
+    if (handover.bytes == 0) return;
+    take(handover.from, start, handover.bytes);
+    if (handover.link < 0) return;
+    release(handover.from, left, handover.bytes, left > start);
+    take(handover.to, leaves, handover.bytes);
+  }
+  // The action that uses it ran from `start` to `end`.
+  void received(const Handover& handover, double start, double end) {
+    release(handover.to, end, handover.bytes, end > start);
+  }
+
+  // Sets peak_bytes, and `memory` where asked for. Sorts what came out of order.
+  void finish(Simulation& result, bool curves) {
+    const auto earlier = [](const Change& a, const Change& b) {
+      return std::tie(a.time, a.turn) < std::tie(b.time, b.turn);
+    };
+    result.peak_bytes.resize(changes_.size());
+    if (curves) result.memory.resize(changes_.size());
+    for (std::size_t rank = 0; rank < changes_.size(); ++rank) {
+      std::vector<Change> changes = std::move(changes_[rank]);
+      if (!std::is_sorted(changes.begin(), changes.end(), earlier)) {
+        std::sort(changes.begin(), changes.end(), earlier);
+      }
+      std::int64_t held = 0;
+      for (const int stage : schedule_.placement.stages_of(static_cast<int>(rank))) {
+        held += of_stage(times_.bytes, stage).resident;
+      }
+      std::int64_t peak = held;
+      std::vector<MemoryStep> curve{{0, held}};
+      for (const Change& change : changes) {
+        held += change.bytes;
+        peak = std::max(peak, held);
+        if (!curves) continue;
+        if (curve.back().time < change.time) curve.push_back({change.time, held});
+        curve.back().bytes = held;
+      }
+      result.peak_bytes[rank] = peak;
+      if (curves) result.memory[rank] = std::move(curve);
+    }
+  }
+
+ private:
+  struct Change {
+    double time = 0;
+    std::int64_t bytes = 0;
+    // Of changes at one time, releases go before what is taken, unless they end a holding that
+    // takes no time at all.
+    std::uint8_t turn = 0;
+  };
+
+  void take(int rank, double time, std::int64_t bytes) {
+    if (bytes > 0) changes_[at(rank)].push_back({time, bytes, kTake});
+  }
+  // `held`: since before `time`.
+  void release(int rank, double time, std::int64_t bytes, bool held) {
+    if (bytes == 0) return;
+    changes_[at(rank)].push_back({time, -bytes, held ? kRelease : kReleaseAtOnce});
+  }
+
+  const Schedule& schedule_;
+  const SimulationTimes& times_;
+  std::vector<std::vector<Change>> changes_;  // [rank]
+};
 
 // The schedule without messages, which lower() adds.
 Schedule compute_of(const Schedule& schedule) {

@@ -1,5 +1,5 @@
-// What simulate() makes of SimulationTimes before it starts: refusals, and what a message between
-// two neighbouring stages takes.
+// What simulate() makes of SimulationTimes before it starts: refusals, what a message between two
+// neighbouring stages takes, and when actions start where messages go through in-order queues.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +10,7 @@
 #include <sluice/simulate.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/pair_table.hpp"
 
 namespace sluice {
 
@@ -63,5 +64,20 @@ struct Handovers {
 
 // Requires: require_costs() passed.
 [[nodiscard]] Handovers handovers_of(const SimulationTimes& times, const Placement& placement);
+
+// [stage, micro-batch]
+struct LaneTimes {
+  PairTable<double> forward, backward, weight;       // starts of F, of B or I, of W
+  PairTable<double> activation_left, gradient_left;  // the end of what the stage sends
+};
+
+// When actions start where messages go through in-order queues (SimulationTimes::queues). Runs the
+// plan that NCCL gets, list by list: computation and queues go on at the same time, the host waits
+// for neither. So a group may start as soon as its tensors are made and its slots free, but in its
+// queue's order.
+//
+// `schedule`: compute actions alone; their pairs run one after the other. Throws
+// std::invalid_argument where the schedule cannot run.
+[[nodiscard]] LaneTimes lane_times(const Schedule& schedule, const SimulationTimes& times);
 
 }  // namespace sluice

@@ -1,5 +1,3 @@
-#include "schedules/simulate/simulation_lanes.hpp"
-
 #include <algorithm>
 #include <array>
 #include <map>

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <array>
+#include <map>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <stdexcept>
@@ -9,10 +11,9 @@
 #include <sluice/plan.hpp>
 #include <sluice/verify.hpp>
 
+#include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
-#include "schedules/verify/verify_progress.hpp"
-#include "schedules/verify/verify_rank.hpp"
 #include "schedules/verify/verify_trace.hpp"
 
 namespace sluice {
@@ -143,7 +144,60 @@ void progress_under_all(const Plan& plan, const PlanTrace& trace, const VerifyOp
   if (result.progresses_under.empty()) result.violation = result.deadlocks.front().violation;
 }
 
+// True where the plan posts too few receives: a rank of several stages may block in a send for one
+// stage while the receiver waits for another. Only such plans are verified, since that costs as
+// much as the plan.
+bool needs_receives(const Plan& plan) {
+  return plan.placement.stages() > plan.placement.ranks() &&
+         !verify(plan).progresses(TransportModel::kBounded);
+}
+
 }  // namespace
+
+PlanTrace::PlanTrace(const Plan& plan)
+    : events(plan.ranks.size()), peak_in_flight(plan.ranks.size()), channels(plan.channels.size()) {
+  std::map<std::pair<int, int>, std::int32_t> found;
+  for (const Channel& channel : plan.channels) ++found[{channel.from_rank, channel.to_rank}];
+  for (auto& [ranks, number] : found) {
+    pairs.push_back({PairDepth{ranks.first, ranks.second, 0}, 0, number});
+    number = static_cast<std::int32_t>(pairs.size() - 1);
+  }
+  for (std::size_t i = 0; i < channels.size(); ++i) {
+    channels[i].pair = found[{plan.channels[i].from_rank, plan.channels[i].to_rank}];
+  }
+}
+
+std::int32_t MessageOrderTrace::add_out_of_order(std::int32_t micro_batch,
+                                                 std::int32_t micro_batches) {
+  if (index_of(micro_batch) >= 0) return -1;
+  if (table_.empty()) {
+    table_.resize(at(micro_batches), -1);
+    std::iota(table_.begin(), table_.begin() + count_, 0);
+  }
+  return table_[at(micro_batch)] = count_++;
+}
+
+std::vector<int> local_stage_indices(const Placement& placement) {
+  std::vector<int> local(at(placement.stages()));
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    int next = 0;
+    for (const int stage : placement.stages_of(rank)) local[at(stage)] = next++;
+  }
+  return local;
+}
+
+Violation violation_at(const Plan& plan, int rank, int position, const std::string& what) {
+  const PlanOp& op = plan.ranks[at(rank)].ops[at(position)];
+  return Violation{rank, position, concat("rank ", rank, ", op ", position, " (", op, "): ", what)};
+}
+
+Action sending_action(const Channel& channel, int micro_batch) {
+  return make_action(channel.kind, channel.from_stage, micro_batch);
+}
+
+Action receiving_action(const Channel& channel, int micro_batch) {
+  return other_end(sending_action(channel, micro_batch));
+}
 
 Verification verify(const Plan& plan, const VerifyOptions& options) {
   if (options.send_buffers < 1) {
@@ -168,6 +222,17 @@ Verification verify(const Plan& plan, const VerifyOptions& options) {
   for (const PairTrace& pair : trace.pairs) result.pair_depths.push_back(pair.depth);
   result.exact = trace.exact;
   return result;
+}
+
+Plan make_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
+               const PlanOptions& options) {
+  Plan plan = assemble_plan(lowered, tied, options);
+  if (options.order == MessageOrder::kReceivesAhead && needs_receives(plan)) {
+    PlanOptions deeper = options;
+    deeper.unit_time_depths = true;
+    plan = assemble_plan(lowered, tied, deeper);
+  }
+  return plan;
 }
 
 }  // namespace sluice

@@ -92,4 +92,16 @@ struct PlanTrace {
 [[nodiscard]] Action sending_action(const Channel& channel, int micro_batch);
 [[nodiscard]] Action receiving_action(const Channel& channel, int micro_batch);
 
+// Replays the buffers of one rank and fills the trace's entries that belong to it. The trace is
+// complete only where nothing is returned. Requires: plan.channels name legal stages and ranks.
+[[nodiscard]] std::optional<Violation> replay_rank(const Plan& plan, int rank,
+                                                   const std::vector<int>& local_stage,
+                                                   PlanTrace& trace);
+
+// Does every rank reach the end of its list under a transport model, and if not, who waits for
+// whom? Requires: a complete trace whose sends and posts pair up. Linear in the number of events.
+[[nodiscard]] std::optional<Violation> replay_progress(const Plan& plan, const PlanTrace& trace,
+                                                       TransportModel model,
+                                                       const VerifyOptions& options);
+
 }  // namespace sluice

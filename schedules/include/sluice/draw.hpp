@@ -28,7 +28,7 @@ namespace sluice {
 [[nodiscard]] std::string draw_timeline(const Schedule& schedule, const Simulation& simulation,
                                         int columns = 80);
 
-// Beyond that many boxes viewers choke: an SVG picture then shows shares of time instead.
+// Beyond that many boxes viewers choke.
 inline constexpr std::size_t kMaxSvgActions = 100'000;
 
 // Pictures read like the papers' figures: time from left to right, one row per rank. Forwards are
@@ -39,14 +39,11 @@ inline constexpr std::size_t kMaxSvgActions = 100'000;
 // rows, the bytes that each rank holds over time, where it has them. A legend and a caption with
 // bubbles and peak memory follow.
 //
-// More than kMaxSvgActions actions become at most 128 rows, each of ranks that follow each other,
-// and columns that show which share of the ranks' time goes to forwards, backwards and weights.
-//
 // Boxes are as wide as their actions are long in the simulation; the shortest one has room for its
 // number, as long as the picture then stays below `most_width` pixels. At most 500 bytes per
 // action. Requires: `simulation` is simulate()'s of this schedule or of what lower() made of it, or
 // of step_timeline(), as `schedule` then is. Throws std::invalid_argument for a simulation of
-// another schedule.
+// another schedule, and for more than kMaxSvgActions actions.
 [[nodiscard]] std::string draw_svg(const Schedule& schedule, const Simulation& simulation,
                                    int most_width = 20'000);
 

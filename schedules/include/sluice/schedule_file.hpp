@@ -1,6 +1,6 @@
 // Schedules read from files and written to them: Sluice's own format, and PyTorch's. Both readers
-// are strict and bounded: they say what they refuse and where, keep no document tree, and allocate
-// at most 24 bytes per byte of the text in addition to it. Functions are pure and thread-safe.
+// are strict and bounded: they say what they refuse and where, and allocate at most 64 bytes per
+// byte of the text in addition to it. Functions are pure and thread-safe.
 //
 // Sluice's own file is one JSON object, every key below exactly once and no other, but for
 // `made_for`, which may be missing:

@@ -5,8 +5,7 @@
 // each it tries all generators, the zero-bubble paper's greedy insertion with its eight settings
 // (Qi et al. 2023, arXiv:2401.10241, section 3.1) and a list scheduler with a grid of rules. Then
 // borders between stages move by a layer and simulated annealing moves actions, while that helps.
-// Where all stages have a time of overlapped pairs, forwards and backwards that are neighbours in a
-// list are also tried as pairs.
+// No action overlaps another one, as in a plan: times of overlapped pairs count for nothing.
 // The result is the best exact schedule that check() and verify() accept, and its ratio to a lower
 // bound of all orders of the same stages on the same ranks.
 //
@@ -108,10 +107,10 @@ struct LayerCut {
 [[nodiscard]] SimulationTimes join_layers(const SimulationTimes& layers,
                                           const std::vector<int>& first_layer);
 
-// A bound below simulate()'s makespan of every schedule on this placement. It counts the times of
-// actions, that a rank runs one at a time (or a pair), latency and transfer of messages, and what a
-// rank may hold; not that messages queue on a link. `in_flight_limit` is as that of a request.
-// Throws std::invalid_argument as simulate() does.
+// A bound below simulate()'s makespan of every schedule on this placement whose pairs do not
+// overlap. It counts the times of actions, that a rank runs one at a time, latency and transfer of
+// messages, and what a rank may hold; not that messages queue on a link. `in_flight_limit` is as
+// that of a request. Throws std::invalid_argument as simulate() does.
 [[nodiscard]] double makespan_lower_bound(const Placement& placement, int micro_batches,
                                           const SimulationTimes& times,
                                           const std::vector<double>& in_flight_limit = {});

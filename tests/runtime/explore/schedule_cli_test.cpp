@@ -21,7 +21,7 @@ TEST_F(CliTest, ScheduleDrawsAndCounts) {
   const Outcome grid = sluice("schedule --ranks 2 --micro-batches 3");
   EXPECT_EQ(grid.code, 0) << grid.err;
   EXPECT_THAT(grid.out, HasSubstr("F0 B0 F1 B1 F2 B2"));
-  EXPECT_THAT(grid.out, HasSubstr("peak in flight   2 1"));
+  EXPECT_THAT(grid.out, HasSubstr("peak_in_flight   2 1 ("));
 }
 
 TEST_F(CliTest, ScheduleAsJsonFollowsTheClosedForms) {
@@ -158,14 +158,14 @@ TEST_F(CliTest, CompareSortsByTheObjectiveAndSaysWhatTheBarrierCosts) {
 TEST_F(CliTest, ScheduleTakesTheTimesOfATrainedRun) {
   const Outcome trained = sluice(small("--micro-batches 2 --trace t.json --metrics m.jsonl"));
   ASSERT_EQ(trained.code, 0) << trained.err;
-  for (const char* profile : {"t.json", "m.jsonl"}) {
-    const Outcome outcome = sluice(
-        std::string("schedule --ranks 2 --micro-batches 4 --format json --profile ") + profile);
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
-    const auto json = nlohmann::json::parse(outcome.out);
-    EXPECT_GT(json.at("makespan"), 0);
-    EXPECT_THAT(json.at("times").get<std::string>(), HasSubstr(profile));
-  }
+  const Outcome outcome =
+      sluice("schedule --ranks 2 --micro-batches 4 --format json --profile t.json");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const auto json = nlohmann::json::parse(outcome.out);
+  EXPECT_GT(json.at("makespan"), 0);
+  EXPECT_THAT(json.at("times").get<std::string>(), HasSubstr("t.json"));
+  expect_refusal(sluice("schedule --ranks 2 --profile m.jsonl"), 3,
+                 "'m.jsonl' is no trace; legal is what 'sluice train' writes for --trace");
   const Outcome table = sluice("schedule compare --ranks 2 --micro-batches 4 --profile t.json");
   EXPECT_THAT(table.out, HasSubstr("Times from t.json"));
 }
@@ -312,10 +312,12 @@ TEST_F(CliTest, ScheduleCompareTakesFilesSubsetsAndAuto) {
   EXPECT_EQ(names("--schedules 1f1b,auto --files mine.json"), (Names{"1f1b", "auto", "mine.json"}));
   EXPECT_EQ(names("--files mine.json,theirs.csv"), (Names{"mine.json", "theirs.csv"}));
   EXPECT_EQ(names("--schedules gpipe"), Names{"gpipe"});
-  const Outcome csv = sluice(
-      "schedule compare --schedules 1f1b,zb-v --files mine.json --activation-bytes 6 --format csv");
-  EXPECT_THAT(csv.out, StartsWith("schedule,chunks,makespan,"));
-  EXPECT_EQ(lines_with(csv.out, ",eager rendezvous bounded nccl nccl-edges,true"), 3) << csv.out;
+  const Outcome table =
+      sluice("schedule compare --schedules 1f1b,zb-v --files mine.json --activation-bytes 6");
+  EXPECT_THAT(table.out, StartsWith("schedule   chunks  makespan  span  bubble_makespan  "));
+  EXPECT_THAT(table.out,
+              ContainsRegex("\n1f1b +1 +33 +33 +0\\.272727 +0\\.272727 +4 +24 +48 +eager,"));
+  EXPECT_EQ(lines_with(table.out, "  eager, rendezvous, bounded, nccl, nccl-edges"), 3);
   expect_refusal(sluice("schedule compare --schedules 1f1b,zbv"), 2, "did you mean 'zb-v'");
   expect_refusal(sluice("schedule compare --ranks 2 --files mine.json"), 2, "for 4 ranks");
   expect_refusal(sluice("schedule compare --files none.json"), 3, "none.json");
@@ -339,18 +341,15 @@ TEST_F(CliTest, TracesHaveArrowsOfMessagesAndTheBytesHeld) {
   EXPECT_EQ(most, 2 * 7);
 }
 
-TEST_F(CliTest, PicturesOfManyActionsAreDrawnAllTheSame) {
-  const Outcome outcome =
-      sluice("schedule --ranks 256 --micro-batches 1024 --format svg --output large.svg");
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  const std::string svg = read_file(path("large.svg"));
-  EXPECT_THAT(svg, HasSubstr("share of the ranks"));
-  EXPECT_LT(svg.size(), 16U << 20U);
+TEST_F(CliTest, PicturesOfManyActionsAreRefused) {
+  expect_refusal(sluice("schedule --ranks 256 --micro-batches 1024 --format svg --output l.svg"), 2,
+                 "524288 actions; at most 100000 are legal, a trace holds more");
+  EXPECT_FALSE(std::filesystem::exists(path("l.svg")));
 }
 
 TEST_F(CliTest, ScheduleSaysWhatIsNotProven) {
   const Outcome outcome = sluice("schedule --ranks 1024 --micro-batches 2048");
-  EXPECT_THAT(outcome.out, HasSubstr("ends under       not proven: no plan is made of more than"));
+  EXPECT_THAT(outcome.out, HasSubstr("transports       not proven (no plan is made of more than"));
   expect_refusal(sluice("schedule auto --ranks 4096 --micro-batches 16384"), 2,
                  "nearest legal: 97 micro-batches");
 }
@@ -367,9 +366,9 @@ TEST_F(CliTest, QueuesNeedAPlan) {
 }
 
 TEST_F(CliTest, UnevenRanksExplainTheirBubbles) {
-  EXPECT_THAT(sluice("schedule --ranks 2").out, Not(HasSubstr("idles more than the mean")));
+  EXPECT_THAT(sluice("schedule --ranks 2").out, Not(HasSubstr("may idle more")));
   EXPECT_THAT(sluice("schedule --ranks 3 --micro-batches 2 --forward-time 1,9,9").out,
-              HasSubstr("that rank idles more than the mean"));
+              HasSubstr("where ranks differ, that one may idle more"));
 }
 
 TEST_F(CliTest, ScheduleAutoTakesAListOfChunks) {
@@ -382,6 +381,8 @@ TEST_F(CliTest, ScheduleAutoTakesAListOfChunks) {
     chunks.insert(row.at("chunks").get<int>());
   }
   EXPECT_EQ(chunks, (std::set<int>{1, 3}));
+  expect_refusal(sluice("schedule auto --overlap-time 2"), 2,
+                 "option --overlap-time: auto plans for training");
   for (const char* wrong : {"0", "1,", ",1", "65", "two", "1.5", "-1", "''"}) {
     expect_refusal(sluice(std::string("schedule auto --chunks ") + wrong), 2, "option --chunks");
   }
@@ -416,18 +417,14 @@ TEST_F(CliTest, ScheduleSaysWhereMessagesWereFree) {
 
 // A model of two blocks has four layers. So no more than four stages can be planned for it.
 TEST_F(CliTest, AutoPlansTheModelThatTheProfileIsOf) {
-  const Outcome run =
-      mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4 --trace t.json --metrics m.jsonl"));
+  const Outcome run = mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4 --trace t.json"));
   ASSERT_EQ(run.code, 0) << run.err;
-  for (const char* profile : {"t.json", "m.jsonl"}) {
-    const Outcome planned =
-        sluice(std::string("schedule auto --ranks 2 --micro-batches 4 --format json --profile ") +
-               profile);
-    ASSERT_EQ(planned.code, 0) << planned.err;
-    const auto json = nlohmann::json::parse(planned.out);
-    EXPECT_LE(json.at("stages"), 4);
-    EXPECT_EQ(json.at("first_layer").back(), 4);
-  }
+  const Outcome planned =
+      sluice("schedule auto --ranks 2 --micro-batches 4 --format json --profile t.json");
+  ASSERT_EQ(planned.code, 0) << planned.err;
+  const auto json = nlohmann::json::parse(planned.out);
+  EXPECT_LE(json.at("stages"), 4);
+  EXPECT_EQ(json.at("first_layer").back(), 4);
   const Outcome anywhere = sluice(
       "schedule auto --ranks 2 --micro-batches 4 --layers any --chunks 8 --profile t.json --format "
       "file --output empty.json");

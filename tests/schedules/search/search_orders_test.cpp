@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "schedules/search/search_stage_maps.hpp"
+#include "schedules/search/search_candidates.hpp"
 
 namespace sluice::search {
 namespace {
