@@ -64,6 +64,8 @@ void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) 
   });
 }
 
+}  // namespace
+
 // Looks for the blocks of rows here, so that the search is over before the first step.
 std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape) {
   static_cast<void>(row_blocks_of(ctx, shape.operands));
@@ -104,6 +106,25 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
   for_row_blocks(ctx, dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
     backward_rows(ctx, shape, first, rows, dy, weight, dx);
   });
+}
+
+void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
+                            const Tensor& dweight, const Tensor& dbias, Write write) {
+  const LinearShape shape = linear_shape_of(dweight, x);
+  if (write == Write::kOverwrite) {
+    if (dbias.data != nullptr) fill_zero_async(dbias.data, dbias.spec.bytes(), ctx.stream());
+    if (shape.rows == 0) fill_zero_async(dweight.data, dweight.spec.bytes(), ctx.stream());
+  }
+  const std::int64_t most = sum_rows(dy.spec.dtype);
+  for (std::int64_t first = 0; first < shape.rows; first += most) {
+    const std::int64_t rows = std::min(most, shape.rows - first);
+    if (dbias.data != nullptr) add_column_sums(ctx, rows_of(dy, first, rows, shape.out), dbias);
+    LinearShape block = shape;
+    block.rows = rows;
+    matmuls_of(ctx).run(linear_weight_product(block, first == 0 ? write : Write::kAdd),
+                        element(dy, first * shape.out), element(x, first * shape.in), nullptr,
+                        dweight.data);
+  }
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
@@ -147,41 +168,6 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
     cpu::swiglu_backward(ctx, rows_of(raised, first, rows, 2 * width), gradient,
                          rows_of(draised, first, rows, 2 * width));
   });
-}
-
-void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
-                            const Tensor& dweight, const Tensor& dbias, Write write) {
-  const LinearShape shape = linear_shape_of(dweight, x);
-  if (write == Write::kOverwrite) {
-    if (dbias.data != nullptr) fill_zero_async(dbias.data, dbias.spec.bytes(), ctx.stream());
-    if (shape.rows == 0) fill_zero_async(dweight.data, dweight.spec.bytes(), ctx.stream());
-  }
-  const std::int64_t most = sum_rows(dy.spec.dtype);
-  for (std::int64_t first = 0; first < shape.rows; first += most) {
-    const std::int64_t rows = std::min(most, shape.rows - first);
-    if (dbias.data != nullptr) add_column_sums(ctx, rows_of(dy, first, rows, shape.out), dbias);
-    LinearShape block = shape;
-    block.rows = rows;
-    matmuls_of(ctx).run(linear_weight_product(block, first == 0 ? write : Write::kAdd),
-                        element(dy, first * shape.out), element(x, first * shape.in), nullptr,
-                        dweight.data);
-  }
-}
-
-}  // namespace
-
-LinearOperators linear_operators() {
-  return {
-      .linear_forward = linear_forward,
-      .linear_residual_forward = linear_residual_forward,
-      .linear_backward_input = linear_backward_input,
-      .linear_backward_weight = linear_backward_weight,
-      .linear_activation_forward = linear_activation_forward,
-      .linear_activation_backward_input = linear_activation_backward_input,
-      .linear_forward_workspace = linear_forward_workspace,
-      .linear_backward_weight_workspace = linear_backward_weight_workspace,
-      .linear_activation_backward_input_workspace = linear_activation_backward_input_workspace,
-  };
 }
 
 }  // namespace sluice::cpu

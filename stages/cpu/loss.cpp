@@ -15,6 +15,8 @@ double sum_in_order(const double* values, std::int64_t count) {
   return sum;
 }
 
+}  // namespace
+
 void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                        StepValue<double> scale, bool gradient, double* losses) {
   const std::int64_t rows = targets.elements(), width = logits.elements() / rows;
@@ -48,16 +50,6 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
     }
   });
   *sum = sum_in_order(sums, blocks);
-}
-
-}  // namespace
-
-LossOperators loss_operators() {
-  return {
-      .row_cross_entropy = row_cross_entropy,
-      .sum_of_losses = sum_of_losses,
-      .mean_squared_error = mean_squared_error,
-  };
 }
 
 }  // namespace sluice::cpu

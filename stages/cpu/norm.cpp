@@ -29,6 +29,8 @@ void* from(const Tensor& tensor, std::int64_t first) {
   return tensor.data == nullptr ? nullptr : element(tensor, first);
 }
 
+}  // namespace
+
 std::size_t norm_backward_workspace(ComputeContext& /*ctx*/, std::int64_t /*rows*/,
                                     std::int64_t /*width*/, int /*terms*/) {
   return 0;
@@ -103,18 +105,6 @@ void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, c
     kernels.rms_weights(element(dy, begin), element(x, begin), stats.as<float>(), shape.width,
                         shape.rows, end - begin, gradients.dgamma.as<float>() + begin);
   });
-}
-
-}  // namespace
-
-NormOperators norm_operators() {
-  return {
-      .layer_norm_forward = layer_norm_forward,
-      .layer_norm_backward = layer_norm_backward,
-      .rms_norm_forward = rms_norm_forward,
-      .rms_norm_backward = rms_norm_backward,
-      .norm_backward_workspace = norm_backward_workspace,
-  };
 }
 
 }  // namespace sluice::cpu

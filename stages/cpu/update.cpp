@@ -7,8 +7,6 @@
 
 namespace sluice::cpu {
 
-namespace {
-
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
   for (const UpdateRun& run : runs) {
     const AdamWArguments arguments = adamw_arguments(step, run.decay);
@@ -50,17 +48,6 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
     sums[i] = 0;
     for (std::int64_t block = 0; block < blocks; ++block) sums[i] += partial[block];
   }
-}
-
-}  // namespace
-
-UpdateOperators update_operators() {
-  return {
-      .adamw = adamw,
-      .sgd = sgd,
-      .convert_all = convert_all,
-      .sums_of_squares = sums_of_squares,
-  };
 }
 
 }  // namespace sluice::cpu
