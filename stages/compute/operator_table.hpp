@@ -5,7 +5,7 @@
 
 #include <sluice/operators.hpp>
 
-// X of the name of each.
+// X of the name of each, but for dropout(): <sluice/layers.hpp> has another function of that name.
 // clang-format off
 #define SLUICE_OPERATORS(X) \
   X(linear_forward) X(linear_residual_forward) X(linear_forward_workspace)                      \
@@ -20,7 +20,7 @@
   X(rotary) X(query_key_norm_forward)                                                           \
   X(query_key_norm_backward) X(query_key_norm_backward_workspace)                               \
   X(pointwise_forward) X(pointwise_backward) X(swiglu_forward) X(swiglu_backward)               \
-  X(dropout) X(dropout_residual) X(add) X(convert) X(convert_all)                               \
+  X(dropout_residual) X(add) X(convert) X(convert_all)                                          \
   X(row_cross_entropy) X(sum_of_losses) X(mean_squared_error)                                   \
   X(adamw) X(sgd) X(sums_of_squares)
 // clang-format on
@@ -35,6 +35,7 @@ struct OperatorTable {
 #define SLUICE_POINTER(name) decltype(&sluice::name) name;
   SLUICE_OPERATORS(SLUICE_POINTER)
 #undef SLUICE_POINTER
+  void (*dropout)(ComputeContext&, const Tensor&, const Dropout&, const Tensor&);
 };
 
 }  // namespace sluice

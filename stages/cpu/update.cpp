@@ -1,8 +1,6 @@
 // Optimizer kernels over flat vectors, and the conversion of many tensors.
 #include "stages/compute/call_arguments.hpp"
-#include "stages/compute/partial_sums.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {

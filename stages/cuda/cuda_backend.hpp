@@ -10,7 +10,7 @@
 
 namespace sluice::cuda {
 
-inline constexpr OperatorTable kOperators = {SLUICE_OPERATORS(SLUICE_ENTRY)};
+inline constexpr OperatorTable kOperators = {SLUICE_OPERATORS(SLUICE_ENTRY) dropout};
 
 class CudnnAttention;  // stages/cuda/attention_cudnn.hpp
 

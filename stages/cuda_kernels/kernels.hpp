@@ -7,6 +7,7 @@
 namespace sluice::cuda {
 
 SLUICE_OPERATORS(SLUICE_DECLARE)
+void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y);
 
 // sums [width] f32 += or = the sums of dy's columns; dy [rows, width], f32 or bf16. Sums run in f32
 // in an order that depends only on the shape. In stream order.

@@ -1,7 +1,7 @@
 // Losses: sums per row or block in double, then their sum in a fixed order.
 #include <type_traits>
 
-#include "stages/compute/partial_sums.hpp"
+#include "stages/compute/call_arguments.hpp"
 #include "stages/cuda_context/context.hpp"
 #include "stages/cuda_kernels/block_sums.cuh"
 #include "stages/cuda_kernels/kernels.hpp"

@@ -3,7 +3,6 @@
 #include <type_traits>
 
 #include "stages/compute/call_arguments.hpp"
-#include "stages/compute/partial_sums.hpp"
 #include "stages/cuda_kernels/block_sums.cuh"
 #include "stages/cuda_kernels/kernels.hpp"
 #include "stages/cuda_kernels/random.cuh"

@@ -15,9 +15,8 @@
 #include "stages/compute/backend.hpp"
 #include "stages/compute/operator_profile.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/cpu_operators.hpp"
 #if SLUICE_WITH_CUDA
-#include "stages/cpu/kernel_set.hpp"
+#include "stages/cpu/cpu_report.hpp"
 #include "stages/cuda/cuda_backend.hpp"
 #endif
 

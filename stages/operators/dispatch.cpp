@@ -19,9 +19,9 @@
 
 #include "comm/base/throw_error.hpp"
 #include "stages/compute/backend.hpp"
+#include "stages/compute/call_arguments.hpp"
 #include "stages/compute/operator_profile.hpp"
 #include "stages/compute/operator_table.hpp"
-#include "stages/compute/partial_sums.hpp"
 #include "stages/compute/product.hpp"
 #include "stages/compute/thread_team.hpp"
 #include "stages/operators/context.hpp"
@@ -37,10 +37,16 @@ constexpr Types kF32 = only(DType::kF32), kBf16 = only(DType::kBf16);
 // The type of the first operand, of the one before, and of the last one on a GPU.
 constexpr Types kFirst = 1U << kDTypes, kBefore = kFirst << 1U, kLastOnGpu = kFirst << 2U;
 
-// A dimension by a letter, or a product of two: "r", "sq", "2w". A small letter is the size of the
-// first operand with it; capital ones are those of dim().
+// A dimension by a letter: a small one is the size of the first operand with it, others are those
+// of size_of(). `from`: that operand; none where it is the operand itself.
+struct Dim {
+  char name = '1';
+  std::size_t from = 0;
+  bool width = false;  // the operand's width, not its rows
+};
+// "r", or a product: "sq", "2w".
 struct Size {
-  char name = '1', by = '1';
+  Dim one, by;
 };
 constexpr std::int64_t kAny = -1;
 
@@ -64,7 +70,7 @@ struct Rule {
 };
 
 constexpr Size size_in(std::string_view text) {
-  return {text[0], text.size() == 2 ? text[1] : '1'};
+  return {{text[0]}, {text.size() == 2 ? text[1] : '1'}};
 }
 
 constexpr Rule rule_in(std::string_view text) {
@@ -96,6 +102,17 @@ constexpr Rule rule_in(std::string_view text) {
   return rule;
 }
 
+constexpr void find(std::span<const Rule> rules, std::size_t index, Dim& dim) {
+  dim.from = index;
+  for (std::size_t i = index; i-- > 0 && dim.name >= 'a';) {
+    const Rule& rule = rules[i];
+    if (rule.flag == '?' || rule.form == Rule::Form::kCount) continue;
+    const bool rows = rule.rows.one.name == dim.name && rule.rows.by.name == '1';
+    const bool width = rule.width.one.name == dim.name && rule.width.by.name == '1';
+    if (rows || width) dim = {dim.name, i, !rows};
+  }
+}
+
 // Rules with a space between them, as a template's argument.
 template <std::size_t kSize>
 struct Text {
@@ -111,6 +128,10 @@ constexpr auto kRules = [] {
     const std::size_t end = std::min(kAll.find(' ', begin), kAll.size());
     rule = rule_in(kAll.substr(begin, end - begin));
     begin = end + 1;
+    const auto index = static_cast<std::size_t>(&rule - rules.data());
+    for (Dim* dim : {&rule.rows.one, &rule.rows.by, &rule.width.one, &rule.width.by}) {
+      find(rules, index, *dim);
+    }
   }
   return rules;
 }();
@@ -131,26 +152,12 @@ std::int64_t width_of(const Tensor& tensor) {
   return shape.rank() == 0 ? 1 : shape[shape.rank() - 1];
 }
 
-// Where the dimension of a rule gets its value: the operand, and whether it is that one's width.
-struct Place {
-  std::size_t operand;
-  bool width;
-};
-constexpr Place place_of(std::span<const Rule> rules, std::size_t index, char name) {
-  for (std::size_t i = 0; i < index && name >= 'a'; ++i) {
-    const Rule& rule = rules[i];
-    if (rule.flag == '?' || rule.form == Rule::Form::kCount) continue;
-    if (rule.rows.name == name && rule.rows.by == '1') return {i, false};
-    if (rule.width.name == name && rule.width.by == '1') return {i, true};
-  }
-  return {index, false};
-}
-[[gnu::always_inline]] inline std::int64_t dim(char name, Place place, std::size_t index,
-                                               const Operands& operands, const Given& given) {
-  switch (name) {
+[[gnu::always_inline]] inline std::int64_t size_of(const Dim& dim, std::size_t index,
+                                                   const Operands& operands, const Given& given) {
+  switch (dim.name) {
     case '1':
     case '2':
-      return name - '0';
+      return dim.name - '0';
     case 'N':
       return given.number;
     case 'R':
@@ -164,18 +171,17 @@ constexpr Place place_of(std::span<const Rule> rules, std::size_t index, char na
     case 'D':
       return given.shape->head_dim;
     default:
-      if (place.operand == index) return kAny;
-      return place.width ? width_of(*operands[place.operand])
-                         : leading_rows(*operands[place.operand]);
+      if (dim.from == index) return kAny;
+      return dim.width ? width_of(*operands[dim.from]) : leading_rows(*operands[dim.from]);
   }
 }
 
-[[gnu::always_inline]] inline std::int64_t legal_size(Size size, Place one, Place by,
-                                                      std::size_t index, const Operands& operands,
+[[gnu::always_inline]] inline std::int64_t legal_size(const Size& size, std::size_t index,
+                                                      const Operands& operands,
                                                       const Given& given) {
-  const std::int64_t first = dim(size.name, one, index, operands, given);
-  const std::int64_t second = dim(size.by, by, index, operands, given);
-  return first == kAny || second == kAny ? kAny : first * second;
+  const std::int64_t one = size_of(size.one, index, operands, given);
+  const std::int64_t by = size_of(size.by, index, operands, given);
+  return one == kAny || by == kAny ? kAny : one * by;
 }
 
 [[gnu::always_inline]] inline Types types_of(const Rule& rule, std::size_t index,
@@ -237,7 +243,7 @@ std::string legal_text(Rule::Form form, Types types, std::int64_t rows, std::int
 }
 
 [[noreturn, gnu::cold, gnu::noinline]] void refuse(const char* name, const std::string& what) {
-  throw Error(ErrorCode::kUsage, fmt::format("{}: {}", name, what));
+  throw_usage("{}: {}", name, what);
 }
 
 [[noreturn, gnu::cold, gnu::noinline]] void refuse(const char* name, std::span<const Rule> rules,
@@ -245,14 +251,11 @@ std::string legal_text(Rule::Form form, Types types, std::int64_t rows, std::int
                                                    Given given) {
   const Rule& rule = rules[index];
   std::array<bool, std::tuple_size_v<Operands>> matters{};  // what the legal follows from
-  matters[0] = index > 0 && (rule.types & kFirst) != 0;
+  matters[0] = (rule.types & kFirst) != 0;
   if ((rule.types & kBefore) != 0) matters[index - 1] = true;
-  const auto legal = [&](Size size) {
-    const Place one = place_of(rules, index, size.name), by = place_of(rules, index, size.by);
-    for (const Place& place : {one, by}) matters[place.operand] = place.operand < index;
-    return legal_size(size, one, by, index, operands, given);
-  };
-  const std::int64_t rows = legal(rule.rows), width = legal(rule.width);
+  for (const Dim& dim : {rule.rows.one, rule.rows.by, rule.width.one, rule.width.by}) {
+    matters[dim.from] = true;
+  }
   std::string with;
   const auto mention = [&](const std::string& text) {
     with += (with.empty() ? " with " : " and ") + text;
@@ -263,25 +266,22 @@ std::string legal_text(Rule::Form form, Types types, std::int64_t rows, std::int
   if (given.shape != nullptr) mention(to_text(*given.shape));
   const Tensor& operand = *operands[index];
   const bool no_data = operand.data == nullptr;
+  const std::string legal = legal_text(rule.form, types_of(rule, index, operands, given),
+                                       legal_size(rule.rows, index, operands, given),
+                                       legal_size(rule.width, index, operands, given));
   refuse(name,
          fmt::format("{} is {}{}; legal{}: {}{}", rule.name, to_string(operand.spec),
-                     no_data ? " without data" : "", with,
-                     legal_text(rule.form, types_of(rule, index, operands, given), rows, width),
-                     no_data ? " with data" : ""));
+                     no_data ? " without data" : "", with, legal, no_data ? " with data" : ""));
 }
 
 template <const auto& kAll, std::size_t kIndex>
 [[gnu::always_inline]] inline void fits(const char* name, const Operands& operands,
                                         const Given& given) {
   constexpr Rule kRule = kAll[kIndex];
-  constexpr Place kPlaces[] = {
-      place_of(kAll, kIndex, kRule.rows.name), place_of(kAll, kIndex, kRule.rows.by),
-      place_of(kAll, kIndex, kRule.width.name), place_of(kAll, kIndex, kRule.width.by)};
   const Tensor& operand = *operands[kIndex];
   if (kRule.flag == '?' && operand.data == nullptr) return;
-  const std::int64_t rows = legal_size(kRule.rows, kPlaces[0], kPlaces[1], kIndex, operands, given);
-  const std::int64_t width =
-      legal_size(kRule.width, kPlaces[2], kPlaces[3], kIndex, operands, given);
+  const std::int64_t rows = legal_size(kRule.rows, kIndex, operands, given);
+  const std::int64_t width = legal_size(kRule.width, kIndex, operands, given);
   const bool right = (types_of(kRule, kIndex, operands, given) & only(operand.spec.dtype)) != 0 &&
                      has_shape(operand, kRule.form, rows, width) &&
                      (operand.data != nullptr || operand.elements() == 0);
@@ -474,8 +474,8 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y) {
-  check<"x:F[r,i] y:1[r,h] raised:1[r,hN] weight:1(hN,i) bias?:f$(hN)">(
-      __func__, {&x, &y, &raised, &weight, &bias},
+  check<"x:F[r,i] y:1[r,h] weight:1(hN,i) bias?:f$(hN) raised:1[r,hN]">(
+      __func__, {&x, &y, &weight, &bias, &raised},
       {.number = parts_of(activation), .on_gpu = ctx.device().kind != DeviceKind::kCpu});
   run({__func__, product_flops(x, weight)}, &OperatorTable::linear_activation_forward, ctx,
       activation, x, weight, bias, raised, y);
