@@ -1,4 +1,5 @@
-// The operators' parameters as their element-wise kernels take them, for every backend.
+// The operators' parameters as their element-wise kernels take them, and the partial sums of losses
+// and of sums of squares, for every backend. Internal to stages/.
 #pragma once
 
 #include <array>
@@ -60,6 +61,17 @@ namespace sluice {
 [[nodiscard]] inline SgdArguments sgd_arguments(const SgdStep& step, bool decay) {
   return {step.learning_rate, step.momentum, decay ? step.weight_decay : 0.0F, step.grad_scale,
           step.nesterov};
+}
+
+// Elements of one partial sum over a block. The results' bits depend on it.
+inline constexpr std::int64_t kSumBlock = 16384;
+
+// Bytes of one double per block of `elements`, or per row.
+[[nodiscard]] constexpr std::size_t block_sum_bytes(std::int64_t elements) {
+  return static_cast<std::size_t>((elements + kSumBlock - 1) / kSumBlock) * sizeof(double);
+}
+[[nodiscard]] constexpr std::size_t row_sum_bytes(std::int64_t rows) {
+  return static_cast<std::size_t>(rows) * sizeof(double);
 }
 
 }  // namespace sluice

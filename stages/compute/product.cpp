@@ -14,12 +14,6 @@ std::string to_string(const MatMulSpec& spec) {
                      spec.accumulate ? ", accumulated" : "");
 }
 
-std::int64_t leading_rows(const Tensor& tensor) {
-  std::int64_t rows = 1;
-  for (int d = 0; d + 1 < tensor.shape().rank(); ++d) rows *= tensor.shape()[d];
-  return rows;
-}
-
 Tensor rows_from(const Tensor& all, std::int64_t first, std::int64_t rows) {
   const std::int64_t width = all.shape()[all.shape().rank() - 1];
   if (all.data == nullptr) return {};

@@ -36,7 +36,11 @@ struct MatMulSpec {
 [[nodiscard]] std::string to_string(const MatMulSpec& spec);
 
 // The product of all dimensions but the last, which may be 0; 1 without any.
-[[nodiscard]] std::int64_t leading_rows(const Tensor& tensor);
+[[nodiscard]] inline std::int64_t leading_rows(const Tensor& tensor) {
+  std::int64_t rows = 1;
+  for (int d = 0; d + 1 < tensor.shape().rank(); ++d) rows *= tensor.shape()[d];
+  return rows;
+}
 
 // work(first row, rows) for each part of [0, samples * rows) that sums over rows, such as weight
 // gradients, add up by itself: each sample, so that they do not depend on how samples are gathered

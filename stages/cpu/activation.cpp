@@ -3,7 +3,6 @@
 
 #include "stages/compute/call_arguments.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -113,19 +112,6 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
       kernels.to_float(element(from, begin), to.as<float>() + begin, end - begin);
     }
   });
-}
-
-ElementOperators element_operators() {
-  return {
-      .pointwise_forward = pointwise_forward,
-      .pointwise_backward = pointwise_backward,
-      .swiglu_forward = swiglu_forward,
-      .swiglu_backward = swiglu_backward,
-      .dropout = dropout,
-      .dropout_residual = dropout_residual,
-      .add = add,
-      .convert = convert,
-  };
 }
 
 }  // namespace sluice::cpu

@@ -10,7 +10,6 @@
 
 #include "stages/compute/call_arguments.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
@@ -366,7 +365,9 @@ Dropout any_dropout(bool drops) {
   return dropout;
 }
 
-std::size_t attention_state_bytes(const AttentionShape& shape, DType dtype) {
+}  // namespace
+
+std::size_t attention_state_bytes(DeviceKind /*device*/, const AttentionShape& shape, DType dtype) {
   const Places places(shape);
   return static_cast<std::size_t>(shape.samples * places.heads * places.matrix()) * size_of(dtype);
 }
@@ -404,19 +405,6 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
     // The state is only read; its places are shared with forward, which writes.
     attention.backward(sample, qkv, out, dout, const_cast<std::byte*>(state), dqkv);
   }
-}
-
-}  // namespace
-
-AttentionOperators attention_operators() {
-  return {
-      .attention_state_bytes = attention_state_bytes,
-      .attention_forward = attention_forward,
-      .attention_backward = attention_backward,
-      .attention_forward_workspace = attention_forward_workspace,
-      .attention_backward_workspace = attention_backward_workspace,
-      .attention_engine = attention_engine,
-  };
 }
 
 }  // namespace sluice::cpu

@@ -10,6 +10,7 @@
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "stages/cpu/library_call.hpp"
 
 namespace sluice {
@@ -97,8 +98,7 @@ class PlainPrimitive {
                       const std::vector<dnnl_exec_arg_t>& arguments) {
     const dnnl_status_t status = execute_primitive(primitive, stream, arguments);
     if (status == dnnl_success) return;
-    throw Error(ErrorCode::kDevice,
-                fmt::format("oneDNN: a convolution failed with status {}", int{status}));
+    throw_error(ErrorCode::kDevice, "oneDNN: a convolution failed with status {}", int{status});
   }
 
   dnnl::engine engine_;
@@ -231,8 +231,7 @@ Convolution::Convolution(const ConvolutionShape& shape) {
   try {
     state_ = std::make_unique<State>(shape);
   } catch (const dnnl::error& error) {
-    throw Error(ErrorCode::kDevice,
-                fmt::format("oneDNN cannot compute {}: {}", to_string(shape), error.what()));
+    throw_error(ErrorCode::kDevice, "oneDNN cannot compute {}: {}", to_string(shape), error.what());
   }
 }
 

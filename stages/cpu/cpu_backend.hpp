@@ -1,5 +1,6 @@
-// The CPU's part of a compute context: the element-wise kernels of its instruction set, and the
-// products prepared so far. Requires of the contexts given here: device().kind == kCpu.
+// The CPU's operators, and its part of a compute context: the element-wise kernels of its
+// instruction set, and the products prepared so far. Requires of the contexts given here:
+// device().kind == kCpu.
 #pragma once
 
 #include <fmt/format.h>
@@ -9,10 +10,11 @@
 #include <sluice/compute.hpp>
 
 #include "stages/compute/backend.hpp"
+#include "stages/compute/operator_table.hpp"
 #include "stages/cpu/cpu_report.hpp"
-#include "stages/cpu/kernel_set.hpp"
 #include "stages/cpu/matmul.hpp"
 #include "stages/cpu/row_products.hpp"
+#include "stages/cpu_kernels/kernels.hpp"
 
 namespace sluice {
 
@@ -54,5 +56,12 @@ class CpuBackend final : public Backend {
 [[nodiscard]] inline const RowBlocks& row_blocks_of(const ComputeContext& ctx, DType operands) {
   return row_products_of(ctx).blocks(ctx, operands);
 }
+
+// The CPU's operators, the specification of every other backend's.
+namespace cpu {
+SLUICE_OPERATORS(SLUICE_DECLARE)
+void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y);
+inline constexpr OperatorTable kOperators = {SLUICE_OPERATORS(SLUICE_ENTRY) dropout};
+}  // namespace cpu
 
 }  // namespace sluice

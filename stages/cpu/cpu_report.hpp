@@ -5,8 +5,14 @@
 
 namespace sluice {
 
-// "avx512" | "avx2" | "baseline": which build of the element-wise loops a context made now would
-// run (SLUICE_KERNELS=baseline|avx2|avx512 in the environment lowers it).
+struct Kernels;  // stages/cpu_kernels/kernels.hpp
+
+// The widest set of kernels this machine can run, or the one SLUICE_KERNELS names
+// (baseline|avx2|avx512). Throws Error(kUsage) for a name that is none or that this machine cannot
+// run.
+[[nodiscard]] const Kernels& choose_kernels();
+
+// The name of that which a context made now would run.
 [[nodiscard]] std::string kernel_set();
 // The matrix library with version and its instruction set, for reports; and, where products of bf16
 // are widened, that they are.

@@ -3,12 +3,21 @@
 #include <cstring>
 
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
 
 namespace {
+
+// Columns [begin, end) of all rows.
+void zero_columns(const Tensor& table, std::int64_t begin, std::int64_t end) {
+  const std::int64_t width = table.shape()[1];
+  for (std::int64_t row = 0; row < table.shape()[0]; ++row) {
+    std::fill_n(table.as<float>() + row * width + begin, end - begin, 0.0F);
+  }
+}
+
+}  // namespace
 
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
@@ -41,14 +50,6 @@ std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::in
   return 0;
 }
 
-// Columns [begin, end) of all rows.
-void zero_columns(const Tensor& table, std::int64_t begin, std::int64_t end) {
-  const std::int64_t width = table.shape()[1];
-  for (std::int64_t row = 0; row < table.shape()[0]; ++row) {
-    std::fill_n(table.as<float>() + row * width + begin, end - begin, 0.0F);
-  }
-}
-
 // Threads share columns, not rows: each element of a gradient is summed in the order of rows.
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                                const Tensor& dtable, const Tensor& dpositions, Write write) {
@@ -68,16 +69,6 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
       }
     }
   });
-}
-
-}  // namespace
-
-EmbeddingOperators embedding_operators() {
-  return {
-      .embedding_forward = embedding_forward,
-      .embedding_backward_weight = embedding_backward_weight,
-      .embedding_backward_weight_workspace = embedding_backward_weight_workspace,
-  };
 }
 
 }  // namespace sluice::cpu

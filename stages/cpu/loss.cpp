@@ -1,8 +1,7 @@
 // Losses. Partial sums are kept per row or block and added in order, so that the result does not
 // depend on the number of threads.
-#include "stages/compute/partial_sums.hpp"
+#include "stages/compute/call_arguments.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -14,6 +13,8 @@ double sum_in_order(const double* values, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) sum += values[i];
   return sum;
 }
+
+}  // namespace
 
 void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                        StepValue<double> scale, bool gradient, double* losses) {
@@ -48,16 +49,6 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
     }
   });
   *sum = sum_in_order(sums, blocks);
-}
-
-}  // namespace
-
-LossOperators loss_operators() {
-  return {
-      .row_cross_entropy = row_cross_entropy,
-      .sum_of_losses = sum_of_losses,
-      .mean_squared_error = mean_squared_error,
-  };
 }
 
 }  // namespace sluice::cpu

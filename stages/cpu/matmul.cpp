@@ -12,8 +12,8 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "stages/cpu/cpu_report.hpp"
-#include "stages/cpu/kernel_set.hpp"
 #include "stages/cpu/library_call.hpp"
 #include "stages/cpu/parallel.hpp"
 #include "stages/cpu/widened.hpp"
@@ -25,8 +25,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 [[noreturn]] void fail(const MatMulSpec& spec, const std::string& what) {
-  throw Error(ErrorCode::kDevice,
-              fmt::format("{} cannot compute {}: {}", matmul_library(), to_string(spec), what));
+  throw_error(ErrorCode::kDevice, "{} cannot compute {}: {}", matmul_library(), to_string(spec),
+              what);
 }
 
 dnnl::memory::data_type library_type(DType dtype) {

@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -28,6 +27,8 @@ const NormKernels& norm_kernels_for(ComputeContext& ctx, const Tensor& x, DType 
 void* from(const Tensor& tensor, std::int64_t first) {
   return tensor.data == nullptr ? nullptr : element(tensor, first);
 }
+
+}  // namespace
 
 std::size_t norm_backward_workspace(ComputeContext& /*ctx*/, std::int64_t /*rows*/,
                                     std::int64_t /*width*/, int /*terms*/) {
@@ -103,18 +104,6 @@ void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, c
     kernels.rms_weights(element(dy, begin), element(x, begin), stats.as<float>(), shape.width,
                         shape.rows, end - begin, gradients.dgamma.as<float>() + begin);
   });
-}
-
-}  // namespace
-
-NormOperators norm_operators() {
-  return {
-      .layer_norm_forward = layer_norm_forward,
-      .layer_norm_backward = layer_norm_backward,
-      .rms_norm_forward = rms_norm_forward,
-      .rms_norm_backward = rms_norm_backward,
-      .norm_backward_workspace = norm_backward_workspace,
-  };
 }
 
 }  // namespace sluice::cpu

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -12,20 +11,6 @@ namespace {
 
 // Rows whose shares of the gains' gradients are summed before they are added to the others'.
 constexpr std::int64_t kNormBlock = 64;
-
-void rotary(ComputeContext& ctx, const AttentionShape& shape, const RotaryPositions& positions,
-            const Tensor& qkv, bool backward) {
-  const std::int64_t half = shape.head_dim / 2, heads = shape.heads + shape.kv_heads;
-  const float* table = ctx.rotary_table(shape.sequence, shape.head_dim, positions);
-  const TypedKernels& kernels = kernels_for(ctx, qkv.spec.dtype);
-  parallel_range(ctx, shape.rows(), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      const float* angles = table + row % shape.sequence * 3 * half;
-      kernels.rotate(element(qkv, row * shape.packed_width()), heads, shape.head_dim, angles,
-                     angles + (backward ? 2 : 1) * half);
-    }
-  });
-}
 
 // Where a row's queries and keys are: in the packed rows, in raw, in stats.
 struct HeadRow {
@@ -38,31 +23,10 @@ struct HeadRow {
   std::int64_t keys;  // from the row's first query to its first key
 };
 
-void query_key_norm_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
-                            const Tensor& query_gain, const Tensor& key_gain, float epsilon,
-                            const Tensor& raw, const Tensor& stats) {
-  const auto kernel = kernels_for(ctx, qkv.spec.dtype).head_norm_forward;
-  parallel_range(ctx, shape.rows(), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      const HeadRow at(shape, row);
-      float* const rstd = stats.as<float>() + at.stats;
-      kernel(element(qkv, at.packed), shape.heads, shape.head_dim, query_gain.as<float>(), epsilon,
-             element(raw, at.raw), rstd);
-      kernel(element(qkv, at.packed + at.keys), shape.kv_heads, shape.head_dim,
-             key_gain.as<float>(), epsilon, element(raw, at.raw + at.keys), rstd + shape.heads);
-    }
-  });
-}
-
 // [2, head_dim] for each block of rows.
 std::size_t share_bytes(const AttentionShape& shape) {
   const std::int64_t blocks = (shape.rows() + kNormBlock - 1) / kNormBlock;
   return static_cast<std::size_t>(blocks * 2 * shape.head_dim) * sizeof(float);
-}
-
-std::size_t query_key_norm_backward_workspace(ComputeContext& /*ctx*/,
-                                              const AttentionShape& shape) {
-  return share_bytes(shape);
 }
 
 // One block of rows; dgains [2, head_dim] receives its share.
@@ -83,6 +47,43 @@ void norm_backward_block(const TypedKernels& kernels, const AttentionShape& shap
   }
 }
 
+}  // namespace
+
+void rotary(ComputeContext& ctx, const AttentionShape& shape, const RotaryPositions& positions,
+            const Tensor& qkv, bool backward) {
+  const std::int64_t half = shape.head_dim / 2, heads = shape.heads + shape.kv_heads;
+  const float* table = ctx.rotary_table(shape.sequence, shape.head_dim, positions);
+  const TypedKernels& kernels = kernels_for(ctx, qkv.spec.dtype);
+  parallel_range(ctx, shape.rows(), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      const float* angles = table + row % shape.sequence * 3 * half;
+      kernels.rotate(element(qkv, row * shape.packed_width()), heads, shape.head_dim, angles,
+                     angles + (backward ? 2 : 1) * half);
+    }
+  });
+}
+
+void query_key_norm_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                            const Tensor& query_gain, const Tensor& key_gain, float epsilon,
+                            const Tensor& raw, const Tensor& stats) {
+  const auto kernel = kernels_for(ctx, qkv.spec.dtype).head_norm_forward;
+  parallel_range(ctx, shape.rows(), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      const HeadRow at(shape, row);
+      float* const rstd = stats.as<float>() + at.stats;
+      kernel(element(qkv, at.packed), shape.heads, shape.head_dim, query_gain.as<float>(), epsilon,
+             element(raw, at.raw), rstd);
+      kernel(element(qkv, at.packed + at.keys), shape.kv_heads, shape.head_dim,
+             key_gain.as<float>(), epsilon, element(raw, at.raw + at.keys), rstd + shape.heads);
+    }
+  });
+}
+
+std::size_t query_key_norm_backward_workspace(ComputeContext& /*ctx*/,
+                                              const AttentionShape& shape) {
+  return share_bytes(shape);
+}
+
 void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& raw,
                              const Tensor& query_gain, const Tensor& key_gain, const Tensor& stats,
                              const Tensor& dqkv, const Tensor& dgains) {
@@ -101,22 +102,6 @@ void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, c
   for (std::int64_t block = 0; block < blocks; ++block) {
     kernels_of(ctx).f32.add(shares + block * width, sums, width);
   }
-}
-
-}  // namespace
-
-RotaryOperators rotary_operators() {
-  return {
-      .rotary = rotary,
-  };
-}
-
-QueryKeyNormOperators query_key_norm_operators() {
-  return {
-      .query_key_norm_forward = query_key_norm_forward,
-      .query_key_norm_backward = query_key_norm_backward,
-      .query_key_norm_backward_workspace = query_key_norm_backward_workspace,
-  };
 }
 
 }  // namespace sluice::cpu

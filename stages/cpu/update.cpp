@@ -1,13 +1,9 @@
 // Optimizer kernels over flat vectors, and the conversion of many tensors.
 #include "stages/compute/call_arguments.hpp"
-#include "stages/compute/partial_sums.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
-
-namespace {
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
   for (const UpdateRun& run : runs) {
@@ -50,17 +46,6 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
     sums[i] = 0;
     for (std::int64_t block = 0; block < blocks; ++block) sums[i] += partial[block];
   }
-}
-
-}  // namespace
-
-UpdateOperators update_operators() {
-  return {
-      .adamw = adamw,
-      .sgd = sgd,
-      .convert_all = convert_all,
-      .sums_of_squares = sums_of_squares,
-  };
 }
 
 }  // namespace sluice::cpu

@@ -5,8 +5,8 @@
 // dropout, tf32(), device model and library only, so forward and backward agree, and all depths of
 // a pipeline agree.
 #include "stages/cuda/cuda_backend.hpp"
-#include "stages/cuda/cuda_operators.hpp"
 #include "stages/cuda_kernels/flash_attention.hpp"
+#include "stages/cuda_kernels/kernels.hpp"
 
 #if SLUICE_WITH_CUDNN
 #include "stages/cuda/attention_cudnn.hpp"
@@ -36,6 +36,8 @@ std::string why_own(ComputeContext& /*ctx*/, const AttentionShape& shape, DType 
 }
 #endif
 
+}  // namespace
+
 std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape, DType dtype,
                              bool dropout) {
   const std::string why = why_own(ctx, shape, dtype, dropout);
@@ -44,7 +46,8 @@ std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape, D
   return std::string("own kernels") + (tensor_cores ? " on tensor cores (" : " (") + why + ")";
 }
 
-std::size_t attention_state_bytes(const AttentionShape& shape, DType /*dtype*/) {
+std::size_t attention_state_bytes(DeviceKind /*device*/, const AttentionShape& shape,
+                                  DType /*dtype*/) {
   return static_cast<std::size_t>(shape.rows() * shape.heads) * sizeof(float);
 }
 
@@ -93,19 +96,6 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
   }
 #endif
   flash_attention_backward(ctx, shape, qkv, out, dout, dropout, state, dqkv);
-}
-
-}  // namespace
-
-AttentionOperators attention_operators() {
-  return {
-      .attention_state_bytes = attention_state_bytes,
-      .attention_forward = attention_forward,
-      .attention_backward = attention_backward,
-      .attention_forward_workspace = attention_forward_workspace,
-      .attention_backward_workspace = attention_backward_workspace,
-      .attention_engine = attention_engine,
-  };
 }
 
 }  // namespace sluice::cuda

@@ -6,8 +6,11 @@
 
 #include "stages/cuda/matmul.hpp"
 #include "stages/cuda_context/context.hpp"
+#include "stages/cuda_kernels/kernels.hpp"
 
 namespace sluice::cuda {
+
+inline constexpr OperatorTable kOperators = {SLUICE_OPERATORS(SLUICE_ENTRY) dropout};
 
 class CudnnAttention;  // stages/cuda/attention_cudnn.hpp
 

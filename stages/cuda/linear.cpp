@@ -1,7 +1,6 @@
 // The matrix product layer on a GPU: one product for all rows. Only the shape of the micro-batch
 // determines the product.
 #include "stages/cuda/cuda_backend.hpp"
-#include "stages/cuda/cuda_operators.hpp"
 #include "stages/cuda_kernels/kernels.hpp"
 
 namespace sluice::cuda {
@@ -60,6 +59,8 @@ bool fuses(ComputeContext& ctx, const ProductSpec& spec) {
          product.k > 0 && cuda.matmuls().supports(spec);
 }
 
+}  // namespace
+
 std::size_t linear_forward_workspace(ComputeContext& /*ctx*/, const LinearShape& shape) {
   return shape.bias ? rounded_bias_bytes(shape.out, shape.result) : 0;
 }
@@ -87,7 +88,7 @@ void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor&
                              const Tensor& bias, const Tensor& residual, const Tensor& y) {
   if (weight.shape()[1] == 0) {
     write_bias(ctx, bias, y);
-    return cuda_operators().add(ctx, residual, y);
+    return cuda::add(ctx, residual, y);
   }
   MatMulSpec product = linear_product(forward_shape(x, weight, bias, y));
   product.accumulate = true;
@@ -159,22 +160,6 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
       ctx.workspace(cuda::linear_activation_backward_input_workspace(ctx, activation, shape));
   cuda::linear_backward_input(ctx, dy, weight, gradient);
   cuda::swiglu_backward(ctx, raised, gradient, draised);
-}
-
-}  // namespace
-
-LinearOperators linear_operators() {
-  return {
-      .linear_forward = linear_forward,
-      .linear_residual_forward = linear_residual_forward,
-      .linear_backward_input = linear_backward_input,
-      .linear_backward_weight = linear_backward_weight,
-      .linear_activation_forward = linear_activation_forward,
-      .linear_activation_backward_input = linear_activation_backward_input,
-      .linear_forward_workspace = linear_forward_workspace,
-      .linear_backward_weight_workspace = linear_backward_weight_workspace,
-      .linear_activation_backward_input_workspace = linear_activation_backward_input_workspace,
-  };
 }
 
 }  // namespace sluice::cuda

@@ -258,17 +258,4 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   }
 }
 
-ElementOperators element_operators() {
-  return {
-      .pointwise_forward = pointwise_forward,
-      .pointwise_backward = pointwise_backward,
-      .swiglu_forward = swiglu_forward,
-      .swiglu_backward = swiglu_backward,
-      .dropout = dropout,
-      .dropout_residual = dropout_residual,
-      .add = add,
-      .convert = convert,
-  };
-}
-
 }  // namespace sluice::cuda

@@ -258,15 +258,6 @@ std::size_t cut(TableGradient<S>& gradient, std::byte* base) {
   return pieces.used();
 }
 
-std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t rows,
-                                                std::int64_t vocabulary, std::int64_t width) {
-  TableGradient<float> gradient{};
-  gradient.places.count = rows;
-  gradient.places.vocabulary = vocabulary;
-  gradient.width = width;
-  return cut(gradient, nullptr);
-}
-
 template <typename S>
 TableGradient<S> take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                               const Tensor& dtable, Write write) {
@@ -303,21 +294,6 @@ void sort_places(ComputeContext& ctx, const Places& places) {
   launch("starts of tokens", starts_kernel, {blocks, kSortThreads}, stream, places);
   launch("sorting of places", sort_kernel,
          {static_cast<unsigned>(chunks * kSortBlocks), kSortThreads}, stream, places);
-}
-
-void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
-                       const Tensor& positions, const Tensor& out) {
-  const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
-  const int64_t width = table.shape()[1];
-  with_type(out.spec.dtype, [&](auto type) {
-    using S = decltype(type);
-    constexpr int kAtOnce = kWide<S>;
-    for_rows<kAtOnce>(
-        ctx, "embedding forward", divide_up(samples, EmbeddingForward<S>::kSamples) * sequence,
-        width, width % kAtOnce == 0 && aligned(table.data, positions.data, out.data),
-        EmbeddingForward<S>{tokens.as<int32_t>(), table.as<float>(), positions.as<float>(),
-                            out.as<S>(), samples, sequence, width});
-  });
 }
 
 // Rows of the positions' gradient, then tiles of the table's.
@@ -395,6 +371,32 @@ void run_gradients(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout
                     JoinedSums<S>{gradient});
 }
 
+}  // namespace
+
+void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
+                       const Tensor& positions, const Tensor& out) {
+  const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
+  const int64_t width = table.shape()[1];
+  with_type(out.spec.dtype, [&](auto type) {
+    using S = decltype(type);
+    constexpr int kAtOnce = kWide<S>;
+    for_rows<kAtOnce>(
+        ctx, "embedding forward", divide_up(samples, EmbeddingForward<S>::kSamples) * sequence,
+        width, width % kAtOnce == 0 && aligned(table.data, positions.data, out.data),
+        EmbeddingForward<S>{tokens.as<int32_t>(), table.as<float>(), positions.as<float>(),
+                            out.as<S>(), samples, sequence, width});
+  });
+}
+
+std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t rows,
+                                                std::int64_t vocabulary, std::int64_t width) {
+  TableGradient<float> gradient{};
+  gradient.places.count = rows;
+  gradient.places.vocabulary = vocabulary;
+  gradient.width = width;
+  return cut(gradient, nullptr);
+}
+
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                                const Tensor& dtable, const Tensor& dpositions, Write write) {
   if (tokens.elements() == 0 || dtable.shape()[1] == 0) {
@@ -407,16 +409,6 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
   with_type(dout.spec.dtype, [&](auto type) {
     run_gradients<decltype(type)>(ctx, tokens, dout, dtable, dpositions, write);
   });
-}
-
-}  // namespace
-
-EmbeddingOperators embedding_operators() {
-  return {
-      .embedding_forward = embedding_forward,
-      .embedding_backward_weight = embedding_backward_weight,
-      .embedding_backward_weight_workspace = embedding_backward_weight_workspace,
-  };
 }
 
 }  // namespace sluice::cuda

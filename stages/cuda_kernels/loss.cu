@@ -1,7 +1,7 @@
 // Losses: sums per row or block in double, then their sum in a fixed order.
 #include <type_traits>
 
-#include "stages/compute/partial_sums.hpp"
+#include "stages/compute/call_arguments.hpp"
 #include "stages/cuda_context/context.hpp"
 #include "stages/cuda_kernels/block_sums.cuh"
 #include "stages/cuda_kernels/kernels.hpp"
@@ -160,6 +160,8 @@ void add_up(ComputeContext& ctx, const double* values, int64_t count, double* su
          Doubles{values}, count, aligned(values), sum);
 }
 
+}  // namespace
+
 // Requires a row.
 void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                        StepValue<double> scale, bool gradient, double* losses) {
@@ -204,16 +206,6 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
            count, aligned(outputs.data, targets.data), sums);
   }
   add_up(ctx, sums, blocks, sum);
-}
-
-}  // namespace
-
-LossOperators loss_operators() {
-  return {
-      .row_cross_entropy = row_cross_entropy,
-      .sum_of_losses = sum_of_losses,
-      .mean_squared_error = mean_squared_error,
-  };
 }
 
 }  // namespace sluice::cuda

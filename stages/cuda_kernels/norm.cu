@@ -133,6 +133,8 @@ void norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma, con
   with_type(y.spec.dtype, [&](auto y_type) { run(y_type, float{}); });
 }
 
+}  // namespace
+
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma,
                         const Tensor& beta, float epsilon, const Tensor& y, const Tensor& stats) {
   norm_forward<Norm::kLayer>(ctx, x, gamma, beta.as<float>(), epsilon, y, stats);
@@ -141,18 +143,6 @@ void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamm
 void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma, float epsilon,
                       const Tensor& y, const Tensor& stats) {
   norm_forward<Norm::kRms>(ctx, x, gamma, nullptr, epsilon, y, stats);
-}
-
-}  // namespace
-
-NormOperators norm_operators() {
-  return {
-      .layer_norm_forward = layer_norm_forward,
-      .layer_norm_backward = norm_backward<Norm::kLayer>,
-      .rms_norm_forward = rms_norm_forward,
-      .rms_norm_backward = norm_backward<Norm::kRms>,
-      .norm_backward_workspace = cuda::norm_backward_workspace,
-  };
 }
 
 }  // namespace sluice::cuda

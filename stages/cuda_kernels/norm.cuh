@@ -49,11 +49,4 @@ __device__ void for_packs(int64_t width, int lane, const Body& body) {
   }
 }
 
-// The backward of either; in norm_backward.cu.
-template <Norm kNorm>
-void norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& gamma,
-                   const Tensor& stats, const NormGradients& gradients);
-[[nodiscard]] std::size_t norm_backward_workspace(ComputeContext& ctx, std::int64_t rows,
-                                                  std::int64_t width, int terms);
-
 }  // namespace sluice::cuda

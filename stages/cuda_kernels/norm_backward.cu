@@ -7,6 +7,7 @@
 // Rows that are too wide for a block of threads, or not aligned, take a warp per row for the
 // input's gradient, and a pass of their own for the weights'.
 #include "stages/cuda_kernels/column_sums.cuh"
+#include "stages/cuda_kernels/kernels.hpp"
 #include "stages/cuda_kernels/norm.cuh"
 
 namespace sluice::cuda {
@@ -317,8 +318,6 @@ void run_backward(ComputeContext& ctx, const Backward<T, X>& a, Write write,
   }
 }
 
-}  // namespace
-
 template <Norm kNorm>
 void norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& gamma,
                    const Tensor& stats, const NormGradients& gradients) {
@@ -344,10 +343,17 @@ void norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const
   with_type(dy.spec.dtype, [&](auto type) { run(type, float{}); });
 }
 
-template void norm_backward<Norm::kLayer>(ComputeContext&, const Tensor&, const Tensor&,
-                                          const Tensor&, const Tensor&, const NormGradients&);
-template void norm_backward<Norm::kRms>(ComputeContext&, const Tensor&, const Tensor&,
-                                        const Tensor&, const Tensor&, const NormGradients&);
+}  // namespace
+
+void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                         const Tensor& gamma, const Tensor& stats, const NormGradients& gradients) {
+  norm_backward<Norm::kLayer>(ctx, dy, x, gamma, stats, gradients);
+}
+
+void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& gamma,
+                       const Tensor& stats, const NormGradients& gradients) {
+  norm_backward<Norm::kRms>(ctx, dy, x, gamma, stats, gradients);
+}
 
 std::size_t norm_backward_workspace(ComputeContext& /*ctx*/, std::int64_t rows, std::int64_t width,
                                     int terms) {

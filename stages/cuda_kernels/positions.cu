@@ -34,20 +34,6 @@ struct Rotation {
   }
 };
 
-void rotary(ComputeContext& ctx, const AttentionShape& shape, const RotaryPositions& positions,
-            const Tensor& qkv, bool backward) {
-  const int64_t half = shape.head_dim / 2;
-  const float* table = ctx.rotary_table(shape.sequence, shape.head_dim, positions);
-  with_type(qkv.spec.dtype, [&](auto type) {
-    using T = decltype(type);
-    const bool wide = half % kWide<T> == 0 && shape.head_dim % 2 == 0 && aligned(qkv.data, table);
-    for_rows<kWide<T>>(ctx, "rotary positions", shape.rows(),
-                       int64_t{shape.heads + shape.kv_heads} * half, wide,
-                       Rotation<T>{qkv.as<T>(), table, shape.sequence, shape.packed_width(),
-                                   shape.head_dim, backward});
-  });
-}
-
 // Heads of queries and keys: head `head` of row `row` is line row * heads() + head.
 template <typename T>
 struct Heads {
@@ -158,6 +144,22 @@ LaunchShape warp_heads(const AttentionShape& shape) {
   return {blocks_for(lines, kBlockThreads / kWarpThreads), kBlockThreads};
 }
 
+}  // namespace
+
+void rotary(ComputeContext& ctx, const AttentionShape& shape, const RotaryPositions& positions,
+            const Tensor& qkv, bool backward) {
+  const int64_t half = shape.head_dim / 2;
+  const float* table = ctx.rotary_table(shape.sequence, shape.head_dim, positions);
+  with_type(qkv.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    const bool wide = half % kWide<T> == 0 && shape.head_dim % 2 == 0 && aligned(qkv.data, table);
+    for_rows<kWide<T>>(ctx, "rotary positions", shape.rows(),
+                       int64_t{shape.heads + shape.kv_heads} * half, wide,
+                       Rotation<T>{qkv.as<T>(), table, shape.sequence, shape.packed_width(),
+                                   shape.head_dim, backward});
+  });
+}
+
 void query_key_norm_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                             const Tensor& query_gain, const Tensor& key_gain, float epsilon,
                             const Tensor& raw, const Tensor& stats) {
@@ -196,22 +198,6 @@ void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, c
     launch("query and key norm backward", head_norm_backward_kernel<T>, warp_heads(shape),
            native(ctx.stream()), heads);
   });
-}
-
-}  // namespace
-
-RotaryOperators rotary_operators() {
-  return {
-      .rotary = rotary,
-  };
-}
-
-QueryKeyNormOperators query_key_norm_operators() {
-  return {
-      .query_key_norm_forward = query_key_norm_forward,
-      .query_key_norm_backward = query_key_norm_backward,
-      .query_key_norm_backward_workspace = query_key_norm_backward_workspace,
-  };
 }
 
 }  // namespace sluice::cuda

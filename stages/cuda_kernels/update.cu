@@ -3,7 +3,6 @@
 #include <type_traits>
 
 #include "stages/compute/call_arguments.hpp"
-#include "stages/compute/partial_sums.hpp"
 #include "stages/cuda_kernels/block_sums.cuh"
 #include "stages/cuda_kernels/kernels.hpp"
 #include "stages/cuda_kernels/random.cuh"
@@ -255,6 +254,8 @@ __global__ void __launch_bounds__(kSumThreads)
   if (threadIdx.x == 0) sums[index] = sum;
 }
 
+}  // namespace
+
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
   with_type(step.moments, [&](auto type) {
     for_runs<AdamWTable>(ctx, "adamw", AdamWUpdate<decltype(type)>{adamw_arguments(step, true)},
@@ -299,17 +300,6 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
     launch("sums of squares, totals", squares_total_kernel,
            {static_cast<unsigned>(table.count), kSumThreads}, stream, table, partial, first);
   }
-}
-
-}  // namespace
-
-UpdateOperators update_operators() {
-  return {
-      .adamw = adamw,
-      .sgd = sgd,
-      .convert_all = convert_all,
-      .sums_of_squares = sums_of_squares,
-  };
 }
 
 }  // namespace sluice::cuda

@@ -19,7 +19,6 @@
 #include "stages/gradient_check/finite_differences.hpp"
 #include "stages/gradient_check/guarded_memory.hpp"
 #include "stages/network/layer_run.hpp"
-#include "stages/network/naming.hpp"
 #include "stages/network/specs.hpp"
 #include "stages/tensor/unwritten.hpp"
 
@@ -350,11 +349,7 @@ class LayerCheck {
     const Bytes y = batch.y.bytes();
     batch.soil();
     forward(batch, phase);
-    const std::int64_t at = first_difference(output_, y, batch.y.bytes());
-    if (at < 0) return;
-    throw_usage("forward of the same x makes y {} at {}, then {}; legal: the same again",
-                number_in(output_, y, at), place_of(output_.shape, at),
-                number_in(output_, batch.y.bytes(), at));
+    same_tensor("of the same x again", output_, "y of forward", y, batch.y.bytes());
   }
 
   Made one_after_the_other(MicroBatch& batch) {
@@ -409,27 +404,19 @@ class LayerCheck {
 
   void in_flight(const Made& first, const Made& second) {
     MicroBatch &a = *batches_[0], &b = *batches_[1];
-    const auto same = [&](const char* what, const TensorSpec& spec, const Bytes& expected,
-                          const MicroBatch& batch, const Bytes& found) {
-      const std::int64_t at = first_difference(spec, expected, found);
-      if (at < 0) return;
-      throw_usage(
-          "with two micro-batches in flight {} of micro-batch {} is {} at {}, alone {}; legal: the "
-          "same, so all that lasts is in the memory of the call",
-          what, batch.number, number_in(spec, found, at), place_of(spec.shape, at),
-          number_in(spec, expected, at));
+    const auto when = [](int number) {
+      return fmt::format("with two micro-batches in flight, of micro-batch {},", number);
     };
     for (MicroBatch* each : {&a, &b}) each->soil();
     for (MicroBatch* each : {&a, &b}) forward(*each);
-    same("y", output_, first.y, a, a.y.bytes());
-    same("y", output_, second.y, b, b.y.bytes());
+    same_tensor(when(0), output_, "y", first.y, a.y.bytes());
+    same_tensor(when(1), output_, "y", second.y, b.y.bytes());
     for (MicroBatch* each : {&a, &b}) backward_input(*each);
-    same("dx", input_, first.dx, a, a.dx.bytes());
-    same("dx", input_, second.dx, b, b.dx.bytes());
+    same_tensor(when(0), input_, "dx", first.dx, a.dx.bytes());
+    same_tensor(when(1), input_, "dx", second.dx, b.dx.bytes());
     const std::vector<float> grads[] = {backward_weight(a), backward_weight(b)};
     for (int i = 0; i < 2; ++i) {
-      same_gradients(i == 0 ? first : second, grads[i],
-                     fmt::format("with two micro-batches in flight, of micro-batch {},", i),
+      same_gradients(i == 0 ? first : second, grads[i], when(i),
                      "all that lasts is in the memory of the call");
     }
   }
@@ -454,7 +441,7 @@ class LayerCheck {
                    "backward_weight needs nothing of backward_input but LayerMemory::gradients");
   }
 
-  void same_tensor(const char* when, const TensorSpec& spec, const char* what,
+  void same_tensor(const std::string& when, const TensorSpec& spec, const char* what,
                    const Bytes& expected, const Bytes& found) const {
     const std::int64_t at = first_difference(spec, expected, found);
     if (at < 0) return;

@@ -12,7 +12,7 @@
 #include "stages/compute/thread_team.hpp"
 #include "stages/gradient_check/finite_differences.hpp"
 #include "stages/gradient_check/guarded_memory.hpp"
-#include "stages/network/naming.hpp"
+#include "stages/network/specs.hpp"
 #include "stages/tensor/unwritten.hpp"
 
 namespace sluice {

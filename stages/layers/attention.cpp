@@ -1,11 +1,10 @@
 // attention(): self-attention as a layer of a Sequential.
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <optional>
 
 #include "comm/base/throw_error.hpp"
-#include "stages/layers/self_attention.hpp"
+#include "stages/layers/branches.hpp"
 #include "stages/network/specs.hpp"
 
 namespace sluice {
@@ -14,11 +13,6 @@ namespace {
 void require_legal(std::int64_t width, int heads, const AttentionOptions& options) {
   if (width < 1 || heads < 1 || width % heads != 0) {
     throw_usage("a width of {} in {} heads; legal: a multiple of the heads, from 1", width, heads);
-  }
-  constexpr int kMost = std::numeric_limits<int>::max();
-  if (width / heads > kMost || heads > kMost / 3) {
-    throw_usage("a width of {} in {} heads; legal: at most {} heads of at most {} numbers", width,
-                heads, kMost / 3, kMost);
   }
   const int kv_heads = options.kv_heads;
   if (kv_heads < 0 || (kv_heads > 0 && heads % kv_heads != 0)) {

@@ -18,76 +18,10 @@ Linear::Options projection_of(const HeadOptions& options) {
 }
 
 std::string name_of_projection(const HeadOptions& options) {
-  return options.tied ? kTokenEmbedding : "head.";
+  return options.tied ? "token_embedding." : "head.";
 }
 
 }  // namespace
-
-TensorSpec EmbeddingLayer::output(const TensorSpec& input) const {
-  const Shape& shape = input.shape;
-  if (input.dtype != DType::kI32 || shape.rank() != 2 || shape[0] < 1 || shape[1] < 1 ||
-      shape[1] > options_.context) {
-    throw_usage(
-        "the input is {}; legal: i32 [samples, sequence] with at least 1 sample and 1 to {} "
-        "positions",
-        to_string(input), options_.context);
-  }
-  return {options_.stream, Shape{shape[0], shape[1], options_.width}};
-}
-
-void EmbeddingLayer::add_parameters(ParameterSet& set, const std::string& name) {
-  // Tied uses have one name, whatever groups they are in.
-  tokens_ =
-      &set.add((options_.tied ? "" : name) + kTokenEmbedding + "weight",
-               Shape{options_.vocabulary, options_.width}, Init::normal(0.02), true, options_.tied);
-  if (options_.positions == 0) return;
-  positions_ = &set.add(name + "position_embedding.weight",
-                        Shape{options_.positions, options_.width}, Init::normal(0.02));
-}
-
-LayerNeeds EmbeddingLayer::needs(const TensorSpec& input, ComputeContext& compute) const {
-  return {.memory = {.gradients = options_.dropout.probability > 0 ? output(input).bytes() : 0},
-          .operator_bytes = embedding_backward_weight_workspace(
-              compute, input.shape.elements(), options_.vocabulary, options_.width)};
-}
-
-double EmbeddingLayer::cost(const TensorSpec& input) const {
-  return static_cast<double>(input.shape.elements() * options_.width);
-}
-
-void EmbeddingLayer::check_inputs(const Tensor& x) const {
-  const auto* const begin = x.as<const std::int32_t>();
-  std::uint32_t most = 0;
-  for (const auto* token = begin; token != begin + x.elements(); ++token) {
-    most = std::max(most, static_cast<std::uint32_t>(*token));
-  }
-  if (most < static_cast<std::uint32_t>(options_.vocabulary)) return;
-  throw_error(ErrorCode::kData, "token {} is outside the vocabulary; legal: 0 to {}",
-              static_cast<std::int32_t>(most), options_.vocabulary - 1);
-}
-
-Dropout EmbeddingLayer::dropped(const LayerCall& call) const {
-  return options_.dropout.at(call, call.x.shape()[1] * options_.width);
-}
-
-void EmbeddingLayer::forward(LayerCall& call, const Tensor& y) {
-  const Tensor rows = as_rows(y);
-  embedding_forward(call.compute(), call.x, tokens_->value,
-                    positions_ != nullptr ? positions_->value : Tensor{}, rows);
-  if (options_.dropout.active(call)) dropout(call.compute(), rows, dropped(call), rows);
-}
-
-void EmbeddingLayer::backward_input(LayerCall& call, const Tensor& dy, const Tensor& /*dx*/) {
-  if (!options_.dropout.active(call)) return;
-  dropout(call.compute(), as_rows(dy), dropped(call), as_rows({call.gradients, dy.spec}));
-}
-
-void EmbeddingLayer::backward_weight(LayerCall& call, const Tensor& dy) {
-  const Tensor& from = options_.dropout.active(call) ? Tensor{call.gradients, dy.spec} : dy;
-  embedding_backward_weight(call.compute(), call.x, as_rows(from), tokens_->grad,
-                            positions_ != nullptr ? positions_->grad : Tensor{},
-                            next_write({tokens_, positions_}, call.compute().stream()));
-}
 
 TensorSpec HeadLayer::output(const TensorSpec& input) const {
   require_stream(input, options_.stream, options_.width, options_.context);

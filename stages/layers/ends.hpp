@@ -1,5 +1,5 @@
-// The two ends of a transformer: embedding of tokens and positions; final norm and projection to
-// the vocabulary; and the loss, which makes the logits itself where they are cut into chunks.
+// The end of a transformer: final norm and projection to the vocabulary, and the loss, which makes
+// the logits itself where they are cut into chunks.
 #pragma once
 
 #include <cstdint>
@@ -9,48 +9,6 @@
 #include "stages/network/parts.hpp"
 
 namespace sluice {
-
-inline constexpr const char* kTokenEmbedding = "token_embedding.";
-
-// Tokens i32 [samples, sequence] become [samples, sequence, width] of the stream's type. Its
-// parameters are token_embedding.weight and, with positions, position_embedding.weight.
-class EmbeddingLayer final : public Layer {
- public:
-  struct Options {
-    std::int64_t vocabulary = 0, width = 0;
-    std::int64_t positions = 0;  // 0: none learned
-    std::int64_t context = 0;    // the most positions of a sample
-    bool tied = false;
-    DropoutSite dropout;
-    DType stream = DType::kF32;
-  };
-  explicit EmbeddingLayer(const Options& options) : options_(options) {}
-
-  Edges set_precision(const Precision& precision) override {
-    options_.stream = precision.stream;
-    return Edges::kStream;
-  }
-  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
-  void add_parameters(ParameterSet& set, const std::string& name) override;
-  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override;
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
-  [[nodiscard]] LayerPromises promises() const override {
-    return {.recomputes = true, .capturable = true};
-  }
-  [[nodiscard]] double cost(const TensorSpec& input) const override;
-  void check_inputs(const Tensor& x) const override;
-  void forward(LayerCall& call, const Tensor& y) override;
-  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override;
-  void backward_weight(LayerCall& call, const Tensor& dy) override;
-
- private:
-  [[nodiscard]] Dropout dropped(const LayerCall& call) const;
-
-  Options options_;
-  Parameter* tokens_ = nullptr;
-  Parameter* positions_ = nullptr;
-};
 
 struct HeadOptions {
   std::int64_t vocabulary = 0, width = 0;

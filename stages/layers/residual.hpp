@@ -9,7 +9,7 @@
 #include <optional>
 #include <string>
 
-#include "stages/layers/branch.hpp"
+#include "stages/layers/branches.hpp"
 
 namespace sluice {
 

@@ -12,7 +12,6 @@
 #include <sluice/layers.hpp>
 
 #include "stages/cpu/parallel.hpp"
-#include "stages/network/lane_sums.hpp"
 #include "stages/network/picture.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
@@ -36,14 +35,9 @@ class BatchNormLayer final : public Layer {
   BatchNormLayer(std::int64_t channels, const BatchNormOptions& options)
       : channels_(channels), options_(options) {
     require_positive(channels, "channels");
-    (void)Shape{channels};  // throws where nothing has as many
     require_epsilon(options.epsilon);
     if (!(options.momentum >= 0 && options.momentum <= 1)) {
       throw_usage("momentum is {}; legal: 0 to 1", options.momentum);
-    }
-    if (!synchronised() && options.statistics != BatchStatistics::kMicroBatch) {
-      throw_usage("statistics {}; legal: BatchStatistics::kMicroBatch and kReplicas",
-                  static_cast<int>(options.statistics));
     }
   }
 

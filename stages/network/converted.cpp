@@ -10,7 +10,6 @@
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/specs.hpp"
-#include "stages/network/watched.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {

@@ -12,7 +12,6 @@
 #include <sluice/operators.hpp>
 
 #include "stages/cpu/parallel.hpp"
-#include "stages/network/lane_sums.hpp"
 #include "stages/network/picture.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 

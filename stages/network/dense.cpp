@@ -120,72 +120,100 @@ class NormLayer final : public Layer {
   std::optional<Norm> norm_;  // once there are parameters
 };
 
-class EmbeddingTable final : public Layer {
+class EmbeddingLayer final : public Layer {
  public:
-  EmbeddingTable(std::int64_t classes, std::int64_t width, std::int64_t places)
-      : classes_(classes), width_(width), places_(places) {
-    require_positive(classes, "classes");
-    require_positive(width, "width");
-    if (places < 0) throw_usage("positions is {}; legal: at least 0", places);
+  explicit EmbeddingLayer(const EmbeddingOptions& options) : options_(options) {
+    require_positive(options.classes, "classes");
+    require_positive(options.width, "width");
+    if (options.positions < 0) throw_usage("positions is {}; legal: at least 0", options.positions);
   }
 
   Edges set_precision(const Precision& precision) override {
-    stream_ = precision.stream;
+    options_.stream = precision.stream;
     return Edges::kStream;
   }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    const int rank = input.shape.rank();
-    if (input.dtype != DType::kI32 || rank < 1 || rank > 2) {
+    const Shape& shape = input.shape;
+    const std::int64_t most = options_.context > 0 ? options_.context : options_.positions;
+    const bool right = input.dtype == DType::kI32 &&
+                       (shape.rank() == 2 || (shape.rank() == 1 && most == 0)) &&
+                       (most == 0 || shape[1] <= most) &&
+                       (options_.context == 0 || (shape[0] >= 1 && shape[1] >= 1));
+    if (!right && most == 0) {
       throw_usage("the input is {}; legal: i32 [samples] or [samples, n]", to_string(input));
     }
-    if (places_ > 0 && (rank == 1 || input.shape[1] > places_)) {
-      throw_usage("the input is {}; legal with {} positions: i32 [samples, n] with n up to {}",
-                  to_string(input), places_, places_);
+    if (!right && options_.context > 0) {
+      throw_usage(
+          "the input is {}; legal: i32 [samples, sequence] with at least 1 sample and 1 to {} "
+          "positions",
+          to_string(input), most);
     }
-    if (rank == 1) return {stream_, {input.shape[0], width_}};
-    return {stream_, {input.shape[0], input.shape[1], width_}};
+    if (!right) {
+      throw_usage("the input is {}; legal with {} positions: i32 [samples, n] with n up to {}",
+                  to_string(input), most, most);
+    }
+    if (shape.rank() == 1) return {options_.stream, {shape[0], options_.width}};
+    return {options_.stream, {shape[0], shape[1], options_.width}};
   }
+  // Tied uses have one name, whatever groups they are in.
   void add_parameters(ParameterSet& set, const std::string& name) override {
-    table_ = &set.add(name + "weight", {classes_, width_}, Init::normal(1));
-    if (places_ > 0) positions_ = &set.add(name + "positions", {places_, width_}, Init::normal(1));
+    const Init init = Init::normal(options_.deviation);
+    table_ = &set.add((options_.tied ? "" : name) + options_.table_name,
+                      {options_.classes, options_.width}, init, true, options_.tied);
+    if (options_.positions == 0) return;
+    positions_ =
+        &set.add(name + options_.positions_name, {options_.positions, options_.width}, init);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
-    return {.operator_bytes = embedding_backward_weight_workspace(compute, input.shape.elements(),
-                                                                  classes_, width_)};
+    return {.memory = {.gradients = options_.dropout.probability > 0 ? output(input).bytes() : 0},
+            .operator_bytes = embedding_backward_weight_workspace(
+                compute, input.shape.elements(), options_.classes, options_.width)};
   }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] LayerPromises promises() const override { return kPromises; }
+  [[nodiscard]] double cost(const TensorSpec& input) const override {
+    return static_cast<double>(input.shape.elements() * options_.width);
+  }
   void check_inputs(const Tensor& x) const override {
-    const std::int32_t* const begin = x.as<std::int32_t>();
-    for (std::int64_t i = 0; i < x.elements(); ++i) {
-      if (begin[i] >= 0 && begin[i] < classes_) continue;
-      throw_error(ErrorCode::kData, "class {}; legal: 0 to {}", begin[i], classes_ - 1);
+    const auto* const begin = x.as<const std::int32_t>();
+    std::uint32_t most = 0;  // a negative one is the largest
+    for (const auto* each = begin; each != begin + x.elements(); ++each) {
+      most = std::max(most, static_cast<std::uint32_t>(*each));
     }
+    if (most < options_.classes) return;
+    throw_error(ErrorCode::kData, "token {} is outside the vocabulary; legal: 0 to {}",
+                static_cast<std::int32_t>(most), options_.classes - 1);
   }
   void forward(LayerCall& call, const Tensor& y) override {
-    embedding_forward(call.compute(), classes_of(call), table_->value,
-                      positions_ != nullptr ? positions_->value : Tensor{}, rows(y));
+    const Tensor rows = as_rows(y);
+    embedding_forward(call.compute(), tokens_of(call), table_->value,
+                      positions_ != nullptr ? positions_->value : Tensor{}, rows);
+    if (drops(call)) dropout(call.compute(), rows, dropped(call), rows);
   }
-  void backward_input(LayerCall& /*call*/, const Tensor& /*dy*/, const Tensor& /*dx*/) override {}
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& /*dx*/) override {
+    if (!drops(call)) return;
+    dropout(call.compute(), as_rows(dy), dropped(call), as_rows({call.gradients, dy.spec}));
+  }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    embedding_backward_weight(call.compute(), classes_of(call), rows(dy), table_->grad,
+    const Tensor from = drops(call) ? Tensor{call.gradients, dy.spec} : dy;
+    embedding_backward_weight(call.compute(), tokens_of(call), as_rows(from), table_->grad,
                               positions_ != nullptr ? positions_->grad : Tensor{},
                               next_write({table_, positions_}, call.compute().stream()));
   }
 
  private:
-  // As the operator takes them: [samples, n], and rows of the table.
-  static Tensor classes_of(const LayerCall& call) {
-    const std::int64_t samples = call.x.shape()[0];
-    return {call.x.data, {DType::kI32, {samples, samples == 0 ? 0 : call.x.elements() / samples}}};
+  // As the operator takes them: [samples, n].
+  static Tensor tokens_of(const LayerCall& call) {
+    const Shape& shape = call.x.shape();
+    return {call.x.data, {DType::kI32, {shape[0], shape.rank() == 1 ? 1 : shape[1]}}};
   }
-  [[nodiscard]] Tensor rows(const Tensor& y) const {
-    return {y.data, {y.spec.dtype, {y.elements() / width_, width_}}};
+  [[nodiscard]] bool drops(const LayerCall& call) const { return options_.dropout.active(call); }
+  [[nodiscard]] Dropout dropped(const LayerCall& call) const {
+    return options_.dropout.at(call, tokens_of(call).shape()[1] * options_.width);
   }
 
-  std::int64_t classes_, width_, places_;
-  DType stream_ = DType::kF32;
+  EmbeddingOptions options_;
   Parameter *table_ = nullptr, *positions_ = nullptr;
 };
 
@@ -210,7 +238,15 @@ LayerSpec rms_norm(std::int64_t width, double epsilon) {
 }
 
 LayerSpec embedding(std::int64_t classes, std::int64_t width, std::int64_t positions) {
-  return layer<EmbeddingTable>("embedding", classes, width, positions);
+  const EmbeddingOptions options{.classes = classes, .width = width, .positions = positions};
+  return {"embedding",
+          [options](int) { return make_embedding(options); },
+          {},
+          settings_of(classes, width, positions)};
+}
+
+std::unique_ptr<Layer> make_embedding(const EmbeddingOptions& options) {
+  return std::make_unique<EmbeddingLayer>(options);
 }
 
 }  // namespace sluice

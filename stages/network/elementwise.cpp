@@ -7,6 +7,7 @@
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 
+#include "stages/network/parts.hpp"
 #include "stages/network/specs.hpp"
 
 namespace sluice {
@@ -91,8 +92,7 @@ class SoftmaxLayer final : public Layer {
 class DropoutLayer final : public Layer {
  public:
   DropoutLayer(double probability, int number)
-      : probability_(static_cast<float>(probability)),
-        site_(random_site(static_cast<std::uint32_t>(number), 0)) {
+      : site_{static_cast<float>(probability), random_site(static_cast<std::uint32_t>(number), 0)} {
     if (!(probability >= 0 && probability < 1)) {
       throw_usage("the probability is {}; legal: at least 0 and below 1", probability);
     }
@@ -114,20 +114,11 @@ class DropoutLayer final : public Layer {
 
  private:
   void drop(const LayerCall& call, const Tensor& from, const Tensor& to) const {
-    const StageContext& stage = call.stage;
-    Dropout what;
-    if (stage.phase == Phase::kTrain && stage.samples > 0) {
-      what = {.probability = probability_,
-              .key = {stage.seed, site_, stage.step},
-              .first_element = static_cast<std::uint64_t>(stage.first_sample) *
-                               static_cast<std::uint64_t>(from.elements() / stage.samples),
-              .step_on_device = stage.step.on_device};
-    }
-    dropout(call.compute(), from, what, to);
+    const std::int64_t samples = std::max<std::int64_t>(call.stage.samples, 1);
+    dropout(call.compute(), from, site_.at(call, from.elements() / samples), to);
   }
 
-  float probability_;
-  std::uint32_t site_;
+  DropoutSite site_;
 };
 
 // The numbers of a sample in another shape.

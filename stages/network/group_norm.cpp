@@ -5,7 +5,6 @@
 #include <sluice/layers.hpp>
 
 #include "stages/cpu/parallel.hpp"
-#include "stages/network/lane_sums.hpp"
 #include "stages/network/picture.hpp"
 
 namespace sluice {

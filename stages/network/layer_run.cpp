@@ -11,9 +11,7 @@
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/converted.hpp"
-#include "stages/network/naming.hpp"
 #include "stages/network/specs.hpp"
-#include "stages/network/watched.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {
@@ -32,18 +30,6 @@ std::byte* at(std::byte* base, std::size_t offset) {
 }
 
 TensorSpec rounded_spec(const TensorSpec& spec) { return {DType::kBf16, spec.shape}; }
-
-// A size that std::size_t holds may still be too large to be rounded up.
-void require_countable(const LayerNeeds& needs, const std::string& layer) {
-  const LayerMemory& memory = needs.memory;
-  for (const std::size_t bytes :
-       {memory.until_input, memory.until_weight, memory.lasting, memory.gradients, memory.scratch,
-        needs.operator_bytes, needs.table_bytes}) {
-    if (aligned(bytes) < kTooManyBytes) continue;
-    throw_usage("{} needs {} bytes; legal: at most {}", layer, bytes,
-                kTooManyBytes / kBufferAlignment * kBufferAlignment);
-  }
-}
 
 void copy(StageContext& ctx, const Tensor& from, const Tensor& to) {
   copy_async(to.data, from.data, from.spec.bytes(), ctx.compute.stream());
@@ -263,7 +249,6 @@ TensorSpec LayerRun::measure(std::size_t index, const TensorSpec& in, ComputeCon
   require_device(each.layer->runs_on_gpu(), each.full_name());
   place.needs = naming(each, [&] { return each.layer->needs(in, compute); });
   place.again = recomputes_ && part.promises.recomputes;
-  require_countable(place.needs, each.full_name());
   LayerNeeds& all = plan.needs;
   all.operator_bytes = std::max(all.operator_bytes, place.needs.operator_bytes);
   all.table_bytes = std::max(all.table_bytes, place.needs.table_bytes);

@@ -12,20 +12,25 @@
 namespace sluice {
 namespace {
 
-class SquaredError final : public Loss {
+// Of targets with the outputs' shape, which all count.
+class NumbersLoss : public Loss {
  public:
   [[nodiscard]] bool leaves_gradients() const override { return true; }
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override {
     if (outputs.dtype == DType::kF32 && outputs.shape.rank() > 0) return outputs;
     throw_usage("the outputs are {}; legal: f32 [samples, ...]", to_string(outputs));
   }
+  [[nodiscard]] double weight(const TensorSpec& /*outputs*/, const Tensor& targets) const override {
+    return static_cast<double>(targets.elements());
+  }
+};
+
+class SquaredError final : public NumbersLoss {
+ public:
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] bool capturable() const override { return true; }
   [[nodiscard]] std::size_t operator_bytes(const TensorSpec& outputs) const override {
     return mean_squared_error_workspace(outputs.shape.elements());
-  }
-  [[nodiscard]] double weight(const TensorSpec& /*outputs*/, const Tensor& targets) const override {
-    return static_cast<double>(targets.elements());
   }
   void compute(StageContext& ctx, const Tensor& outputs, const Tensor& targets,
                double* sum) override {
@@ -110,14 +115,16 @@ class CrossEntropy final : public Loss {
     Tensor rows{outputs.data, rows_spec(extent)};
     if (extent.inner > 1) {
       rows.data = scratch + round_up(classes.spec.bytes(), kBufferAlignment);
-      move_classes(extent, outputs.as<float>(), rows.as<float>());
+      for_places(extent,
+                 [&](std::int64_t from, std::int64_t to) { rows.at(to) = outputs.at(from); });
     }
     const double smoothed = smoothed_sum(rows, classes, extent.classes);
     softmax_cross_entropy(ctx.compute, rows, classes, ctx.loss_scale, trains, sum);
     *sum += smoothed;
     if (!trains) return;
     smooth_gradient(rows, classes, extent.classes, static_cast<float>(ctx.loss_scale));
-    if (extent.inner > 1) restore_classes(extent, rows.as<float>(), outputs.as<float>());
+    if (extent.inner == 1) return;
+    for_places(extent, [&](std::int64_t to, std::int64_t from) { outputs.at(to) = rows.at(from); });
   }
 
  private:
@@ -145,20 +152,14 @@ class CrossEntropy final : public Loss {
     return targets.spec.dtype == DType::kI64 ? targets.as<std::int64_t>()[i]
                                              : targets.as<std::int32_t>()[i];
   }
-  static void move_classes(const Extent& extent, const float* from, float* to) {
+  // body(a number's place in the outputs, its place in rows of classes)
+  template <typename Body>
+  static void for_places(const Extent& extent, const Body& body) {
+    std::int64_t place = 0;
     for (std::int64_t o = 0; o < extent.outer; ++o) {
       for (std::int64_t c = 0; c < extent.classes; ++c) {
         for (std::int64_t i = 0; i < extent.inner; ++i) {
-          to[(o * extent.inner + i) * extent.classes + c] = *from++;
-        }
-      }
-    }
-  }
-  static void restore_classes(const Extent& extent, const float* from, float* to) {
-    for (std::int64_t o = 0; o < extent.outer; ++o) {
-      for (std::int64_t c = 0; c < extent.classes; ++c) {
-        for (std::int64_t i = 0; i < extent.inner; ++i) {
-          *to++ = from[(o * extent.inner + i) * extent.classes + c];
+          body(place++, (o * extent.inner + i) * extent.classes + c);
         }
       }
     }
@@ -195,18 +196,10 @@ class CrossEntropy final : public Loss {
   CrossEntropyOptions options_;
 };
 
-class ElementwiseLoss final : public Loss {
+class ElementwiseLoss final : public NumbersLoss {
  public:
   explicit ElementwiseLoss(std::function<LossTerm(float, float)> term) : term_(std::move(term)) {
     if (!term_) throw_usage("elementwise_loss() without a function");
-  }
-  [[nodiscard]] bool leaves_gradients() const override { return true; }
-  [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override {
-    if (outputs.dtype == DType::kF32 && outputs.shape.rank() > 0) return outputs;
-    throw_usage("the outputs are {}; legal: f32 [samples, ...]", to_string(outputs));
-  }
-  [[nodiscard]] double weight(const TensorSpec& /*outputs*/, const Tensor& targets) const override {
-    return static_cast<double>(targets.elements());
   }
   void compute(StageContext& ctx, const Tensor& outputs, const Tensor& targets,
                double* sum) override {

@@ -9,7 +9,7 @@
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/converted.hpp"
-#include "stages/network/naming.hpp"
+#include "stages/network/specs.hpp"
 
 namespace sluice {
 namespace {

@@ -197,8 +197,7 @@ Dropout DropoutSite::at(const LayerCall& call, std::int64_t elements_per_sample)
 Tensor as_rows(const Tensor& tensor) {
   const Shape& shape = tensor.shape();
   const std::int64_t columns = shape.rank() == 0 ? 1 : shape[shape.rank() - 1];
-  const std::int64_t rows = columns == 0 ? 0 : shape.elements() / columns;
-  return {tensor.data, {tensor.spec.dtype, Shape{rows, columns}}};
+  return {tensor.data, {tensor.spec.dtype, Shape{leading_rows(tensor), columns}}};
 }
 
 }  // namespace sluice

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -182,6 +183,20 @@ struct DropoutSite {
   // elements_per_sample: of the operand.
   [[nodiscard]] Dropout at(const LayerCall& call, std::int64_t elements_per_sample) const;
 };
+
+// embedding(), which a transformer begins with too.
+struct EmbeddingOptions {
+  std::int64_t classes = 0, width = 0;
+  std::int64_t positions = 0;  // 0: none learned
+  std::int64_t context = 0;    // the most positions of a sample, which has one; 0: any
+  const char* table_name = "weight";
+  const char* positions_name = "positions";
+  double deviation = 1;  // of the initial values
+  bool tied = false;
+  DropoutSite dropout = {};
+  DType stream = DType::kF32;
+};
+[[nodiscard]] std::unique_ptr<Layer> make_embedding(const EmbeddingOptions& options);
 
 // The same memory as [rows, last dimension].
 [[nodiscard]] Tensor as_rows(const Tensor& tensor);

@@ -23,6 +23,15 @@ struct Plane {
   [[nodiscard]] std::int64_t out() const { return out_height * out_width; }
 };
 
+// body(plane's number) for all channels of all samples.
+template <typename Body>
+void for_planes(const LayerCall& call, const Body& body) {
+  parallel_range(call.compute(), call.x.shape()[0] * call.x.shape()[1], 1,
+                 [&](std::int64_t begin, std::int64_t end) {
+                   for (std::int64_t plane = begin; plane < end; ++plane) body(plane);
+                 });
+}
+
 class PoolingLayer : public Layer {
  public:
   PoolingLayer(HeightWidth kernel, const PoolOptions& options)
@@ -55,14 +64,6 @@ class PoolingLayer : public Layer {
              std::min(left + window_.kernel[1], plane.width), i * plane.out_width + j);
       }
     }
-  }
-  // body(plane's number) for all channels of all samples.
-  template <typename Body>
-  static void for_planes(const LayerCall& call, const Body& body) {
-    parallel_range(call.compute(), call.x.shape()[0] * call.x.shape()[1], 1,
-                   [&](std::int64_t begin, std::int64_t end) {
-                     for (std::int64_t plane = begin; plane < end; ++plane) body(plane);
-                   });
   }
   [[nodiscard]] float area() const {
     return static_cast<float>(window_.kernel[0] * window_.kernel[1]);
@@ -163,7 +164,8 @@ class GlobalAverage final : public Layer {
   }
   [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
   void forward(LayerCall& call, const Tensor& y) override {
-    for_planes(call, [&](std::int64_t p, std::int64_t size) {
+    const std::int64_t size = call.x.shape()[2] * call.x.shape()[3];
+    for_planes(call, [&](std::int64_t p) {
       const float* const x = call.x.as<float>() + p * size;
       double sum = 0;
       for (std::int64_t i = 0; i < size; ++i) sum += x[i];
@@ -171,22 +173,11 @@ class GlobalAverage final : public Layer {
     });
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    for_planes(call, [&](std::int64_t p, std::int64_t size) {
+    const std::int64_t size = call.x.shape()[2] * call.x.shape()[3];
+    for_planes(call, [&](std::int64_t p) {
       float* const to = dx.as<float>() + p * size;
       std::fill(to, to + size, dy.at(p) / static_cast<float>(size));
     });
-  }
-
- private:
-  // body(plane's number, its size)
-  template <typename Body>
-  static void for_planes(const LayerCall& call, const Body& body) {
-    const Shape& shape = call.x.shape();
-    const std::int64_t size = shape[2] * shape[3];
-    parallel_range(call.compute(), shape[0] * shape[1], 1,
-                   [&](std::int64_t begin, std::int64_t end) {
-                     for (std::int64_t plane = begin; plane < end; ++plane) body(plane, size);
-                   });
   }
 };
 

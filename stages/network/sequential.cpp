@@ -11,8 +11,8 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/converted.hpp"
-#include "stages/network/naming.hpp"
 #include "stages/network/network_stage.hpp"
+#include "stages/network/specs.hpp"
 
 namespace sluice {
 

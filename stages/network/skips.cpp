@@ -76,10 +76,6 @@ void require_skips(std::span<const Skip> skips, int layers) {
     if (skip.axis < 1 || skip.axis >= Shape::kMaxDims) {
       throw_usage("{}: axis is {}; legal: 1 to {}", name_of(skip), skip.axis, Shape::kMaxDims - 1);
     }
-    if (skip.join != Join::kAdd && skip.join != Join::kConcatenate) {
-      throw_usage("{}: join {}; legal: Join::kAdd and Join::kConcatenate", name_of(skip),
-                  static_cast<int>(skip.join));
-    }
     if (!seen.emplace(skip.from, skip.to).second) throw_usage("{} is given twice", name_of(skip));
   }
 }

@@ -1,4 +1,4 @@
-// What layers say about tensors that do not fit. Internal to stages/.
+// What layers say about tensors that do not fit, and whose error it is. Internal to stages/.
 #pragma once
 
 #include <fmt/format.h>
@@ -7,6 +7,7 @@
 #include <limits>
 #include <string>
 
+#include <sluice/error.hpp>
 #include <sluice/tensor.hpp>
 
 #include "comm/base/throw_error.hpp"
@@ -74,6 +75,25 @@ inline void require_epsilon(double value) {
 [[nodiscard]] inline std::int64_t rows_of(const TensorSpec& spec) {
   const std::int64_t width = spec.shape[spec.shape.rank() - 1];
   return width == 0 ? 0 : spec.shape.elements() / width;
+}
+
+// Runs `body`; what it throws names `who`: a text, or what has a full_name(), asked for then
+// alone.
+template <typename Who, typename Body>
+decltype(auto) naming(const Who& who, const Body& body) {
+  try {
+    return body();
+  } catch (const OutOfMemory&) {
+    throw;
+  } catch (const Error& error) {
+    std::string name;
+    if constexpr (requires { who.full_name(); }) {
+      name = who.full_name();
+    } else {
+      name = who;
+    }
+    throw Error(error.code(), name + ": " + error.what(), error.rank(), error.location());
+  }
 }
 
 }  // namespace sluice

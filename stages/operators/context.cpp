@@ -15,11 +15,9 @@
 #include "stages/compute/backend.hpp"
 #include "stages/compute/operator_profile.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/cpu_operators.hpp"
 #if SLUICE_WITH_CUDA
-#include "stages/cpu/kernel_set.hpp"
+#include "stages/cpu/cpu_report.hpp"
 #include "stages/cuda/cuda_backend.hpp"
-#include "stages/cuda/cuda_operators.hpp"
 #endif
 
 namespace sluice {
@@ -53,10 +51,10 @@ std::unique_ptr<Backend> make_backend([[maybe_unused]] const DeviceMemory& memor
   if (memory.device().kind == DeviceKind::kCuda) {
     static_cast<void>(choose_kernels());  // SLUICE_KERNELS is checked for a GPU's rank too
     use_device(memory.device());
-    return std::make_unique<cuda::CudaBackend>(cuda::cuda_operators(), memory, stream);
+    return std::make_unique<cuda::CudaBackend>(cuda::kOperators, memory, stream);
   }
 #endif
-  return std::make_unique<CpuBackend>(cpu::cpu_operators());
+  return std::make_unique<CpuBackend>(cpu::kOperators);
 }
 
 }  // namespace
@@ -86,9 +84,9 @@ std::vector<OperatorTime> ComputeContext::operator_times() {
 
 const OperatorTable& operators_for([[maybe_unused]] DeviceKind device) {
 #if SLUICE_WITH_CUDA
-  if (device == DeviceKind::kCuda) return cuda::cuda_operators();
+  if (device == DeviceKind::kCuda) return cuda::kOperators;
 #endif
-  return cpu::cpu_operators();
+  return cpu::kOperators;
 }
 
 std::size_t library_bytes([[maybe_unused]] DeviceKind device) {

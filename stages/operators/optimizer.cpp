@@ -1,13 +1,12 @@
 #include "stages/operators/optimizer.hpp"
 
-#include <fmt/format.h>
-
 #include <cmath>
 
 #include <sluice/error.hpp>
 #include <sluice/operators.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 
@@ -59,9 +58,10 @@ std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters,
                    .site = state == DType::kF32 ? 0 : moments_site(*parameter),
                    .rounded = is_sgd ? nullptr : parameter->rounded.as<Bf16>()};
     if (next.value == nullptr || next.grad == nullptr) {
-      throw Error(ErrorCode::kInternal, fmt::format("parameter {} reaches the optimizer before it "
-                                                    "has memory",
-                                                    parameter->name));
+      throw_error(ErrorCode::kInternal,
+                  "parameter {} reaches the optimizer before it "
+                  "has memory",
+                  parameter->name);
     }
     UpdateRun* const last = runs.empty() ? nullptr : &runs.back();
     if (last != nullptr && joins(*last, next)) {
@@ -186,8 +186,7 @@ class RunOptimizer final : public Optimizer {
 void require_numbers(const OptimizerConfig& config) {
   const auto require = [](const char* name, float value, bool fits, const char* legal) {
     if (std::isfinite(value) && fits) return;
-    throw Error(ErrorCode::kUsage,
-                fmt::format("an optimizer's {} is {}; legal are {}", name, value, legal));
+    throw_usage("an optimizer's {} is {}; legal are {}", name, value, legal);
   };
   constexpr const char* kBelowOne = "numbers from 0 to below 1";
   constexpr const char* kFromZero = "numbers from 0";
@@ -202,18 +201,12 @@ void require_numbers(const OptimizerConfig& config) {
 }  // namespace
 
 void require_sensible(const OptimizerConfig& config) {
-  const auto kind = static_cast<int>(config.kind);
-  if (kind < 0 || kind > static_cast<int>(OptimizerConfig::Kind::kAdam)) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("an optimizer of kind {}; legal are AdamW, SGD and Adam", kind));
-  }
   require_numbers(config);
   if (config.nesterov && !(config.kind == OptimizerConfig::Kind::kSgd && config.momentum > 0)) {
     throw Error(ErrorCode::kUsage, "nesterov is for SGD with a momentum above 0");
   }
   if (config.moments != DType::kF32 && config.moments != DType::kBf16) {
-    throw Error(ErrorCode::kUsage, fmt::format("an optimizer's moments in {}; legal: f32, bf16",
-                                               name_of(config.moments)));
+    throw_usage("an optimizer's moments in {}; legal: f32, bf16", name_of(config.moments));
   }
   if (config.moments != DType::kF32 && config.kind == OptimizerConfig::Kind::kSgd) {
     throw Error(ErrorCode::kUsage, "moments in bf16 are for AdamW and Adam; SGD's momentum is f32");

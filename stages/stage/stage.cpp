@@ -21,18 +21,17 @@ namespace {
 
 void require_stages(int stages) {
   if (stages < 1) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("a partition over {} stages; it needs at least 1", stages));
+    throw_usage("a partition over {} stages; it needs at least 1", stages);
   }
 }
 
 // A stage per layer; surplus stages before the last are empty.
 Partition one_layer_each(int layers, int stages) {
   if (layers < 2) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("{} layer on {} stages; the first and the last stage "
-                            "need a layer each, so at most {} stage",
-                            layers, stages, std::max(layers, 1)));
+    throw_usage(
+        "{} layer on {} stages; the first and the last stage "
+        "need a layer each, so at most {} stage",
+        layers, stages, std::max(layers, 1));
   }
   Partition partition;
   partition.first.reserve(at(stages) + 1);
@@ -81,10 +80,10 @@ double least_largest(const std::vector<double>& prefix, int stages) {
 
 std::vector<int> parse_counts(std::string_view text, int blocks, int stages) {
   const auto refuse = [&](std::string_view why) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("--partition {}: {}; legal: auto, even, or {} counts of blocks, "
-                            "separated by commas, that add up to {}",
-                            text, why, stages, blocks));
+    throw_usage(
+        "--partition {}: {}; legal: auto, even, or {} counts of blocks, "
+        "separated by commas, that add up to {}",
+        text, why, stages, blocks);
   };
   std::vector<int> counts;
   std::int64_t sum = 0;
@@ -158,10 +157,10 @@ Partition partition_by_cost(std::span<const double> costs, int stages) {
 Partition parse_partition(std::string_view text, std::span<const double> costs, int stages) {
   require_stages(stages);
   if (costs.size() < 3) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("a partition of {} layers by their costs; legal: at least 3, of the "
-                            "embedding, each block and the head",
-                            costs.size()));
+    throw_usage(
+        "a partition of {} layers by their costs; legal: at least 3, of the "
+        "embedding, each block and the head",
+        costs.size());
   }
   const int blocks = static_cast<int>(costs.size()) - 2;
   if (text == "auto") {

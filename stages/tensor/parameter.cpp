@@ -98,35 +98,22 @@ void require_distinct(const std::deque<Parameter>& parameters) {
       continue;
     }
     if (!parameter.tied || !use->second->tied) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("parameter {} is declared twice in one stage; give it another name, "
-                              "or declare both uses as tied",
-                              parameter.name));
+      throw_usage(
+          "parameter {} is declared twice in one stage; give it another name, "
+          "or declare both uses as tied",
+          parameter.name);
     }
     if (parameter.shape != use->second->shape) {
-      throw Error(
-          ErrorCode::kUsage,
-          fmt::format("tied parameter {} is used with shapes {} and {}; uses share a shape",
-                      parameter.name, to_string(use->second->shape), to_string(parameter.shape)));
+      throw_usage("tied parameter {} is used with shapes {} and {}; uses share a shape",
+                  parameter.name, to_string(use->second->shape), to_string(parameter.shape));
     }
     if (to_string(parameter.init) != to_string(use->second->init)) {
-      throw Error(
-          ErrorCode::kUsage,
-          fmt::format("tied parameter {} begins with {} and with {}; uses share initial "
-                      "values",
-                      parameter.name, to_string(use->second->init), to_string(parameter.init)));
+      throw_usage(
+          "tied parameter {} begins with {} and with {}; uses share initial "
+          "values",
+          parameter.name, to_string(use->second->init), to_string(parameter.init));
     }
   }
-}
-
-// Adds the bytes of one more parameter to those of the set.
-void count(std::size_t& sum, const Parameter& parameter) {
-  add_bytes(sum, padded_bytes(parameter));
-  if (sum < kTooManyBytes) return;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("with {}, of {} elements, a set has more than 2^64 - 2 bytes of values; "
-                          "give it fewer or smaller parameters",
-                          parameter.name, parameter.shape.elements()));
 }
 
 // Where in the memory of values each parameter lies, in bytes; at last, the bytes of all. `shared`:
@@ -139,7 +126,7 @@ std::vector<std::size_t> offsets_of(const std::deque<Parameter>& parameters, boo
     const auto [use, is_new] = first_uses.emplace(parameter.name, end);
     const bool lies_there = shared && !is_new;
     offsets.push_back(lies_there ? use->second : end);
-    if (!lies_there) count(end, parameter);
+    if (!lies_there) add_bytes(end, padded_bytes(parameter));
   }
   offsets.push_back(end);
   return offsets;
@@ -148,9 +135,7 @@ std::vector<std::size_t> offsets_of(const std::deque<Parameter>& parameters, boo
 // One that values can be drawn from.
 void require_init(const std::string& name, const Init& init) {
   const bool any_sign = init.kind == Init::Kind::kConstant;
-  const bool known =
-      any_sign || init.kind == Init::Kind::kNormal || init.kind == Init::Kind::kUniform;
-  if (known && std::isfinite(init.value) && (any_sign || init.value >= 0)) return;
+  if (std::isfinite(init.value) && (any_sign || init.value >= 0)) return;
   throw_usage(
       "'{}' begins with {}; legal: a finite constant, or normal or uniform with a number from 0",
       name, to_string(init));
@@ -163,15 +148,8 @@ void zero(const Parameter& parameter, StreamView stream) {
 }  // namespace
 
 std::string to_string(const Init& init) {
-  switch (init.kind) {
-    case Init::Kind::kConstant:
-      return fmt::format("constant {}", init.value);
-    case Init::Kind::kNormal:
-      return fmt::format("normal {}", init.value);
-    case Init::Kind::kUniform:
-      return fmt::format("uniform {}", init.value);
-  }
-  return fmt::format("unknown kind {}", static_cast<int>(init.kind));
+  constexpr const char* kKinds[] = {"constant", "normal", "uniform"};
+  return fmt::format("{} {}", kKinds[static_cast<int>(init.kind)], init.value);
 }
 
 std::size_t parameter_bytes(std::int64_t elements) {
@@ -180,8 +158,7 @@ std::size_t parameter_bytes(std::int64_t elements) {
 
 Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool decay, bool tied) {
   if (is_allocated()) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("parameter {} is added after allocate(); add it before", name));
+    throw_usage("parameter {} is added after allocate(); add it before", name);
   }
   require_init(name, init);
   return parameters_.emplace_back(Parameter{std::move(name), shape, init, decay, tied, {}, {}, {}});
@@ -189,8 +166,7 @@ Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool deca
 
 Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, Across across) {
   if (is_allocated()) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("buffer {} is added after allocate(); add it before", name));
+    throw_usage("buffer {} is added after allocate(); add it before", name);
   }
   require_init(name, init);
   Parameter buffer{std::move(name), shape, init, false, false, {}, {}, {}};
@@ -278,11 +254,9 @@ void ParameterSet::allocate_buffers(const DeviceMemory& memory, std::uint64_t se
   std::size_t bytes = 0;
   for (const Parameter& buffer : buffers_) {
     if (find(buffer.name) != nullptr) {
-      throw Error(
-          ErrorCode::kUsage,
-          fmt::format("buffer {} has the name of a parameter; give it another", buffer.name));
+      throw_usage("buffer {} has the name of a parameter; give it another", buffer.name);
     }
-    count(bytes, buffer);
+    add_bytes(bytes, padded_bytes(buffer));
   }
   require_distinct(buffers_);
   if (bytes == 0) return;

@@ -7,51 +7,33 @@
 #include <sluice/tensor.hpp>
 
 #include "comm/base/throw_error.hpp"
+#define SLUICE_KERNEL_NAMESPACE scalar
+#include "stages/tensor/kernel_lane.hpp"
+#include "stages/tensor/kernel_math.hpp"
 
 namespace sluice {
 
-std::size_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-    case DType::kI32:
-      return 4;
-    case DType::kBf16:
-    case DType::kF16:
-      return 2;
-    case DType::kU8:
-      return 1;
-    case DType::kF64:
-    case DType::kI64:
-      return 8;
-  }
-  throw Error(ErrorCode::kUsage, fmt::format("no element type has number {}; legal: 0 to {}",
-                                             static_cast<int>(dtype), kDTypes - 1));
-}
+namespace {
 
-const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return "f32";
-    case DType::kBf16:
-      return "bf16";
-    case DType::kI32:
-      return "i32";
-    case DType::kU8:
-      return "u8";
-    case DType::kF64:
-      return "f64";
-    case DType::kF16:
-      return "f16";
-    case DType::kI64:
-      return "i64";
-  }
-  return "unknown type";
-}
+struct ElementType {
+  const char* name;
+  std::size_t bytes;
+  bool is_float;
+};
+constexpr std::array<ElementType, kDTypes> kTypes = {{{"f32", 4, true},
+                                                      {"bf16", 2, true},
+                                                      {"i32", 4, false},
+                                                      {"u8", 1, false},
+                                                      {"f64", 8, true},
+                                                      {"f16", 2, true},
+                                                      {"i64", 8, false}}};
+const ElementType& type_of(DType dtype) { return kTypes.at(static_cast<std::size_t>(dtype)); }
 
-bool is_float(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBf16 || dtype == DType::kF64 ||
-         dtype == DType::kF16;
-}
+}  // namespace
+
+std::size_t size_of(DType dtype) { return type_of(dtype).bytes; }
+const char* name_of(DType dtype) { return type_of(dtype).name; }
+bool is_float(DType dtype) { return type_of(dtype).is_float; }
 
 float to_float(F16 value) {
   const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000U) << 16;
@@ -95,17 +77,15 @@ Shape::Shape(std::initializer_list<std::int64_t> dims)
 
 Shape::Shape(std::span<const std::int64_t> dims) {
   if (dims.size() > kMaxDims) {
-    throw Error(ErrorCode::kUsage, fmt::format("a shape of {} dimensions; at most {} are legal",
-                                               dims.size(), int{kMaxDims}));
+    throw_usage("a shape of {} dimensions; at most {} are legal", dims.size(), int{kMaxDims});
   }
   std::int64_t elements = 1;
   for (const std::int64_t dim : dims) {
     if (dim < 0) {
-      throw Error(ErrorCode::kUsage, fmt::format("a dimension of {}; at least 0 is legal", dim));
+      throw_usage("a dimension of {}; at least 0 is legal", dim);
     }
     if (dim > 0 && elements > std::numeric_limits<std::int64_t>::max() / 8 / dim) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("a shape of more than 2^60 elements ([{}])", fmt::join(dims, ", ")));
+      throw_usage("a shape of more than 2^60 elements ([{}])", fmt::join(dims, ", "));
     }
     elements *= dim;
     dims_[static_cast<std::size_t>(rank_++)] = dim;
@@ -139,6 +119,33 @@ Tensor view(const void* data, std::size_t elements, const TensorSpec& spec) {
 
 std::string to_string(const TensorSpec& spec) {
   return fmt::format("{} {}", name_of(spec.dtype), to_string(spec.shape));
+}
+
+std::array<std::uint32_t, 4> philox_block(std::array<std::uint32_t, 4> counter,
+                                          std::array<std::uint32_t, 2> key) {
+  auto [a, b, c, d] = counter;
+  scalar::philox_rounds({key[0], key[1]}, a, b, c, d);
+  return {a, b, c, d};
+}
+
+std::array<std::uint32_t, 2> philox_key(const RandomKey& key) {
+  std::uint32_t words[2];  // NOLINT(modernize-avoid-c-arrays): also compiled for devices
+  scalar::philox_stream_key<std::uint32_t>(key.seed, key.site, key.step, words);
+  return {words[0], words[1]};
+}
+
+std::array<std::uint32_t, 4> philox(const RandomKey& key, std::uint64_t hi, std::uint64_t lo) {
+  return philox_block({static_cast<std::uint32_t>(lo), static_cast<std::uint32_t>(lo >> 32),
+                       static_cast<std::uint32_t>(hi), static_cast<std::uint32_t>(hi >> 32)},
+                      philox_key(key));
+}
+
+std::uint64_t hash_name(std::string_view name) {
+  std::uint64_t hash = 0xCBF29CE484222325U;
+  for (const char letter : name) {
+    hash = (hash ^ static_cast<unsigned char>(letter)) * 0x00000100000001B3U;
+  }
+  return hash;
 }
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-// From a transformer's configuration to its layers.
+// From a transformer's configuration to its layers, and what they compute, for partitions.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -13,11 +13,11 @@
 #include <sluice/tensor.hpp>
 #include <sluice/transformer.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#include "stages/layers/branches.hpp"
 #include "stages/layers/ends.hpp"
-#include "stages/layers/mlp.hpp"
 #include "stages/layers/residual.hpp"
-#include "stages/layers/self_attention.hpp"
 #include "stages/transformer/sizes.hpp"
 
 namespace sluice {
@@ -165,18 +165,21 @@ HeadOptions head_options(const TransformerConfig& config) {
           .chunks = config.logit_chunks};
 }
 
-LayerSpec make_embedding(const TransformerConfig& config) {
-  EmbeddingLayer::Options options{.vocabulary = config.vocabulary,
-                                  .width = config.width,
-                                  .context = config.context,
-                                  .tied = config.tied,
-                                  .dropout = site(config, 0, kEmbedded),
-                                  .stream = config.stream_precision};
+LayerSpec embedding_of(const TransformerConfig& config) {
+  EmbeddingOptions options{.classes = config.vocabulary,
+                           .width = config.width,
+                           .context = config.context,
+                           .table_name = "token_embedding.weight",
+                           .positions_name = "position_embedding.weight",
+                           .deviation = 0.02,
+                           .tied = config.tied,
+                           .dropout = site(config, 0, kEmbedded),
+                           .stream = config.stream_precision};
   if (config.kind == TransformerKind::kGpt2) {
     options.positions = config.positions > 0 ? config.positions : config.context;
   }
   return {.kind = "token_embedding",
-          .make = [options](int) { return std::make_unique<EmbeddingLayer>(options); },
+          .make = [options](int) { return make_embedding(options); },
           .settings = settings_of(config.vocabulary, config.width, options.positions,
                                   config.context, config.tied, config.dropout),
           .name = "",
@@ -192,6 +195,24 @@ LayerSpec make_head(const TransformerConfig& config) {
   if (config.logit_chunks == 1) head = part(config, "head", make);
   head.settings = settings_of(config.vocabulary, config.width, config.tied, config.logit_chunks);
   return head;
+}
+
+// Pairs of a query and a key that it sees, half of them on the diagonal.
+double seen_pairs(const TransformerConfig& config, int block) {
+  const double context = config.context;
+  const int window = window_of(config, block);
+  const double seen = window == 0 ? context : std::min<double>(window, context);
+  return seen * context - seen * seen / 2;
+}
+
+// The ends' costs are 0; cost(block) is that of a block.
+template <typename Cost>
+std::vector<double> costs_of_blocks(const TransformerConfig& config, const Cost& cost) {
+  std::vector<double> costs(at(config.layers) + 2);
+  for (int block = 0; block < config.layers; ++block) {
+    costs[at(block) + 1] = cost(block_costs(config, block));
+  }
+  return costs;
 }
 
 }  // namespace
@@ -223,7 +244,7 @@ LayerSpec transformer_block(const TransformerConfig& config) {
 
 std::vector<LayerSpec> transformer_layers(const TransformerConfig& config) {
   validate(config);
-  std::vector<LayerSpec> layers = {make_embedding(config)};
+  std::vector<LayerSpec> layers = {embedding_of(config)};
   for (int block = 0; block < config.layers; ++block) {
     TransformerConfig mine = config;
     mine.window = window_of(config, block);
@@ -277,6 +298,56 @@ std::int64_t parameter_count(const TransformerConfig& config) {
     count += parameter.shape.elements();
   }
   return count;
+}
+
+BlockCosts block_costs(const TransformerConfig& config, int block) {
+  const TransformerSizes sizes = sizes_of(config);
+  const double context = config.context;
+  const auto width = static_cast<double>(sizes.width);
+  const auto query_width = static_cast<double>(sizes.query_width());
+  const double mlp = width * static_cast<double>(sizes.mlp_width);
+  const double raising_products = config.kind == TransformerKind::kGpt2 ? 1 : 2;
+  return {.scores = 4 * seen_pairs(config, block) * query_width,
+          .qkv = 2 * context * width * (query_width + 2 * static_cast<double>(sizes.kv_width())),
+          .output = 2 * context * query_width * width,
+          .up = 2 * context * raising_products * mlp,
+          .down = 2 * context * mlp};
+}
+
+std::vector<double> layer_costs(const TransformerConfig& config) {
+  validate(config);
+  const double context = config.context;
+  const double width = config.width;
+  std::vector<double> costs = costs_of_blocks(config, [](const BlockCosts& block) {
+    return block.scores + block.qkv + block.output + block.up + block.down;
+  });
+  costs.front() = 2 * context * width;
+  costs.back() = 2 * context * width * config.vocabulary;
+  return costs;
+}
+
+double training_flops(const TransformerConfig& config) {
+  validate(config);
+  double flops = 6.0 * static_cast<double>(parameter_count(config)) * config.context;
+  for (int block = 0; block < config.layers; ++block) {
+    flops += 3 * block_costs(config, block).scores;
+  }
+  return flops;
+}
+
+std::vector<double> recompute_costs(const TransformerConfig& config) {
+  validate(config);
+  return costs_of_blocks(config, [&](const BlockCosts& block) {
+    switch (config.recompute) {
+      case Recompute::kAttention:
+        return block.scores;
+      case Recompute::kBlock:
+        return block.scores + block.qkv + block.up;  // whose results backward reads
+      case Recompute::kNone:
+        break;
+    }
+    return 0.0;
+  });
 }
 
 }  // namespace sluice

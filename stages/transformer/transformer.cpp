@@ -9,18 +9,17 @@
 #include <sluice/error.hpp>
 #include <sluice/transformer.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "stages/compute/product.hpp"
 
 namespace sluice {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::kUsage, message); }
-
 void require_range(std::string_view option, int value, int least, int most) {
   if (value < least || value > most) {
-    refuse(fmt::format("{} {} is not between {} and {}; nearest legal: {}", option, value, least,
-                       most, std::clamp(value, least, most)));
+    throw_usage("{} {} is not between {} and {}; nearest legal: {}", option, value, least, most,
+                std::clamp(value, least, most));
   }
 }
 
@@ -33,7 +32,7 @@ std::string nearest_multiples(int value, int unit) {
 
 void require_positive(std::string_view what, float value, std::string_view usual) {
   if (!std::isfinite(value) || value <= 0) {
-    refuse(fmt::format("{} {} is not above 0 and finite; usual: {}", what, value, usual));
+    throw_usage("{} {} is not above 0 and finite; usual: {}", what, value, usual);
   }
 }
 
@@ -41,26 +40,25 @@ void validate_head_size(const TransformerConfig& config) {
   require_range("--head-dim", config.head_dim, 0, TransformerLimits::kHeadDim);
   if (config.head_dim > 0) {
     if (config.head_dim % 2 != 0) {
-      refuse(
-          fmt::format("--head-dim {} is odd, and rotary positions need an even number; nearest "
-                      "legal: {}",
-                      config.head_dim, nearest_multiples(config.head_dim, 2)));
+      throw_usage(
+          "--head-dim {} is odd, and rotary positions need an even number; nearest "
+          "legal: {}",
+          config.head_dim, nearest_multiples(config.head_dim, 2));
     }
     return;
   }
   if (config.width % config.heads != 0) {
     const std::string also =
         config.kind == TransformerKind::kLlama ? ", or a --head-dim of its own" : "";
-    refuse(fmt::format("--width {} is not a multiple of --heads {}; nearest legal: --width {}{}",
-                       config.width, config.heads, nearest_multiples(config.width, config.heads),
-                       also));
+    throw_usage("--width {} is not a multiple of --heads {}; nearest legal: --width {}{}",
+                config.width, config.heads, nearest_multiples(config.width, config.heads), also);
   }
   if (config.kind == TransformerKind::kLlama && config.width / config.heads % 2 != 0) {
-    refuse(
-        fmt::format("--width {} over --heads {} gives an odd head size of {}, and rotary "
-                    "positions need an even one; nearest legal: --width {}",
-                    config.width, config.heads, config.width / config.heads,
-                    nearest_multiples(config.width, 2 * config.heads)));
+    throw_usage(
+        "--width {} over --heads {} gives an odd head size of {}, and rotary "
+        "positions need an even one; nearest legal: --width {}",
+        config.width, config.heads, config.width / config.heads,
+        nearest_multiples(config.width, 2 * config.heads));
   }
 }
 
@@ -71,15 +69,14 @@ void validate_kv_heads(const TransformerConfig& config) {
     while (config.heads % nearest != 0) {
       --nearest;
     }
-    refuse(
-        fmt::format("--heads {} is not a multiple of --kv-heads {}; nearest legal: --kv-heads {}",
-                    config.heads, config.kv_heads, nearest));
+    throw_usage("--heads {} is not a multiple of --kv-heads {}; nearest legal: --kv-heads {}",
+                config.heads, config.kv_heads, nearest);
   }
 }
 
 void validate_rotary(const TransformerConfig& config) {
   if (!std::isfinite(config.rotary_base) || config.rotary_base <= 1.0F) {
-    refuse(fmt::format("--rotary-base {} is not above 1; usual: 10000", config.rotary_base));
+    throw_usage("--rotary-base {} is not above 1; usual: 10000", config.rotary_base);
   }
   const RotaryScaling& scaling = config.rotary_scaling;
   if (scaling.kind == RotaryScaling::Kind::kNone) return;
@@ -89,16 +86,16 @@ void validate_rotary(const TransformerConfig& config) {
   require_positive("--rotary-scaling: the high frequency factor", scaling.high_frequency_factor,
                    "4");
   if (scaling.low_frequency_factor >= scaling.high_frequency_factor) {
-    refuse(
-        fmt::format("--rotary-scaling: the low frequency factor {} is not below the high one {}; "
-                    "usual: 1 and 4",
-                    scaling.low_frequency_factor, scaling.high_frequency_factor));
+    throw_usage(
+        "--rotary-scaling: the low frequency factor {} is not below the high one {}; "
+        "usual: 1 and 4",
+        scaling.low_frequency_factor, scaling.high_frequency_factor);
   }
   if (scaling.original_context < 1) {
-    refuse(
-        fmt::format("--rotary-scaling: the original context {} is not at least 1; nearest "
-                    "legal: 1; usual: 8192",
-                    scaling.original_context));
+    throw_usage(
+        "--rotary-scaling: the original context {} is not at least 1; nearest "
+        "legal: 1; usual: 8192",
+        scaling.original_context);
   }
 }
 
@@ -107,18 +104,18 @@ void validate_window(const TransformerConfig& config) {
   const std::vector<int>& full = config.full_layers;
   if (full.empty()) return;
   if (config.window == 0) {
-    refuse(
-        fmt::format("--full-layers names {} blocks that see all positions, but without --window "
-                    "all blocks do; legal: none of them, or a --window of at least 1",
-                    full.size()));
+    throw_usage(
+        "--full-layers names {} blocks that see all positions, but without --window "
+        "all blocks do; legal: none of them, or a --window of at least 1",
+        full.size());
   }
   for (const int block : full) require_range("--full-layers", block, 0, config.layers - 1);
   const auto falls = std::adjacent_find(full.begin(), full.end(), std::greater_equal<>());
   if (falls != full.end()) {
-    refuse(
-        fmt::format("--full-layers has {} after {}; legal: numbers of blocks, ascending, each "
-                    "once",
-                    falls[1], falls[0]));
+    throw_usage(
+        "--full-layers has {} after {}; legal: numbers of blocks, ascending, each "
+        "once",
+        falls[1], falls[0]);
   }
 }
 
@@ -126,8 +123,7 @@ void validate_window(const TransformerConfig& config) {
 void refuse_of_llama(const TransformerConfig& config) {
   const auto refuse_option = [](const char* option, bool set) {
     if (set) {
-      refuse(
-          fmt::format("{} is an option of --model llama; legal with --model gpt2: none", option));
+      throw_usage("{} is an option of --model llama; legal with --model gpt2: none", option);
     }
   };
   refuse_option("--kv-heads", config.kv_heads != 0 && config.kv_heads != config.heads);
@@ -160,8 +156,8 @@ void validate(const TransformerConfig& config) {
   require_range("--context", config.context, 1, TransformerLimits::kContext);
   require_range("--positions", config.positions, 0, TransformerLimits::kContext);
   if (config.positions > 0 && config.positions < config.context) {
-    refuse(fmt::format("--context {} is more than the model's {} positions; nearest legal: {}",
-                       config.context, config.positions, config.positions));
+    throw_usage("--context {} is more than the model's {} positions; nearest legal: {}",
+                config.context, config.positions, config.positions);
   }
   require_range("--vocabulary", config.vocabulary, 1, TransformerLimits::kVocabulary);
   require_range("--mlp-width", config.mlp_width, 0, TransformerLimits::kMlpWidth);
@@ -173,19 +169,18 @@ void validate(const TransformerConfig& config) {
     validate_window(config);
   }
   if (!(config.dropout >= 0.0F && config.dropout < 1.0F)) {
-    refuse(fmt::format("--dropout {} is not in [0, 1); nearest legal: {}", config.dropout,
-                       config.dropout >= 1.0F ? 0.99 : 0.0));
+    throw_usage("--dropout {} is not in [0, 1); nearest legal: {}", config.dropout,
+                config.dropout >= 1.0F ? 0.99 : 0.0);
   }
   require_positive("--norm-epsilon", config.norm_epsilon, "1e-05 or 1e-06");
   validate_rotary(config);
   if (config.precision != DType::kF32 && config.precision != DType::kBf16) {
-    refuse(fmt::format("--precision {} is not supported; legal: f32, bf16",
-                       name_of(config.precision)));
+    throw_usage("--precision {} is not supported; legal: f32, bf16", name_of(config.precision));
   }
   if (config.stream_precision != DType::kF32 && config.stream_precision != config.precision) {
-    refuse(fmt::format(
+    throw_usage(
         "--stream-precision {} with --precision {}; legal: f32, and bf16 with --precision bf16",
-        name_of(config.stream_precision), name_of(config.precision)));
+        name_of(config.stream_precision), name_of(config.precision));
   }
 }
 

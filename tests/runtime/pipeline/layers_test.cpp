@@ -228,8 +228,8 @@ TEST_P(LayersTest, ClassesTrainAndWrongOnesAreNamed) {
                 "to 2, or negative for none",
             false);
     refused(bad_inputs,
-            "stage 0, check_inputs() of sample 4 of the batch: layer 0 (embedding): class 5; "
-            "legal: 0 to 4",
+            "stage 0, check_inputs() of sample 4 of the batch: layer 0 (embedding): token 5 is "
+            "outside the vocabulary; legal: 0 to 4",
             true);
     EXPECT_EQ(pipeline->train_step(batch).loss, alone->train_step(batch).loss);
     EXPECT_EQ(digest_of(*pipeline), digest_of(*alone));
@@ -305,7 +305,7 @@ TEST_P(LayersTest, AWrongClassOfASourceIsRefusedInTheRoundThatLoadsIt) {
     for (const std::int64_t bad : {std::int64_t{192}, samples - 1}) {
       expect_error(
           ErrorCode::kData,
-          {"sample " + std::to_string(bad) + " of the batch: layer 0 (embedding): class 5"},
+          {"sample " + std::to_string(bad) + " of the batch: layer 0 (embedding): token 5"},
           [&] { (void)pipeline.evaluate(Classes(bad), samples); });
     }
     EXPECT_EQ(pipeline.evaluate(right, samples).loss, loss);
@@ -441,10 +441,6 @@ TEST(SequentialTest, NeedsThatCannotBeCountedAreRefused) {
       });
     });
   };
-  refused({relu(), layer<Greedy>("mine", kMost - 100)},
-          "layer 1 (mine) needs 18446744073709551515 bytes; legal: at most 18446744073709551360");
-  refused({residual({relu(), layer<Greedy>("mine", kMost - 100)})},
-          "layer 0 (residual): layer 1 (mine) needs");
   const LayerSpec half = layer<Greedy>("mine", kMost / 2 + 1);
   refused({half, half}, "but the plan needs", ErrorCode::kDevice);
 }
@@ -474,10 +470,6 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
   refused({conv2d(4, 6, 3, {.padding = -1})}, "the padding is -1");
   refused({max_pool2d(2, {.padding = 2})}, "the padding is 2; legal with a kernel");
   refused({batch_norm2d(3, {.momentum = 2})}, "momentum is 2; legal: 0 to 1");
-  refused({batch_norm2d(3, {.statistics = static_cast<BatchStatistics>(9)})},
-          "statistics 9; legal: BatchStatistics::kMicroBatch and kReplicas");
-  refused({relu(), relu(), skip(-1, 1, static_cast<Join>(9))},
-          "skip(-1, 1): join 9; legal: Join::kAdd and Join::kConcatenate");
   refused({residual({})}, "layer 0 (residual): residual() needs at least one layer");
   refused({residual({relu(), cut(), relu()})}, "layer 0 (residual): cut() within another layer");
   refused({residual({relu(), linear(0, 1)})}, "layer 0 (residual): layer 1 (linear): in is 0");
@@ -489,10 +481,6 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
     refused({group_norm(2, 4, epsilon)}, "layer 0 (group_norm" + part);
     refused({batch_norm2d(4, {.epsilon = epsilon})}, "layer 0 (batch_norm2d" + part);
   }
-  refused({batch_norm2d(std::numeric_limits<std::int64_t>::max())},
-          "layer 0 (batch_norm2d): a shape of more than 2^60 elements");
-  refused({attention(std::int64_t{1} << 32, 1)},
-          "layer 0 (attention): a width of 4294967296 in 1 heads; legal: at most 715827882 heads");
   refused({group_norm(3, 4)}, "layer 0 (group_norm): 4 channels in 3 groups; legal");
   refused({group_norm(0, 4)}, "layer 0 (group_norm): groups is 0");
   refused({group({})}, "layer 0 (group): group() needs at least one layer");

@@ -246,13 +246,14 @@ TEST(CheckGradientsTest, GradientsThatAreSetInsteadOfAddedAreFound) {
 }
 
 TEST(CheckGradientsTest, StateOutsideOfTheMemoryIsFound) {
-  expect_fault({.member_x = true}, {"square: with two micro-batches in flight dx of micro-batch 0 "
-                                    "is ",
-                                    " at [0, 0], alone "});
+  expect_fault({.member_x = true},
+               {"square: with two micro-batches in flight, of micro-batch 0, dx "
+                "is ",
+                " at [0, 0], otherwise "});
   expect_fault({.member_dy = true}, {"with two micro-batches in flight, of micro-batch 0, the "
                                      "gradient of 'gain' is "});
   expect_fault({.remembers_calls = true},
-               {"square: forward of the same x makes y ", " at [0, 3], then "});
+               {"square: of the same x again y of forward is ", " at [0, 3], otherwise "});
 }
 
 TEST(CheckGradientsTest, WhatIsOnlyReadStaysAsItIs) {

@@ -2,7 +2,6 @@
 // Also: a check that passes allocates nothing.
 #include <gmock/gmock.h>
 
-#include <limits>
 #include <span>
 #include <vector>
 
@@ -42,15 +41,6 @@ TEST(OperandChecksTest, WhoseProductIsNoShapeAreRefused) {
   EXPECT_EQ(y, std::vector<float>(4, 1));
 }
 
-TEST(OperandChecksTest, OfATypeThatDoesNotExistAreRefused) {
-  ComputeContext ctx(Device{}, 1);
-  std::vector<float> x(4, 1);
-  const TensorSpec unknown = {static_cast<DType>(200), {4}};
-  expect_usage(HasSubstr("x is unknown type [4]"), [&] {
-    pointwise_forward(ctx, Pointwise::kRelu, {x.data(), unknown}, {x.data(), unknown});
-  });
-}
-
 TEST(OperandChecksTest, SumsAndStateMustBeSomewhere) {
   ComputeContext ctx(Device{}, 1);
   const Operands operands({{kF32, {6, 40}}, {kF32, {6, 20}}, {kI32, {6}}});
@@ -67,9 +57,7 @@ TEST(OperandChecksTest, SumsAndStateMustBeSomewhere) {
   double losses[1] = {2}, sum = -1;
   expect_usage(HasSubstr("sum_of_losses: sum is null"),
                [&] { sum_of_losses(ctx, losses, 1, nullptr); });
-  expect_usage(HasSubstr("sum_of_losses: -1 losses; legal"),
-               [&] { sum_of_losses(ctx, losses, -1, &sum); });
-  expect_usage(HasSubstr("sum_of_losses: 1 losses without data"),
+  expect_usage(HasSubstr("sum_of_losses: losses is null"),
                [&] { sum_of_losses(ctx, nullptr, 1, &sum); });
   sum_of_losses(ctx, nullptr, 0, &sum);
   EXPECT_EQ(sum, 0);
@@ -80,14 +68,11 @@ TEST(OperandChecksTest, SumsAndStateMustBeSomewhere) {
 
 TEST(OperandChecksTest, OfAttentionWithoutAShapeAreRefused) {
   ComputeContext ctx(Device{}, 1);
-  AttentionShape uneven = kAttention, headless = kAttention, huge = kAttention, wide = kAttention,
-                 behind = kAttention;
+  AttentionShape uneven = kAttention, headless = kAttention, behind = kAttention;
   uneven.kv_heads = 3;
   headless.kv_heads = 0;
-  huge.samples = huge.sequence = std::int64_t{1} << 32;
-  wide.heads = wide.kv_heads = std::numeric_limits<int>::max();
   behind.window = -1;
-  for (const AttentionShape& shape : {uneven, headless, huge, wide, behind}) {
+  for (const AttentionShape& shape : {uneven, headless, behind}) {
     const auto message = AllOf(HasSubstr(": shape of "), HasSubstr(" heads over "),
                                HasSubstr("; legal: heads that are a multiple"));
     expect_usage(message, [&] { attention_forward(ctx, shape, {}, {}, {}, nullptr); });
@@ -103,43 +88,31 @@ TEST(OperandChecksTest, OfAttentionWithoutAShapeAreRefused) {
   }
 }
 
-TEST(OperandChecksTest, OfAnUpdateAreCountedAndGiven) {
+TEST(OperandChecksTest, OfAnUpdateAreGiven) {
   ComputeContext ctx(Device{}, 1);
   std::vector<float> v(4, 1);
-  UpdateRun right = {v.data(), v.data(), v.data(), v.data(), 4};
-  UpdateRun negative = right, endless = right, without_grad = right, without_second = right,
-            without_state = right;
-  negative.count = -1;
-  endless.count = std::numeric_limits<std::int64_t>::max();
+  const UpdateRun right = {v.data(), v.data(), v.data(), v.data(), 4};
+  UpdateRun without_grad = right, without_second = right, without_state = right;
   without_grad.grad = nullptr;
   without_second.second = nullptr;
   without_state.first = without_state.second = nullptr;
-  const auto refused = [&](const UpdateRun& wrong, bool by_adamw, bool by_sgd,
-                           const char* message) {
+  const auto refused = [&](const UpdateRun& wrong, bool by_sgd) {
     const UpdateRun runs[] = {right, wrong};
-    if (by_adamw) {
-      expect_usage(AllOf(HasSubstr("adamw: run 1 has "), HasSubstr(message)),
-                   [&] { adamw(ctx, {}, runs); });
-    }
-    if (by_sgd) {
-      expect_usage(AllOf(HasSubstr("sgd: run 1 has "), HasSubstr(message)),
-                   [&] { sgd(ctx, {.momentum = 0.9F}, runs); });
-    }
+    expect_usage(HasSubstr("adamw: run 1 has a null pointer; legal: memory for value, grad, first, "
+                           "second"),
+                 [&] { adamw(ctx, {}, runs); });
+    if (!by_sgd) return;
+    expect_usage(HasSubstr("sgd: run 1 has a null pointer; legal: memory for value, grad, first"),
+                 [&] { sgd(ctx, {.momentum = 0.9F}, runs); });
   };
-  refused(negative, true, true, "count -1, value given");
-  refused(endless, true, true, "legal: a count of 0 to 2^60");
-  refused(without_grad, true, true, "grad null");
-  refused(without_second, true, false, "second null");
-  refused(without_state, true, true, "first null");
+  refused(without_grad, true);
+  refused(without_second, false);
+  refused(without_state, true);
   EXPECT_EQ(v, std::vector<float>(4, 1));
   sgd(ctx, {}, {&without_state, 1});  // no momentum, no velocity
   const UpdateRun empty;
   adamw(ctx, {}, {&empty, 1});
-  const std::span<const float> absent(static_cast<const float*>(nullptr), 3), none;
-  double sum = 0;
-  expect_usage(HasSubstr("sums_of_squares: vector 0 has 3 elements and no data"), [&] {
-    sums_of_squares(ctx, {&absent, 1}, &sum);
-  });
+  const std::span<const float> none;
   expect_usage(HasSubstr("sums_of_squares: sums is null"), [&] {
     sums_of_squares(ctx, {&none, 1}, nullptr);
   });

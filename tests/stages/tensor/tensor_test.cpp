@@ -30,16 +30,6 @@ TEST(TensorTest, RefusesShapesThatCannotBe) {
   EXPECT_THROW((Shape{1LL << 40, 1LL << 40}), Error);
 }
 
-TEST(TensorTest, RefusesATypeThatDoesNotExist) {
-  try {
-    (void)size_of(static_cast<DType>(99));
-    FAIL() << "no error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kUsage);
-    EXPECT_STREQ(error.what(), "no element type has number 99; legal: 0 to 6");
-  }
-}
-
 TEST(F16Test, EveryValueSurvivesTheWayThroughFloat) {
   for (std::uint32_t bits = 0; bits < 65536; ++bits) {
     const F16 value = {static_cast<std::uint16_t>(bits)};

@@ -1,0 +1,159 @@
+// What a transformer's layers compute beside the residual stream: self-attention, or an MLP. As a
+// layer of its own, or within ResidualLayer, which adds norm, dropout and sum. Internal to stages/.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+
+#include <sluice/layers.hpp>
+
+#include "stages/network/parts.hpp"
+
+namespace sluice {
+
+// What a branch's operators take of the compute context.
+struct OperatorMemory {
+  std::size_t workspace = 0;  // the most that one of them takes
+  std::size_t tables = 0;     // constants
+};
+
+// A call of a layer, as a branch needs it. Copied for each branch: `memory` follows what the layer
+// around it has taken.
+struct BranchCall {
+  LayerCall& layer;
+  BlockShape shape;
+  LayerAllocators memory;
+
+  [[nodiscard]] ComputeContext& compute() const { return layer.compute(); }
+};
+
+// Operands are [rows, width] of the products' precision where nothing else is said.
+class Branch {
+ public:
+  virtual ~Branch() = default;
+
+  // Allocates all that it uses in any phase; the other calls find it at the same place.
+  virtual void measure(const BlockShape& shape, LayerAllocators& memory) const = 0;
+  // The most in any phase.
+  [[nodiscard]] virtual OperatorMemory operators(ComputeContext& compute,
+                                                 const BlockShape& shape) const = 0;
+  // LayerNeeds::note.
+  [[nodiscard]] virtual std::string note(ComputeContext& /*compute*/,
+                                         const BlockShape& /*shape*/) const {
+    return {};
+  }
+  // Forward in two calls. keep() computes what the branch keeps from x. result() computes y from
+  // it: of the stream's type with `residual` added where that has data, else of the result's.
+  virtual void keep(BranchCall call, const Tensor& x) = 0;
+  virtual void result(BranchCall call, const Tensor& residual, const Tensor& y) = 0;
+  // dx with null data: not needed.
+  virtual void backward_input(BranchCall call, const Tensor& dy, const Tensor& dx) = 0;
+  virtual void backward_weight(BranchCall call, const Tensor& x, const Tensor& dy) = 0;
+};
+
+// The type of a branch's last product.
+struct BranchResult {
+  DType alone = DType::kF32;  // f32, or the precision
+  DType sum = DType::kF32;    // with a residual added; likewise
+};
+
+// The feed-forward part of a block: down(gelu(up(x))), or down(silu(gate(x)) * up(x)) (SwiGLU,
+// Shazeer 2020) with gate and up in one product.
+class Mlp final : public Branch {
+ public:
+  enum class Kind { kGelu, kSwiGlu };
+  struct Options {
+    Kind kind = Kind::kGelu;
+    std::int64_t width = 0, hidden = 0;
+    double output_deviation = 0.02;  // standard deviation of the last product's initial weights
+    bool bias = false;
+    DType precision = DType::kF32;
+    BranchResult result = {};
+  };
+  // Its parameters are <name>up.weight (SwiGLU: gate_up), <name>down.weight and so on.
+  Mlp(const Options& options, const std::string& name, ParameterSet& parameters);
+
+  void measure(const BlockShape& shape, LayerAllocators& memory) const override;
+  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
+                                         const BlockShape& shape) const override;
+  void keep(BranchCall call, const Tensor& x) override;
+  void result(BranchCall call, const Tensor& residual, const Tensor& y) override;
+  void backward_input(BranchCall call, const Tensor& dy, const Tensor& dx) override;
+  void backward_weight(BranchCall call, const Tensor& x, const Tensor& dy) override;
+
+ private:
+  struct Kept {
+    Tensor raised;   // until the input gradient: the up product's result
+    Tensor hidden;   // until the weight gradient: after the activation
+    Tensor draised;  // gradients
+  };
+  Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
+  [[nodiscard]] Activation activation() const {
+    return kind_ == Kind::kGelu ? Activation::kGelu : Activation::kSwiglu;
+  }
+
+  Kind kind_;
+  DType precision_;
+  BranchResult result_;
+  Linear up_, down_;
+};
+
+// Causal self-attention with grouped queries (Ainslie et al. 2023): queries, keys and values by one
+// product, perhaps a norm of each query and key and rotary positions, attention, and a product of
+// its result.
+class SelfAttention final : public Branch {
+ public:
+  struct Options {
+    std::int64_t width = 0;
+    int heads = 0, kv_heads = 0, head_dim = 0;
+    std::optional<RotaryPositions> positions = std::nullopt;
+    std::optional<float> qk_norm = std::nullopt;  // set: norm of queries and keys, its epsilon
+    int window = 0;                               // as AttentionShape's
+    DropoutSite probabilities = {};
+    // Keep only queries, keys and values; backward_input computes attention again.
+    bool recompute = false;
+    double output_deviation = 0.02;  // standard deviation of the last product's initial weights
+    bool qkv_bias = false, output_bias = false;
+    DType precision = DType::kF32;
+    BranchResult result = {};
+  };
+  // Its parameters are <name>qkv.weight, <name>output.weight and so on.
+  SelfAttention(const Options& options, const std::string& name, ParameterSet& parameters);
+
+  void measure(const BlockShape& shape, LayerAllocators& memory) const override;
+  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
+                                         const BlockShape& shape) const override;
+  [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override;
+  void keep(BranchCall call, const Tensor& x) override;
+  void result(BranchCall call, const Tensor& residual, const Tensor& y) override;
+  void backward_input(BranchCall call, const Tensor& dy, const Tensor& dx) override;
+  void backward_weight(BranchCall call, const Tensor& x, const Tensor& dy) override;
+
+ private:
+  struct Kept {
+    Tensor qkv;                          // until the input gradient
+    Tensor raw, stats;                   // likewise, of queries and keys before their norm
+    std::byte* probabilities = nullptr;  // likewise; recomputed: scratch
+    Tensor mixed;                        // until the weight gradient; recomputed: gradients
+    Tensor dqkv, dgains;                 // gradients
+    Tensor dmixed;                       // scratch
+  };
+  [[nodiscard]] AttentionShape attention_shape(const BlockShape& shape) const;
+  Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
+  [[nodiscard]] Dropout mask(const BranchCall& call) const;
+  // Computes probabilities and mixed from qkv.
+  void attend(const BranchCall& call, const Kept& kept) const;
+
+  int heads_, kv_heads_, head_dim_, window_;
+  DType precision_;
+  BranchResult result_;
+  std::optional<RotaryPositions> positions_;
+  DropoutSite probabilities_;
+  bool recompute_;
+  Linear qkv_;
+  std::optional<QueryKeyNorm> norm_;
+  Linear output_;
+};
+
+}  // namespace sluice
