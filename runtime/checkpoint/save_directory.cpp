@@ -1,26 +1,28 @@
 #include "runtime/checkpoint/save_directory.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/statvfs.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdio>
+#include <chrono>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <span>
 #include <system_error>
+#include <thread>
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/verify.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/atomic_file.hpp"
-#include "runtime/files/durable.hpp"
+#include "runtime/files/sha256.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/weights/weights.hpp"
 
@@ -172,23 +174,10 @@ void retire_save(const fs::path& step, std::vector<std::string>& lines) {
   add_line(lines, remove_save(away));
 }
 
-// Exchanges two names at once where the file system can.
-bool exchange(const fs::path& a, const fs::path& b) {
-#ifdef RENAME_EXCHANGE
-  return ::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0;
-#else
-  return false;
-#endif
-}
-
 // What has the step's name already is an older save of that step, or is set aside.
 void give_name(const fs::path& partial, const fs::path& step, std::vector<std::string>& lines) {
   if (name_exists(step) && !is_own_save(step)) add_line(lines, set_aside(step));
   if (!name_exists(step)) return rename_durably(partial, step);
-  if (exchange(partial, step)) {
-    sync_directory(step.parent_path());
-    return add_line(lines, remove_save(partial));
-  }
   // Between the two renames both saves are complete without a name; open_save_directory() gives the
   // newer one its name back.
   const fs::path away = name_for_removal(step);
@@ -435,13 +424,41 @@ void prune_saves(const fs::path& directory, const Retention& retention,
   }
 }
 
+Visibility find_visibility(Collectives& world, const std::vector<std::string>& hosts,
+                           const fs::path& directory, double patience) {
+  const int rank = world.communicator().rank();
+  const fs::path token =
+      directory / world.broadcast_string(std::string(kVisiblePrefix) + random_id(), 0);
+  std::string problem;
+  try {
+    if (rank == 0) write_text(token, "");
+  } catch (const Error& error) {
+    problem = error.what();
+  }
+  problem = world.broadcast_string(problem, 0);
+  std::error_code error;
+  const double start = steady_seconds();
+  const bool looks = std::find(hosts.begin(), hosts.end(), hosts[at(rank)]) - hosts.begin() == rank;
+  double after = 0;
+  // A network file system may show a new name seconds later.
+  while (looks && problem.empty() && after >= 0 && !fs::exists(token, error)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    // Opening the directory makes NFS ask its server again.
+    (void)fs::directory_iterator(directory, error);
+    after = steady_seconds() - start;
+    if (after > patience) after = -1;
+  }
+  Visibility all = {std::move(problem), std::vector<double>(hosts.size())};
+  world.all_gather(std::as_bytes(std::span(&after, 1)),
+                   std::as_writable_bytes(std::span(all.after)));
+  if (rank == 0) fs::remove(token, error);
+  return all;
+}
+
 void require_space(const fs::path& directory, std::uint64_t bytes) {
   constexpr std::uint64_t kReserve = std::uint64_t{1} << 20;
-  std::error_code error;
-  fs::path there = fs::absolute(directory, error);
-  while (!fs::exists(there, error) && there.has_relative_path()) there = there.parent_path();
   struct statvfs info = {};
-  if (::statvfs(there.c_str(), &info) != 0) {
+  if (::statvfs(nearest_existing(directory).c_str(), &info) != 0) {
     fail("look at the file system of", directory, std::generic_category().message(errno));
   }
   const std::uint64_t free = std::uint64_t{info.f_bavail} * info.f_frsize;

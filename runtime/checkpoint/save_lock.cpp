@@ -19,7 +19,7 @@
 #include "comm/base/host.hpp"
 #include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
-#include "runtime/files/random_id.hpp"
+#include "runtime/files/sha256.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;

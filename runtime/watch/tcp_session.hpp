@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/files/keyed_digest.hpp"
+#include "runtime/files/sha256.hpp"
 #include "runtime/watch/link.hpp"
 
 namespace sluice {
