@@ -324,9 +324,8 @@ void Checkpointer::Impl::require_own_directory(const SaveScan& scan) const {
                          pipeline.step());
     }
   }
-  if (what.empty() && options.run.empty()) {
-    if (!scan.broken.empty()) what = "a damaged save: " + scan.broken.front();
-    if (select_saves(options.directory).of_0_1) what = "a save of version 0.1";
+  if (what.empty() && options.run.empty() && !scan.broken.empty()) {
+    what = "a damaged save: " + scan.broken.front();
   }
   if (what.empty()) return;
   throw_error(ErrorCode::kIo,

@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <chrono>
 #include <fstream>
-#include <nlohmann/json.hpp>
+#include <iterator>
 #include <set>
 #include <span>
 #include <system_error>
@@ -211,16 +211,6 @@ void name_unnamed_save(const fs::path& directory, std::vector<std::string>& line
       fmt::format("'{}' is complete: it is '{}' now", newest.filename().string(), name));
 }
 
-bool has_0_1_files(const fs::path& directory) {
-  std::error_code error;
-  if (fs::is_regular_file(directory / "state.json", error)) {
-    std::ifstream in(directory / "state.json");
-    const nlohmann::json state = nlohmann::json::parse(in, nullptr, false);
-    return state.is_object() && state.contains("format") && state["format"] == 1;
-  }
-  return has_weights(directory, "model");
-}
-
 void write_text(const fs::path& path, const std::string& text) {
   AtomicFile file(path);
   file.write(text);
@@ -234,12 +224,9 @@ bool write_for_people(const fs::path& path, const std::string& text,
   std::error_code error;
   const fs::file_status status = fs::symlink_status(path, error);
   if (fs::exists(status)) {
-    constexpr std::size_t kMost = std::size_t{1} << 20;
     if (!fs::is_regular_file(status)) return false;
     std::ifstream in(path, std::ios::binary);
-    std::string present(kMost, '\0');
-    in.read(present.data(), static_cast<std::streamsize>(present.size()));
-    present.resize(static_cast<std::size_t>(in.gcount()));
+    const std::string present(std::istreambuf_iterator<char>(in), {});
     if (!present.empty() && !is_own(present)) return false;
   }
   write_text(path, text);
@@ -299,9 +286,10 @@ SaveSelection select_saves(const fs::path& path) {
   }
   const std::string name = fs::weakly_canonical(path, error).filename().string();
   const bool state = fs::exists(path / "state.json", error);
-  // A step without state.json is a damaged one, and not of version 0.1.
-  const bool stripped = is_step_name(name) && !state && has_weights(path, "model");
-  if (stripped || (state && (is_step_name(name) || !has_0_1_files(path)))) {
+  SaveScan scan = is_step_name(name) ? SaveScan() : scan_saves(path);
+  // A step without state.json is a damaged one. A save may have another name, but has no steps.
+  if (is_step_name(name) ? state || has_weights(path, "model")
+                         : state && scan.saves.empty() && scan.broken.empty()) {
     selection.one_step = true;
     try {
       selection.candidates.push_back({path, read_step(path, name)});
@@ -310,11 +298,8 @@ SaveSelection select_saves(const fs::path& path) {
     }
     return selection;
   }
-  SaveScan scan = scan_saves(path);
   selection.candidates = std::move(scan.saves);
   selection.broken = std::move(scan.broken);
-  selection.of_0_1 =
-      selection.candidates.empty() && selection.broken.empty() && has_0_1_files(path);
   return selection;
 }
 
@@ -326,7 +311,6 @@ const Save& newest_resumable(const SaveSelection& selection) {
 
 fs::path newest_save(const fs::path& path) {
   const SaveSelection selection = select_saves(path);
-  if (selection.of_0_1) return path;
   if (!selection.candidates.empty()) return selection.candidates.front().directory;
   std::error_code error;
   // A model whose weights are missing or of another kind: the reader of config.json says so.

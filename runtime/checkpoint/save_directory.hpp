@@ -52,20 +52,18 @@ struct SaveScan {
 [[nodiscard]] SaveScan scan_saves(const std::filesystem::path& directory);
 
 // What `--resume DIR`, `generate DIR` and the like mean: a step's directory (by a state.json of
-// format 2, or by its name) alone, else all of DIR's. `of_0_1`: files of version 0.1 lie directly
-// in DIR. Throws Error(kWeights) where DIR is something else than a directory.
+// format 2, or by its name) alone, else all of DIR's. Throws Error(kWeights) where DIR is something
+// else than a directory.
 struct SaveSelection {
   std::vector<Save> candidates;  // the newest first
   std::vector<std::string> broken;
   bool one_step = false;  // the path is a step's directory
-  bool of_0_1 = false;    // no candidates: DIR itself holds a save of version 0.1
 };
 [[nodiscard]] SaveSelection select_saves(const std::filesystem::path& path);
 // The first candidate with optimizer state; the first where none has it. Requires a candidate.
 [[nodiscard]] const Save& newest_resumable(const SaveSelection& selection);
-// The newest candidate's directory, or DIR where it is of version 0.1 or holds a config.json.
-// Throws Error(kWeights) where there is none, saying what is there instead. For reading weights
-// (generate, digest).
+// The newest candidate's directory, or DIR where it holds a config.json. Throws Error(kWeights)
+// where there is none, saying what is there instead. For reading weights (generate, digest).
 [[nodiscard]] std::filesystem::path newest_save(const std::filesystem::path& path);
 
 // Creates DIR where it is missing. If scan_saves() finds the newest save without its name, it gets

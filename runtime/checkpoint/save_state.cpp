@@ -290,7 +290,8 @@ SaveState parse_save_state(std::string_view text, const std::filesystem::path& p
   if (format < SaveState::kOldestFormat || format > SaveState::kFormat) {
     throw_error(ErrorCode::kWeights, "'{}' is of format {}; this version reads formats {} to {}{}",
                 path.string(), format, SaveState::kOldestFormat, SaveState::kFormat,
-                format < SaveState::kFormat ? "" : ", a newer version of Sluice wrote it");
+                format < SaveState::kFormat ? "; Sluice 0.2 reads older ones and saves them anew"
+                                            : ", a newer version of Sluice wrote it");
   }
   const std::string_view checked = text.substr(0, check);
   if (check == std::string_view::npos ||

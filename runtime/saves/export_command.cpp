@@ -28,8 +28,8 @@ namespace fs = std::filesystem;
 constexpr const char* kAboutExport =
     R"(Writes a model as a directory of Hugging Face: config.json, model.safetensors or its parts
 with their index, tokenizer files, SHA256SUMS of them all. DIR is what 'sluice train --save DIR'
-wrote, of which it takes the newest step, one step, one of version 0.1, or a directory of Hugging
-Face. OUT is new or empty. Needs no MPI.)";
+wrote, of which it takes the newest step, one step, or a directory of Hugging Face. OUT is new or
+empty. Needs no MPI.)";
 
 constexpr std::size_t kLargestPart = std::size_t{5} << 30;
 

@@ -136,8 +136,7 @@ std::uint64_t bytes_of(const SaveState& state) {
   return bytes;
 }
 
-// Of an export, of another program, or of version 0.1: a directory without state.json, or with one
-// that has no hashes.
+// Of an export or of another program: a directory without state.json.
 void verify_model(const std::string& directory) {
   for (const char* kind : {"model", "optimizer"}) {
     if (kind == std::string("optimizer") && !has_weights(directory, kind)) continue;
@@ -237,8 +236,10 @@ int verify_command(const std::vector<std::string>& arguments) {
   table.add_argument("DIR", directory);
   return run_guarded(table, arguments, [&] {
     const SaveSelection selection = select_saves(directory);
-    if (selection.of_0_1) return verify_model(directory);
-    if (selection.candidates.empty() && selection.broken.empty()) (void)newest_save(directory);
+    if (selection.candidates.empty() && selection.broken.empty()) {
+      if (!has_weights(directory, "model")) (void)newest_save(directory);  // says what is there
+      return verify_model(directory);
+    }
     std::size_t broken = selection.broken.size(), gone = 0;
     double bytes = 0;
     const double start = steady_seconds();

@@ -432,20 +432,18 @@ TEST_F(SaveDirectoryTest, APathIsADirectoryOfSavesOrOneStep) {
                [&] { (void)newest_save(directory_.path()); });
 }
 
-TEST_F(SaveDirectoryTest, ADamagedStateIsReportedNotTakenForVersion01) {
+TEST_F(SaveDirectoryTest, ADamagedStateIsReported) {
   publish(1, 1);
   write(step(1) / "state.json", "{}");
   EXPECT_THAT(scan_saves(saves()).broken, ElementsAre(HasSubstr("step-00000001/state.json")));
   EXPECT_THAT(select_saves(step(1)).broken, SizeIs(1));
-  EXPECT_FALSE(select_saves(step(1)).of_0_1);
   fs::rename(step(1), saves() / "export");
-  EXPECT_FALSE(select_saves(saves() / "export").of_0_1);
+  EXPECT_THAT(select_saves(saves() / "export").broken, SizeIs(1));
 }
 
-TEST_F(SaveDirectoryTest, AStepWithoutStateIsDamagedNotOfVersion01) {
+TEST_F(SaveDirectoryTest, AStepWithoutStateIsDamaged) {
   publish(1, 1);
   fs::remove(step(1) / "state.json");
-  EXPECT_FALSE(select_saves(step(1)).of_0_1);
   EXPECT_THAT(select_saves(step(1)).broken, ElementsAre(HasSubstr("step-00000001/state.json")));
   EXPECT_THAT(scan_saves(saves()).broken, SizeIs(1));
 }
@@ -460,13 +458,13 @@ TEST_F(SaveDirectoryTest, AStateOfAnotherStepIsDamage) {
   EXPECT_THAT(scan_saves(saves()).saves, SizeIs(1));
 }
 
-TEST_F(SaveDirectoryTest, FilesDirectlyInADirectoryAreOfVersion01) {
+TEST_F(SaveDirectoryTest, FilesOfVersion01AreRefusedByTheirFormat) {
   write(saves() / "state.json", R"({"format": 1, "step": 4})");
   write(saves() / "model.safetensors", "");
-  EXPECT_TRUE(select_saves(saves()).of_0_1);
-  EXPECT_EQ(newest_save(saves()), saves());
-  publish(5, 1);  // of this version, into the same directory: it is newer
-  EXPECT_FALSE(select_saves(saves()).of_0_1);
+  expect_error(ErrorCode::kWeights, {"is of format 1; this version reads formats 2 to 3"},
+               [&] { (void)newest_save(saves()); });
+  publish(5, 1);  // of this version, into the same directory: it counts
+  EXPECT_EQ(newest_save(saves()), step(5));
 }
 
 TEST_F(SaveDirectoryTest, ADirectoryThatCannotBeWrittenIsNamed) {
