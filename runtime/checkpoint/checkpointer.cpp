@@ -1,16 +1,16 @@
 // Saving while a pipeline trains: copy, write on a thread, publish in a later step.
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <ctime>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
-#include <thread>
 
 #include <sluice/checkpoint.hpp>
 #include <sluice/error.hpp>
@@ -26,11 +26,10 @@
 #include "runtime/checkpoint/save_lock.hpp"
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/checkpoint/saved_tensors.hpp"
-#include "runtime/checkpoint/snapshot.hpp"
-#include "runtime/files/atomic_file.hpp"
 #include "runtime/files/checksum.hpp"
-#include "runtime/files/random_id.hpp"
+#include "runtime/files/sha256.hpp"
 #include "runtime/job/configuration.hpp"
+#include "runtime/job/host_mirror.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -51,14 +50,43 @@ enum Flag : std::uint32_t {
   kDue = 8,     // rank 0: a save by the clock is due
 };
 
-std::string utc_now() {
-  const std::time_t now = std::time(nullptr);
-  std::tm parts = {};
-  gmtime_r(&now, &parts);
-  std::array<char, 32> text = {};
-  (void)std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text.data();
-}
+// A copy of tensors in host memory, which a thread can write while training goes on.
+class Snapshot {
+ public:
+  // Waits for the device as compute.wait() does.
+  explicit Snapshot(ComputeContext& compute) : mirror_(compute) {}
+
+  // Copies tensors of this rank's device, behind everything on the compute stream; done on return.
+  // The first call allocates and touches the memory, later ones reuse it unless they need more.
+  // From a GPU the bytes pass through page-locked pieces.
+  void take(std::span<const NamedTensor> tensors) {
+    std::size_t bytes = 0;
+    for (const NamedTensor& named : tensors) bytes += round_up(named.tensor.spec.bytes(), 64);
+    if (memory_.size() < bytes) memory_.resize(bytes);
+    copies_.clear();
+    std::byte* to = memory_.data();
+    for (const NamedTensor& named : tensors) {
+      const auto size = named.tensor.spec.bytes();
+      auto* from = static_cast<std::byte*>(named.tensor.data);
+      for (std::size_t done = 0; done < size; done += kPieceBytes) {
+        const std::size_t piece = std::min(kPieceBytes, size - done);
+        const std::span<std::byte> host = mirror_.read_back(std::span(from + done, piece));
+        std::memcpy(to + done, host.data(), piece);
+      }
+      copies_.push_back({named.name, {to, named.tensor.spec}});
+      to += round_up(size, 64);
+    }
+  }
+  // Views of the copies, in the same order; valid until the next take().
+  [[nodiscard]] const std::vector<NamedTensor>& tensors() const { return copies_; }
+
+ private:
+  static constexpr std::size_t kPieceBytes = std::size_t{32} << 20;
+
+  HostMirror mirror_;
+  std::vector<std::byte> memory_;
+  std::vector<NamedTensor> copies_;
+};
 
 }  // namespace
 
@@ -271,15 +299,10 @@ void Checkpointer::Impl::open_directory() {
 
 // Leaders of other hosts get rank 0's files.
 void Checkpointer::Impl::share_files() {
-  std::vector<std::string> names;
-  for (const auto& [name, text] : options.files) names.push_back(name);
-  std::map<std::string, std::string> all;
-  const auto count = std::stoull(world().broadcast_string(std::to_string(names.size()), 0));
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::string name = world().broadcast_string(first() ? names[i] : "", 0);
-    all[name] = world().broadcast_string(first() ? options.files[name] : "", 0);
-  }
-  options.files = leader ? std::move(all) : std::map<std::string, std::string>();
+  const std::vector<std::uint8_t> mine = nlohmann::json::to_cbor(options.files);  // not all UTF-8
+  const std::string all = world().broadcast_string({mine.begin(), mine.end()}, 0);
+  if (!leader) options.files.clear();
+  if (leader) nlohmann::json::from_cbor(all).get_to(options.files);
 }
 
 // The newest save has to be of this run. Older ones of another run are what an --overwrite that
@@ -301,9 +324,8 @@ void Checkpointer::Impl::require_own_directory(const SaveScan& scan) const {
                          pipeline.step());
     }
   }
-  if (what.empty() && options.run.empty()) {
-    if (!scan.broken.empty()) what = "a damaged save: " + scan.broken.front();
-    if (select_saves(options.directory).of_0_1) what = "a save of version 0.1";
+  if (what.empty() && options.run.empty() && !scan.broken.empty()) {
+    what = "a damaged save: " + scan.broken.front();
   }
   if (what.empty()) return;
   throw_error(ErrorCode::kIo,
@@ -313,44 +335,22 @@ void Checkpointer::Impl::require_own_directory(const SaveScan& scan) const {
               options.directory.string(), what);
 }
 
-// Rank 0 writes a file of a random name, the first rank of every host looks for it.
 void Checkpointer::Impl::require_visible() {
   if (options.local) return;
-  const std::string name = world().broadcast_string(std::string(kVisiblePrefix) + random_id(), 0);
-  const fs::path token = options.directory / name;
-  on_all_ranks(world(), [&] {
-    if (!first()) return;
-    AtomicFile file(token);
-    file.write(name);
-    file.commit();
-  });
-  std::string blind;
-  if (std::find(hosts.begin(), hosts.end(), hosts[at(rank)]) - hosts.begin() == rank) {
-    // A network file system may show a new name seconds later.
-    constexpr auto kPatience = std::chrono::seconds(10);
-    const auto deadline = Clock::now() + kPatience;
-    std::error_code error;
-    while (!fs::exists(token, error) && Clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      // Opening the directory makes NFS ask its server again.
-      (void)fs::directory_iterator(options.directory, error);
-    }
-    if (!fs::exists(token, error)) blind = hosts[at(rank)];
+  const Visibility seen = find_visibility(world(), hosts, options.directory);
+  if (!seen.problem.empty()) throw Refused{Error(ErrorCode::kIo, seen.problem, 0)};
+  std::vector<std::string> blind;
+  for (std::size_t each = 0; each < hosts.size(); ++each) {
+    if (seen.after[each] < 0) blind.push_back(hosts[each]);
   }
-  std::vector<std::string> all = world().all_gather_strings(blind);
-  if (first()) {
-    std::error_code error;
-    fs::remove(token, error);
-  }
-  std::erase(all, "");
-  if (all.empty()) return;
+  if (blind.empty()) return;
   throw Refused{Error(
       ErrorCode::kIo,
       fmt::format(
           "directory '{}' of host '{}' is not seen on host{} '{}'; all hosts need "
           "it (a shared file system), or --save-local (CheckpointOptions::local) for one on each",
-          options.directory.string(), hosts.front(), all.size() == 1 ? "" : "s",
-          fmt::join(all, "', '")),
+          options.directory.string(), hosts.front(), blind.size() == 1 ? "" : "s",
+          fmt::join(blind, "', '")),
       0)};
 }
 
@@ -494,7 +494,7 @@ void Checkpointer::Impl::begin() {
     state.sequence = sequence;
     state.step = step;
     state.weights_only = options.weights_only;
-    state.time = utc_now();
+    state.time = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
     writer.start([this, step] { write_share(step); });
   });
   saved_step = step;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -128,9 +127,9 @@ void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const NamedT
 struct Found {
   std::vector<std::pair<std::string, std::string>> candidates;  // directory, id of the save
   std::vector<std::string> broken;
-  bool one_step = false, of_0_1 = false;
+  bool one_step = false;
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Found, candidates, broken, one_step, of_0_1)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Found, candidates, broken, one_step)
 
 // With `resumable`, exports are no candidates where there are other saves.
 Found find_saves(Collectives& world, const fs::path& path, bool resumable) {
@@ -147,7 +146,6 @@ Found find_saves(Collectives& world, const fs::path& path, bool resumable) {
     }
     found.broken = selection.broken;
     found.one_step = selection.one_step;
-    found.of_0_1 = selection.of_0_1;
     const std::vector<std::uint8_t> bytes =
         nlohmann::json::to_cbor(found);  // paths may not be UTF-8
     text.assign(bytes.begin(), bytes.end());
@@ -264,29 +262,13 @@ std::vector<std::string> hosts_of(Pipeline& pipeline) {
   return PipelineAccess::world(pipeline).all_gather_strings(place.devices[at(place.rank)].host);
 }
 
-// The step of a save of version 0.1, which its weights have to be of as well.
-std::uint64_t require_one_step_of_0_1(const fs::path& directory) {
-  const std::uint64_t step = step_of_0_1(directory);
-  for (const char* kind : {"model", "optimizer"}) {
-    if (!has_weights(directory, kind)) continue;  // plain SGD has no optimizer state
-    const std::string saved = WeightsDirectory(directory, kind).step();
-    if (saved.empty() || saved == std::to_string(step)) continue;
-    throw_error(ErrorCode::kWeights,
-                "'{}' is of step {}, but {}.safetensors of step {}: a save was cut short",
-                (directory / "state.json").string(), step, kind, saved);
-  }
-  return step;
-}
-
 // Collective. Rank 0's path would count on all ranks.
 void require_same_path(Pipeline& pipeline, const fs::path& path) {
   require_same_or_refuse(PipelineAccess::world(pipeline), {{"path to load from", path.string()}});
 }
 
-// Which checks a load makes, and what it reads.
-enum class Extent { kWeights, kEverything };
-
-// Collective. Finds and checks what is loaded; throws Refused. `saved` gets the files.
+// Collective. Finds and checks what is loaded; throws Refused. `saved` gets the files. Not `all`:
+// weights alone.
 LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verify verify,
                                  OtherPrecision state, bool all,
                                  std::span<const NamedTensor> tensors,
@@ -295,30 +277,22 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
   Collectives& world = PipelineAccess::world(pipeline);
   const JobLayout& layout = PipelineAccess::layout(pipeline);
   const Found found = find_saves(world, path, /*resumable=*/all);
-  Chosen chosen;
-  if (!found.of_0_1) chosen = choose_save(world, found, path, tensors, hosts_of(pipeline), verify);
+  Chosen chosen = choose_save(world, found, path, tensors, hosts_of(pipeline), verify);
   on_all_ranks(world, [&] {
-    if (found.of_0_1) {
-      loaded.directory = path;
-      if (all) loaded.step = require_one_step_of_0_1(path);
-      saved.emplace(path, all && !pipeline.optimizer_state().empty());
-    } else {
-      loaded.directory = chosen.directory;
-      if (all && chosen.state.weights_only) {
-        throw_error(ErrorCode::kWeights, "'{}' holds weights alone: it cannot be resumed",
-                    chosen.directory.string());
-      }
-      if (all && chosen.state.step > Pipeline::kMostSteps) {
-        throw_error(ErrorCode::kWeights, "'{}' is of step {}; a run goes on from at most {}",
-                    chosen.directory.string(), chosen.state.step, Pipeline::kMostSteps);
-      }
-      saved.emplace(chosen.directory, chosen.state);
-      if (all) saved->prefer_masters();
+    loaded.directory = chosen.directory;
+    if (all && chosen.state.weights_only) {
+      throw_error(ErrorCode::kWeights, "'{}' holds weights alone: it cannot be resumed",
+                  chosen.directory.string());
     }
+    if (all && chosen.state.step > Pipeline::kMostSteps) {
+      throw_error(ErrorCode::kWeights, "'{}' is of step {}; a run goes on from at most {}",
+                  chosen.directory.string(), chosen.state.step, Pipeline::kMostSteps);
+    }
+    saved.emplace(chosen.directory, chosen.state);
+    if (all) saved->prefer_masters();
     require_fitting(*saved, layout, loaded.directory);
     require_tensors(*saved, tensors, state, loaded.directory);
   });
-  if (found.of_0_1) return loaded;
   if (all) loaded.states = read_states(world, chosen.directory, chosen.state);
   loaded.run = chosen.state.run;
   loaded.step = chosen.state.step;
@@ -332,9 +306,8 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
 }
 
 LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, OtherPrecision state,
-                      Extent extent) {
+                      bool all) {
   LoadedCheckpoint loaded;
-  const bool all = extent == Extent::kEverything;
   const char* const what = all ? "loading the checkpoint" : "loading the weights";
   PipelineAccess::run_call(pipeline, Call::kLoad, what, [&] {
     require_same_path(pipeline, path);
@@ -351,28 +324,8 @@ LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, O
 
 }  // namespace
 
-std::uint64_t step_of_0_1(const fs::path& directory) {
-  const fs::path path = directory / "state.json";
-  std::ifstream in(path);
-  const nlohmann::json state = nlohmann::json::parse(in, nullptr, false);
-  if (state.is_object() && state.contains("format") && state["format"] != 1) {
-    throw_error(ErrorCode::kWeights, "'{}' is of format {}, which this version does not read",
-                path.string(), state["format"].dump());
-  }
-  const auto step = state.find("step");
-  if (!state.is_object() || step == state.end() || !step->is_number_unsigned()) {
-    throw_error(ErrorCode::kWeights, "'{}' is missing or damaged; a directory of saves is needed",
-                path.string());
-  }
-  return step->get<std::uint64_t>();
-}
-
 std::uint64_t require_fitting_save(const JobLayout& layout, const fs::path& path) {
   const SaveSelection selection = select_saves(path);
-  if (selection.of_0_1) {
-    require_fitting(SavedTensors(path, /*optimizer=*/false), layout, path);
-    return require_one_step_of_0_1(path);
-  }
   if (selection.candidates.empty()) {
     throw_error(ErrorCode::kWeights, "'{}' holds no save{}{}", path.string(),
                 selection.broken.empty() ? "" : ": ", fmt::join(selection.broken, "; "));
@@ -384,11 +337,11 @@ std::uint64_t require_fitting_save(const JobLayout& layout, const fs::path& path
 
 LoadedCheckpoint load_checkpoint(Pipeline& pipeline, const fs::path& path, Verify verify,
                                  OtherPrecision state) {
-  return load(pipeline, path, verify, state, Extent::kEverything);
+  return load(pipeline, path, verify, state, /*all=*/true);
 }
 
 void load_weights(Pipeline& pipeline, const fs::path& path, Verify verify) {
-  (void)load(pipeline, path, verify, OtherPrecision::kRefuse, Extent::kWeights);
+  (void)load(pipeline, path, verify, OtherPrecision::kRefuse, /*all=*/false);
 }
 
 void load_weights(Pipeline& pipeline, const fs::path& directory, const FileLayout& layout) {

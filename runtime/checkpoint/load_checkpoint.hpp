@@ -13,8 +13,4 @@ namespace sluice {
 [[nodiscard]] std::uint64_t require_fitting_save(const JobLayout& layout,
                                                  const std::filesystem::path& path);
 
-// The step of a save of version 0.1. Throws Error(kWeights): state.json is missing, damaged or of
-// another format. Reads no weights.
-[[nodiscard]] std::uint64_t step_of_0_1(const std::filesystem::path& directory);
-
 }  // namespace sluice

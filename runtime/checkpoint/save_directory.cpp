@@ -1,26 +1,28 @@
 #include "runtime/checkpoint/save_directory.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/statvfs.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdio>
+#include <chrono>
 #include <fstream>
-#include <nlohmann/json.hpp>
+#include <iterator>
 #include <set>
+#include <span>
 #include <system_error>
+#include <thread>
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/verify.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/atomic_file.hpp"
-#include "runtime/files/durable.hpp"
+#include "runtime/files/sha256.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/weights/weights.hpp"
 
@@ -172,23 +174,10 @@ void retire_save(const fs::path& step, std::vector<std::string>& lines) {
   add_line(lines, remove_save(away));
 }
 
-// Exchanges two names at once where the file system can.
-bool exchange(const fs::path& a, const fs::path& b) {
-#ifdef RENAME_EXCHANGE
-  return ::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0;
-#else
-  return false;
-#endif
-}
-
 // What has the step's name already is an older save of that step, or is set aside.
 void give_name(const fs::path& partial, const fs::path& step, std::vector<std::string>& lines) {
   if (name_exists(step) && !is_own_save(step)) add_line(lines, set_aside(step));
   if (!name_exists(step)) return rename_durably(partial, step);
-  if (exchange(partial, step)) {
-    sync_directory(step.parent_path());
-    return add_line(lines, remove_save(partial));
-  }
   // Between the two renames both saves are complete without a name; open_save_directory() gives the
   // newer one its name back.
   const fs::path away = name_for_removal(step);
@@ -222,16 +211,6 @@ void name_unnamed_save(const fs::path& directory, std::vector<std::string>& line
       fmt::format("'{}' is complete: it is '{}' now", newest.filename().string(), name));
 }
 
-bool has_0_1_files(const fs::path& directory) {
-  std::error_code error;
-  if (fs::is_regular_file(directory / "state.json", error)) {
-    std::ifstream in(directory / "state.json");
-    const nlohmann::json state = nlohmann::json::parse(in, nullptr, false);
-    return state.is_object() && state.contains("format") && state["format"] == 1;
-  }
-  return has_weights(directory, "model");
-}
-
 void write_text(const fs::path& path, const std::string& text) {
   AtomicFile file(path);
   file.write(text);
@@ -245,12 +224,9 @@ bool write_for_people(const fs::path& path, const std::string& text,
   std::error_code error;
   const fs::file_status status = fs::symlink_status(path, error);
   if (fs::exists(status)) {
-    constexpr std::size_t kMost = std::size_t{1} << 20;
     if (!fs::is_regular_file(status)) return false;
     std::ifstream in(path, std::ios::binary);
-    std::string present(kMost, '\0');
-    in.read(present.data(), static_cast<std::streamsize>(present.size()));
-    present.resize(static_cast<std::size_t>(in.gcount()));
+    const std::string present(std::istreambuf_iterator<char>(in), {});
     if (!present.empty() && !is_own(present)) return false;
   }
   write_text(path, text);
@@ -310,9 +286,10 @@ SaveSelection select_saves(const fs::path& path) {
   }
   const std::string name = fs::weakly_canonical(path, error).filename().string();
   const bool state = fs::exists(path / "state.json", error);
-  // A step without state.json is a damaged one, and not of version 0.1.
-  const bool stripped = is_step_name(name) && !state && has_weights(path, "model");
-  if (stripped || (state && (is_step_name(name) || !has_0_1_files(path)))) {
+  SaveScan scan = is_step_name(name) ? SaveScan() : scan_saves(path);
+  // A step without state.json is a damaged one. A save may have another name, but has no steps.
+  if (is_step_name(name) ? state || has_weights(path, "model")
+                         : state && scan.saves.empty() && scan.broken.empty()) {
     selection.one_step = true;
     try {
       selection.candidates.push_back({path, read_step(path, name)});
@@ -321,11 +298,8 @@ SaveSelection select_saves(const fs::path& path) {
     }
     return selection;
   }
-  SaveScan scan = scan_saves(path);
   selection.candidates = std::move(scan.saves);
   selection.broken = std::move(scan.broken);
-  selection.of_0_1 =
-      selection.candidates.empty() && selection.broken.empty() && has_0_1_files(path);
   return selection;
 }
 
@@ -337,7 +311,6 @@ const Save& newest_resumable(const SaveSelection& selection) {
 
 fs::path newest_save(const fs::path& path) {
   const SaveSelection selection = select_saves(path);
-  if (selection.of_0_1) return path;
   if (!selection.candidates.empty()) return selection.candidates.front().directory;
   std::error_code error;
   // A model whose weights are missing or of another kind: the reader of config.json says so.
@@ -435,13 +408,41 @@ void prune_saves(const fs::path& directory, const Retention& retention,
   }
 }
 
+Visibility find_visibility(Collectives& world, const std::vector<std::string>& hosts,
+                           const fs::path& directory, double patience) {
+  const int rank = world.communicator().rank();
+  const fs::path token =
+      directory / world.broadcast_string(std::string(kVisiblePrefix) + random_id(), 0);
+  std::string problem;
+  try {
+    if (rank == 0) write_text(token, "");
+  } catch (const Error& error) {
+    problem = error.what();
+  }
+  problem = world.broadcast_string(problem, 0);
+  std::error_code error;
+  const double start = steady_seconds();
+  const bool looks = std::find(hosts.begin(), hosts.end(), hosts[at(rank)]) - hosts.begin() == rank;
+  double after = 0;
+  // A network file system may show a new name seconds later.
+  while (looks && problem.empty() && after >= 0 && !fs::exists(token, error)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    // Opening the directory makes NFS ask its server again.
+    (void)fs::directory_iterator(directory, error);
+    after = steady_seconds() - start;
+    if (after > patience) after = -1;
+  }
+  Visibility all = {std::move(problem), std::vector<double>(hosts.size())};
+  world.all_gather(std::as_bytes(std::span(&after, 1)),
+                   std::as_writable_bytes(std::span(all.after)));
+  if (rank == 0) fs::remove(token, error);
+  return all;
+}
+
 void require_space(const fs::path& directory, std::uint64_t bytes) {
   constexpr std::uint64_t kReserve = std::uint64_t{1} << 20;
-  std::error_code error;
-  fs::path there = fs::absolute(directory, error);
-  while (!fs::exists(there, error) && there.has_relative_path()) there = there.parent_path();
   struct statvfs info = {};
-  if (::statvfs(there.c_str(), &info) != 0) {
+  if (::statvfs(nearest_existing(directory).c_str(), &info) != 0) {
     fail("look at the file system of", directory, std::generic_category().message(errno));
   }
   const std::uint64_t free = std::uint64_t{info.f_bavail} * info.f_frsize;

@@ -1,5 +1,5 @@
 // A directory of saves: DIR/step-<step, 8 digits or more>/ are complete; `.step-*.partial` is one
-// that is being written, `.step-*.deleted` one that is being removed. One process calls this.
+// that is being written, `.step-*.deleted` one that is being removed.
 //
 // A save is complete before it gets its name: its files and its directory are synced, it is
 // renamed, DIR is synced. Nothing that exists is removed before its successor is durable. Only
@@ -8,7 +8,8 @@
 // becomes `step-<step>.kept-1` (or -2, ...) and is never looked at again. `lines` of the functions
 // below gets a line for people about each such event and about what cannot be removed.
 //
-// Every function throws Error(kIo) that names the path and the cause, unless it says otherwise.
+// find_visibility() is collective; one process calls the others. Every function throws Error(kIo)
+// that names the path and the cause, unless it says otherwise.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +20,7 @@
 #include <string_view>
 #include <vector>
 
+#include "comm/group/collectives.hpp"
 #include "runtime/checkpoint/save_state.hpp"
 
 namespace sluice {
@@ -50,20 +52,18 @@ struct SaveScan {
 [[nodiscard]] SaveScan scan_saves(const std::filesystem::path& directory);
 
 // What `--resume DIR`, `generate DIR` and the like mean: a step's directory (by a state.json of
-// format 2, or by its name) alone, else all of DIR's. `of_0_1`: files of version 0.1 lie directly
-// in DIR. Throws Error(kWeights) where DIR is something else than a directory.
+// format 2, or by its name) alone, else all of DIR's. Throws Error(kWeights) where DIR is something
+// else than a directory.
 struct SaveSelection {
   std::vector<Save> candidates;  // the newest first
   std::vector<std::string> broken;
   bool one_step = false;  // the path is a step's directory
-  bool of_0_1 = false;    // no candidates: DIR itself holds a save of version 0.1
 };
 [[nodiscard]] SaveSelection select_saves(const std::filesystem::path& path);
 // The first candidate with optimizer state; the first where none has it. Requires a candidate.
 [[nodiscard]] const Save& newest_resumable(const SaveSelection& selection);
-// The newest candidate's directory, or DIR where it is of version 0.1 or holds a config.json.
-// Throws Error(kWeights) where there is none, saying what is there instead. For reading weights
-// (generate, digest).
+// The newest candidate's directory, or DIR where it holds a config.json. Throws Error(kWeights)
+// where there is none, saying what is there instead. For reading weights (generate, digest).
 [[nodiscard]] std::filesystem::path newest_save(const std::filesystem::path& path);
 
 // Creates DIR where it is missing. If scan_saves() finds the newest save without its name, it gets
@@ -79,7 +79,7 @@ struct SaveSelection {
 [[nodiscard]] std::filesystem::path begin_save(const std::filesystem::path& directory,
                                                std::uint64_t step, std::vector<std::string>& lines);
 // Writes state.json into `partial`, syncs, renames it to its step's name (an older save of the same
-// step is replaced: exchanged first, removed after), syncs DIR, replaces DIR/latest. All files of
+// step goes after), syncs DIR, replaces DIR/latest. All files of
 // `state` are there, complete and synced. A DIR/latest that is not Sluice's stays.
 void publish_save(const std::filesystem::path& directory, const std::filesystem::path& partial,
                   const SaveState& state, std::vector<std::string>& lines);
@@ -101,6 +101,17 @@ void prune_saves(const std::filesystem::path& directory, const Retention& retent
 // something that is no regular file, or a text for which is_own() is false. Throws Error(kIo).
 bool write_for_people(const std::filesystem::path& path, const std::string& text,
                       const std::function<bool(std::string_view)>& is_own);
+
+// Whether all hosts see DIR of rank 0. `hosts`: of each rank.
+struct Visibility {
+  std::string problem;        // why rank 0 cannot make a file there; else empty
+  std::vector<double> after;  // seconds until a rank's host saw it, by its first rank; the others
+                              // have 0. -1: not within `patience`
+};
+// Collective. Rank 0 makes a file in DIR, the first rank of every host looks for it, and it goes.
+[[nodiscard]] Visibility find_visibility(Collectives& world, const std::vector<std::string>& hosts,
+                                         const std::filesystem::path& directory,
+                                         double patience = 10);
 
 // Throws Error(kIo) where the file system of DIR, which may not be there yet, has less than `bytes`
 // (and a reserve of 1 MiB) free for this process, with all three numbers.

@@ -1,18 +1,17 @@
 // DIR/lock: one job at a time saves into a directory.
 //
-// The file holds host, boot id, pid namespace, process and its start time, job id (of the
-// environment: Slurm's, PBS's, Kubernetes') and since when. A thread renews its modification time
-// every few seconds.
-// A lock is stale where its process is gone (same boot id and pid namespace), or has the same
-// non-empty job id and is of another start of this job, or was not renewed while this watched it
-// for kWatch. A stale lock is taken over.
+// The file names host, process and since when. A thread renews its modification time every few
+// seconds. A lock is stale, and is taken over, at once where its process is gone from this host,
+// and else where it is not renewed while this one watches it for kWatch.
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <filesystem>
 #include <functional>
-#include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 
 namespace sluice {
 
@@ -21,13 +20,13 @@ class SaveLock {
   static constexpr auto kRenew = std::chrono::seconds(3);
   static constexpr auto kWatch = std::chrono::seconds(12);
 
-  // Takes DIR/lock; DIR exists. Throws Error(kIo) that names the host, process, job and age of the
-  // one that holds it. `watch`: how long to watch a lock whose process cannot be looked at (tests
-  // shorten it). `note` is called once before it waits, with a line that says so.
+  // Takes DIR/lock; DIR exists. Throws Error(kIo) that names the host and the process of the one
+  // that holds it, and since when. `watch`: how long to watch a lock whose process cannot be looked
+  // at (tests shorten it). `note` is called once before it waits, with a line that says so.
   explicit SaveLock(const std::filesystem::path& directory,
                     std::chrono::milliseconds watch = kWatch,
                     const std::function<void(const std::string&)>& note = {});
-  // Removes the lock, if it is still this one's. A fork'ed child does not.
+  // Removes the lock, if it is still this one's.
   ~SaveLock();
   SaveLock(const SaveLock&) = delete;
   SaveLock& operator=(const SaveLock&) = delete;
@@ -36,8 +35,14 @@ class SaveLock {
   void require_held() const;
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  void renew();
+
+  std::filesystem::path path_;
+  std::string text_;
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  bool end_ = false;
+  std::thread thread_;
 };
 
 }  // namespace sluice

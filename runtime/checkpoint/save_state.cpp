@@ -26,7 +26,6 @@ constexpr std::size_t kMostBytes = std::size_t{1} << 30;
 // Json::dump() recurses. An ordered object searches its keys from the front.
 constexpr int kMostLevels = 100;
 constexpr std::size_t kMostKeys = 4'000;
-constexpr std::uint64_t kMostNumber = std::uint64_t{1} << 53;  // of steps and saves
 
 // Throws for one file.
 class Reader {
@@ -45,25 +44,28 @@ class Reader {
     if (found == object.end()) refuse("'{}' is missing", name);
     return *found;
   }
-  std::string text(const Json& object, const char* name) const {
+  // A field of the kind that `is` knows.
+  const Json& field(const Json& object, const char* name, bool (Json::*is)() const noexcept,
+                    const char* kind) const {
     const Json& value = field(object, name);
-    if (!value.is_string()) refuse("'{}' is no string", name);
-    return value.get<std::string>();
+    if (!(value.*is)()) refuse("'{}' is no {}", name, kind);
+    return value;
+  }
+  std::string text(const Json& object, const char* name) const {
+    return field(object, name, &Json::is_string, "string").get<std::string>();
   }
   std::uint64_t number(const Json& object, const char* name) const {
-    const Json& value = field(object, name);
-    if (!value.is_number_unsigned()) refuse("'{}' is no whole number from 0", name);
-    return value.get<std::uint64_t>();
+    return field(object, name, &Json::is_number_unsigned, "whole number from 0")
+        .get<std::uint64_t>();
+  }
+  bool flag(const Json& object, const char* name) const {
+    return field(object, name, &Json::is_boolean, "truth value: true or false").get<bool>();
   }
   const Json& array(const Json& object, const char* name) const {
-    const Json& value = field(object, name);
-    if (!value.is_array()) refuse("'{}' is no array", name);
-    return value;
+    return field(object, name, &Json::is_array, "array");
   }
   const Json& object(const Json& parent, const char* name) const {
-    const Json& value = field(parent, name);
-    if (!value.is_object()) refuse("'{}' is no object", name);
-    return value;
+    return field(parent, name, &Json::is_object, "object");
   }
   std::string hash(const std::string& text, const char* name) const {
     if (!is_id(text)) refuse("'{}' has a value that is not 32 hexadecimal digits", name);
@@ -106,9 +108,7 @@ SavedFile file_from(const Reader& reader, const Json& json) {
 void read_part_of(const Reader& reader, const Json& json, SavedTensor& tensor) {
   tensor.parameter = reader.text(json, "parameter");
   const std::uint64_t first = reader.number(json, "first_row"), rows = reader.number(json, "rows");
-  const Json& transposed = reader.field(json, "transposed");
-  if (!transposed.is_boolean()) reader.refuse("'transposed' is not true or false");
-  tensor.transposed = transposed.get<bool>();
+  tensor.transposed = reader.flag(json, "transposed");
   const Shape& shape = tensor.spec.shape;
   const int axis = tensor.transposed ? 1 : 0;
   const bool fits = tensor.transposed ? shape.rank() == 2 : shape.rank() > 0;
@@ -290,7 +290,8 @@ SaveState parse_save_state(std::string_view text, const std::filesystem::path& p
   if (format < SaveState::kOldestFormat || format > SaveState::kFormat) {
     throw_error(ErrorCode::kWeights, "'{}' is of format {}; this version reads formats {} to {}{}",
                 path.string(), format, SaveState::kOldestFormat, SaveState::kFormat,
-                format < SaveState::kFormat ? "" : ", a newer version of Sluice wrote it");
+                format < SaveState::kFormat ? "; Sluice 0.2 reads older ones and saves them anew"
+                                            : ", a newer version of Sluice wrote it");
   }
   const std::string_view checked = text.substr(0, check);
   if (check == std::string_view::npos ||
@@ -303,13 +304,8 @@ SaveState parse_save_state(std::string_view text, const std::filesystem::path& p
   state.run = reader.hash(reader.text(json, "run"), "run");
   state.sequence = reader.number(json, "sequence");
   state.step = reader.number(json, "step");
-  if (std::max(state.sequence, state.step) > kMostNumber) {
-    reader.refuse("'step' or 'sequence' is above {}", kMostNumber);
-  }
   state.time = reader.text(json, "time");
-  const Json& weights_only = reader.field(json, "weights_only");
-  if (!weights_only.is_boolean()) reader.refuse("'weights_only' is not true or false");
-  state.weights_only = weights_only.get<bool>();
+  state.weights_only = reader.flag(json, "weights_only");
   for (const auto& [name, value] : reader.object(json, "layout").items()) {
     if (!value.is_number_unsigned() ||
         value.get<std::uint64_t>() > std::numeric_limits<int>::max()) {

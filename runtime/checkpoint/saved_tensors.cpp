@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <string_view>
 #include <utility>
 
 #include <sluice/error.hpp>
@@ -23,7 +22,7 @@ FilePart part_of(const SavedTensor& tensor) {
   return {tensor.name, rows, tensor.transposed};
 }
 
-bool is_model(const SavedTensor& tensor) { return tensor.file.starts_with("model"); }
+bool is_model(const SavedTensor& tensor) { return !tensor.file.starts_with("optimizer"); }
 
 }  // namespace
 
@@ -35,22 +34,9 @@ SavedTensors::SavedTensors(fs::path directory, const SaveState& state)
   put_together();
 }
 
-SavedTensors::SavedTensors(fs::path directory, bool optimizer) : directory_(std::move(directory)) {
-  for (const char* kind : {"model", "optimizer"}) {
-    if (!optimizer && kind == std::string_view("optimizer")) continue;
-    const WeightsDirectory& weights =
-        kinds_.emplace(kind, WeightsDirectory(directory_, kind)).first->second;
-    for (const std::string& name : weights.names()) {
-      add(SavedTensor{.name = name, .file = kind, .spec = weights.find(name)->spec});
-    }
-  }
-  put_together();
-}
-
 SavedTensors::SavedTensors(fs::path directory, const FileLayout& layout)
     : directory_(std::move(directory)) {
-  const WeightsDirectory& weights =
-      kinds_.emplace("model", WeightsDirectory(directory_, "model")).first->second;
+  const WeightsDirectory weights(directory_, "model");
   for (const auto& [parameter, parts] : layout) {
     std::int64_t row = 0;
     for (const FilePart& part : parts) {
@@ -60,7 +46,7 @@ SavedTensors::SavedTensors(fs::path directory, const FileLayout& layout)
                     part.name);
       }
       add(SavedTensor{.name = part.name,
-                      .file = "model",
+                      .file = weights.file_of(part.name),
                       .spec = entry->spec,
                       .parameter = parameter,
                       .first_row = row,
@@ -146,25 +132,17 @@ void SavedTensors::read(const std::string& name, std::span<float> into) {
 }
 
 void SavedTensors::read_tensor(const SavedTensor& part, std::span<float> rows) {
-  const auto take = [&](const SafetensorsFile::Entry* entry) {
-    if (entry == nullptr || entry->spec != part.spec) {
-      throw_error(ErrorCode::kWeights, "'{}': tensor '{}' is {}, not {}", directory_.string(),
-                  part.name, entry == nullptr ? "missing" : to_string(entry->spec),
-                  to_string(part.spec));
-    }
-    read_part(part_of(part), entry->bytes, part.spec.dtype, rows);
-  };
-  if (const auto kind = kinds_.find(part.file); kind != kinds_.end()) {
-    take(kind->second.find(part.name));
-    kind->second.release(part.name);
-    return;
-  }
   auto open = files_.find(part.file);
   if (open == files_.end()) {
     open = files_.emplace(part.file, SafetensorsFile(directory_ / part.file)).first;
   }
   const SafetensorsFile::Entry* entry = open->second.find(part.name);
-  take(entry);
+  if (entry == nullptr || entry->spec != part.spec) {
+    throw_error(ErrorCode::kWeights, "'{}': tensor '{}' is {}, not {}", directory_.string(),
+                part.name, entry == nullptr ? "missing" : to_string(entry->spec),
+                to_string(part.spec));
+  }
+  read_part(part_of(part), entry->bytes, part.spec.dtype, rows);
   open->second.release(*entry);
 }
 

@@ -3,7 +3,6 @@
 // another floating-point type.
 #pragma once
 
-#include <deque>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -28,8 +27,6 @@ class SavedTensors {
   // Of a save. A file is opened when a tensor of it is read. Throws Error(kWeights) where parts of
   // a parameter do not fit together.
   SavedTensors(std::filesystem::path directory, const SaveState& state);
-  // Of version 0.1.
-  SavedTensors(std::filesystem::path directory, bool optimizer);
   // Of another program's files, which hold what `layout` says: also throws where one of its
   // tensors is missing, or is of a type that is not f32, bf16 or f16.
   SavedTensors(std::filesystem::path directory, const FileLayout& layout);
@@ -63,8 +60,7 @@ class SavedTensors {
   std::filesystem::path directory_;
   bool local_ = false, masters_ = false;
   std::map<std::string, Whole> by_name_;
-  std::map<std::string, WeightsDirectory> kinds_;  // of files without a state.json
-  std::map<std::string, SafetensorsFile> files_;   // those of a save that are open
+  std::map<std::string, SafetensorsFile> files_;  // those that are open
 };
 
 }  // namespace sluice

@@ -253,9 +253,7 @@ RankFacts gather_facts(const DoctorOptions& options, const Topology& topology,
       collectives, devices, options.transport,
       find_why_no_nccl(collectives, devices, options.transport), topology.pipeline);
   if (!options.data.empty()) mine.data = data_facts(options.data);
-  if (!options.save.empty()) {
-    mine.save = probe_directory(collectives, mine.mpi.host, options.save, {});
-  }
+  if (!options.save.empty()) mine.save = probe_directory(collectives, hosts, options.save);
   return mine;
 }
 

@@ -2,7 +2,10 @@
 // launcher where it is the launcher's matter.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/doctor/facts.hpp"
@@ -13,6 +16,27 @@ namespace sluice {
 struct Finding {
   bool wrong = false;  // false: worth knowing, nothing to repair
   std::string text;    // the fact, and what to do about it
+};
+
+// Findings in the order in which they were made.
+class Findings {
+ public:
+  template <typename... Args>
+  void add(bool wrong, fmt::format_string<Args...> text, Args&&... args) {
+    list_.push_back({wrong, fmt::format(text, std::forward<Args>(args)...)});
+  }
+  template <typename... Args>
+  void wrong(fmt::format_string<Args...> text, Args&&... args) {
+    add(true, text, std::forward<Args>(args)...);
+  }
+  template <typename... Args>
+  void note(fmt::format_string<Args...> text, Args&&... args) {
+    add(false, text, std::forward<Args>(args)...);
+  }
+  [[nodiscard]] const std::vector<Finding>& list() const { return list_; }
+
+ private:
+  std::vector<Finding> list_;
 };
 
 // Of each rank and each host alone, and of what ranks have to have in common. `ranks` ascend and

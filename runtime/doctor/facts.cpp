@@ -33,8 +33,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(LimitFacts, cores, locked_memory
                                                 shared_memory_bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(LauncherFacts, processes, pmix, pmix_of)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(DataFacts, path, problem, bytes, hash)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(DirectoryFacts, path, problem, file_system,
-                                                bytes_per_second, seen_after)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(DirectoryFacts, path, problem, bytes_per_second,
+                                                seen_after)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(RankFacts, rank, mpi, clock_ahead, clock_error,
                                                 device, device_identity, gpu, no_gpu,
                                                 no_device_messages, host_cores, threads, kernel_set,

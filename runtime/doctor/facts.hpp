@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,7 +11,6 @@
 
 #include "comm/group/collectives.hpp"
 #include "comm/mpi/mpi_session.hpp"
-#include "runtime/doctor/file_facts.hpp"
 #include "runtime/program/network_facts.hpp"
 
 namespace sluice {
@@ -26,6 +26,22 @@ struct LimitFacts {
 struct LauncherFacts {
   int processes = 0;          // that it started; 0: unknown
   std::string pmix, pmix_of;  // version of the launcher's PMIx, of the library's; empty: unknown
+};
+
+// Of the data file.
+struct DataFacts {
+  std::string path;     // empty: none was asked for
+  std::string problem;  // why it cannot be read; else empty
+  std::int64_t bytes = 0;
+  std::string hash;  // of what is_hashed_whole() says
+};
+
+// Of a directory that --save would be given.
+struct DirectoryFacts {
+  std::string path;             // empty: none was asked for
+  std::string problem;          // why the rank cannot write there; else empty
+  double bytes_per_second = 0;  // written and synced; 0: another rank of the host measured
+  double seen_after = -1;       // as Visibility::after (runtime/checkpoint/save_directory.hpp)
 };
 
 // One rank's view of where it runs.
@@ -61,6 +77,21 @@ inline constexpr const char* kOversubscribe[] = {
 
 // Of this process, without rank, threads, files, clock, connections, and the facts that MPI has.
 [[nodiscard]] RankFacts local_facts();
+// Bytes at each end of a data file that are compared; a file of at most twice as many is compared
+// as a whole.
+inline constexpr std::int64_t kHashedEnd = std::int64_t{1} << 20;
+[[nodiscard]] inline bool is_hashed_whole(std::int64_t bytes) { return bytes <= 2 * kHashedEnd; }
+
+// Reads at most 2 x kHashedEnd bytes. An unreadable file is a fact, not an error.
+[[nodiscard]] DataFacts data_facts(const std::filesystem::path& path);
+// Collective, with the host of each rank. The first rank of each host writes a file, of 8 MiB,
+// which goes again, into the directory or into the one above that is there. An unusable directory
+// is a fact, not an error. `patience`: seconds to wait until all hosts see a new file.
+[[nodiscard]] DirectoryFacts probe_directory(Collectives& collectives,
+                                             const std::vector<std::string>& hosts,
+                                             const std::filesystem::path& path,
+                                             double patience = 10);
+
 // "NVIDIA H200, 139.8 GiB, compute capability 9.0, driver for CUDA 13.0"; empty for a CPU.
 [[nodiscard]] std::string describe_gpu(Device device);
 

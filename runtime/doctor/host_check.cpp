@@ -9,13 +9,14 @@
 #include <filesystem>
 #include <fstream>
 #include <future>
+#include <map>
 #include <sstream>
 #include <string_view>
 
 #include "comm/base/host.hpp"
 #include "comm/base/throw_error.hpp"
-#include "runtime/files/random_id.hpp"
-#include "runtime/job/build_name.hpp"
+#include "runtime/files/sha256.hpp"
+#include "runtime/files/writable.hpp"
 #include "runtime/supervise/hosts.hpp"
 
 namespace sluice {
@@ -27,16 +28,31 @@ constexpr std::string_view kMark = "sluice-host-check";
 // Of ssh's own connection, and of the whole question.
 constexpr int kConnectSeconds = 10, kSeconds = 20;
 
+// What one host says. Subjects are mpi (the first line of 'mpirun --version'), daemon (the path of
+// the launcher's), prefix (the daemon lies where this host has it), program (by --version), data
+// (size and checksums, or "missing"), save ("seen" or "unseen").
+struct Answer {
+  std::string host;
+  bool reached = false;
+  std::string problem;  // the last line of ssh where it was not reached
+  std::map<std::string, std::string> subjects;
+
+  // Empty: it is not there, or was not asked for.
+  [[nodiscard]] std::string says(const std::string& subject) const {
+    return subjects.contains(subject) ? subjects.at(subject) : "";
+  }
+};
+
+// This host, with which the others are compared.
+struct Own {
+  std::string daemon_name, prefix, program_path;
+  Answer here;
+};
+
 // One word of a shell command.
 std::string shell_word(std::string_view text) {
   std::string word = "'";
-  for (const char c : text) {
-    if (c == '\'') {
-      word += "'\\''";
-    } else {
-      word += c;
-    }
-  }
+  for (const char c : text) word += c == '\'' ? "'\\''" : std::string(1, c);
   return word + "'";
 }
 
@@ -65,7 +81,7 @@ ShellResult run_shell(const std::string& command) {
 }
 
 // Prints "<key> <value>" for every fact of the host it runs on.
-std::string questions(const OwnFacts& own, const std::string& data, const fs::path& token) {
+std::string questions(const Own& own, const std::string& data, const fs::path& token) {
   std::string script = fmt::format(
       "echo {}\n"
       "echo mpi $(mpirun --version 2>/dev/null | head -n 1)\n"
@@ -91,8 +107,8 @@ std::string questions(const OwnFacts& own, const std::string& data, const fs::pa
   return script;
 }
 
-HostAnswer parse(const std::string& host, const ShellResult& result) {
-  HostAnswer answer;
+Answer parse(const std::string& host, const ShellResult& result) {
+  Answer answer;
   answer.host = host;
   for (const std::string& line : result.lines) {
     if (line == kMark) {
@@ -104,14 +120,7 @@ HostAnswer parse(const std::string& host, const ShellResult& result) {
       continue;
     }
     const std::size_t space = line.find(' ');
-    if (space == std::string::npos) continue;
-    const std::string key = line.substr(0, space), value = line.substr(space + 1);
-    if (key == "mpi") answer.mpi = value;
-    if (key == "daemon") answer.daemon = value;
-    if (key == "prefix") answer.daemon_in_prefix = true;
-    if (key == "program") answer.program = value;
-    if (key == "data") answer.data = value;
-    if (key == "save") answer.save = value;
+    if (space != std::string::npos) answer.subjects[line.substr(0, space)] = line.substr(space + 1);
   }
   if (answer.reached) {
     answer.problem.clear();
@@ -128,7 +137,7 @@ bool is_this_host(const std::string& host) {
   return host == own || host == "localhost" || host == own.substr(0, own.find('.'));
 }
 
-HostAnswer ask(const std::string& host, const std::string& ssh, const std::string& script) {
+Answer ask(const std::string& host, const std::string& ssh, const std::string& script) {
   const std::string shell = is_this_host(host)
                                 ? "sh -s"
                                 : fmt::format("{} -o BatchMode=yes -o ConnectTimeout={} {} sh -s",
@@ -154,16 +163,15 @@ std::string why_unreachable(const std::string& problem) {
   return "mpirun needs SSH without a password to every host";
 }
 
-OwnFacts own_facts() {
-  OwnFacts own;
+Own own_facts() {
+  Own own;
   std::error_code error;
   own.program_path = fs::read_symlink("/proc/self/exe", error).string();
-  own.program = "sluice " + build_name();
   const ShellResult mpi = run_shell("mpirun --version 2>/dev/null | head -n 1; command -v mpirun");
-  if (!mpi.lines.empty()) own.mpi = mpi.lines.front();
+  const std::string version = mpi.lines.empty() ? "" : mpi.lines.front();
   if (mpi.lines.size() > 1) own.prefix = fs::path(mpi.lines.back()).parent_path().parent_path();
-  const bool hydra = own.mpi.find("HYDRA") != std::string::npos;
-  const bool prte = own.mpi.find("Open MPI) 5") != std::string::npos;
+  const bool hydra = version.find("HYDRA") != std::string::npos;
+  const bool prte = version.find("Open MPI) 5") != std::string::npos;
   own.daemon_name = hydra ? "hydra_pmi_proxy" : prte ? "prted" : "orted";
   return own;
 }
@@ -173,10 +181,7 @@ class Token {
  public:
   explicit Token(const std::string& save) {
     if (save.empty()) return;
-    fs::path directory = fs::absolute(save);
-    while (!fs::is_directory(directory) && directory.has_relative_path()) {
-      directory = directory.parent_path();
-    }
+    const fs::path directory = nearest_existing(save);
     path_ = directory / fmt::format(".sluice-host-check-{}", random_id());
     if (!std::ofstream(path_)) {
       throw_error(ErrorCode::kIo, "cannot write into '{}' of --save", directory.string());
@@ -194,20 +199,19 @@ class Token {
   fs::path path_;
 };
 
-void print_table(const std::vector<HostAnswer>& answers, const OwnFacts& own) {
+void print_table(const std::vector<Answer>& answers, const Own& own) {
   std::size_t width = 4;
-  for (const HostAnswer& answer : answers) width = std::max(width, answer.host.size());
+  for (const Answer& answer : answers) width = std::max(width, answer.host.size());
   fmt::print("{:<{}}  answers  {:<17}  program\n", "host", width, own.daemon_name);
-  for (const HostAnswer& answer : answers) {
+  for (const Answer& answer : answers) {
     const auto or_dash = [](const std::string& text) { return text.empty() ? "-" : text; };
     fmt::print("{:<{}}  {:<7}  {:<17}  {}\n", answer.host, width, answer.reached ? "yes" : "no",
-               or_dash(answer.daemon), or_dash(answer.program));
+               or_dash(answer.says("daemon")), or_dash(answer.says("program")));
   }
 }
 
-}  // namespace
-
-std::vector<std::string> problems_of(const HostAnswer& answer, const OwnFacts& own) {
+// What is wrong with a host, with what to do.
+std::vector<std::string> problems_of(const Answer& answer, const Own& own) {
   if (!answer.reached) {
     return {fmt::format("{} cannot be reached ({}): {}", answer.host, answer.problem,
                         why_unreachable(answer.problem))};
@@ -216,57 +220,61 @@ std::vector<std::string> problems_of(const HostAnswer& answer, const OwnFacts& o
   const auto add = [&]<typename... Args>(fmt::format_string<Args...> format, Args&&... args) {
     problems.push_back(answer.host + ": " + fmt::format(format, std::forward<Args>(args)...));
   };
-  if (answer.daemon.empty() && answer.daemon_in_prefix) {
+  const std::string mpi = answer.says("mpi"), our_mpi = own.here.says("mpi");
+  if (answer.says("daemon").empty() && !answer.says("prefix").empty()) {
     add("'{}' is installed, but not on the PATH of a non-interactive SSH session: start with "
         "'mpirun --prefix {}'",
         own.daemon_name, own.prefix);
-  } else if (answer.daemon.empty()) {
+  } else if (answer.says("daemon").empty()) {
     add("MPI is not installed ('{}' is not found): install {} there", own.daemon_name,
-        own.mpi.empty() ? "it" : own.mpi);
-  } else if (answer.mpi != own.mpi) {
-    add("its MPI is '{}', this host's is '{}': install one version on every host", answer.mpi,
-        own.mpi);
+        our_mpi.empty() ? "it" : our_mpi);
+  } else if (mpi != our_mpi) {
+    add("its MPI is '{}', this host's is '{}': install one version on every host", mpi, our_mpi);
   }
-  if (answer.program.empty()) {
+  const std::string program = answer.says("program"), ours = own.here.says("program");
+  if (program.empty()) {
     add("there is no program at {}: copy it there, or start it from a directory that all hosts "
         "share",
         own.program_path);
-  } else if (answer.program != own.program) {
+  } else if (program != ours) {
     add("the program at {} is '{}', this host's is '{}': copy one to every host", own.program_path,
-        answer.program, own.program);
+        program, ours);
   }
-  if (answer.data == "missing") {
+  const std::string data = answer.says("data"), our_data = own.here.says("data");
+  if (data == "missing") {
     add("the file of --data is missing: copy it to the same path");
-  } else if (answer.data != own.data) {
-    add("the file of --data differs ({}; here {}): copy it again", answer.data, own.data);
+  } else if (data != our_data) {
+    add("the file of --data differs ({}; here {}): copy it again", data, our_data);
   }
-  if (answer.save == "unseen") {
+  if (answer.says("save") == "unseen") {
     add("it does not see the directory of --save: use one that all hosts share, or --save-local");
   }
   return problems;
 }
 
+}  // namespace
+
 void check_hosts(const HostCheckOptions& options) {
   const std::vector<HostLine> hosts = read_host_file(options.hosts);
-  OwnFacts own = own_facts();
+  Own own = own_facts();
   const Token token(options.save);
   const std::string data = options.data.empty() ? "" : fs::absolute(options.data).string();
   const std::string script = questions(own, data, token.path());
-  own.data = ask("localhost", options.ssh, script).data;
-  if (own.data == "missing") {
+  own.here = ask("localhost", options.ssh, script);
+  if (own.here.says("data") == "missing") {
     throw_error(ErrorCode::kData, "the file of --data, '{}', is missing here", options.data);
   }
-  std::vector<std::future<HostAnswer>> asked;
+  std::vector<std::future<Answer>> asked;
   asked.reserve(hosts.size());
   for (const HostLine& host : hosts) {
     asked.push_back(std::async(std::launch::async, ask, host.name, options.ssh, script));
   }
-  std::vector<HostAnswer> answers;
-  for (std::future<HostAnswer>& answer : asked) answers.push_back(answer.get());
+  std::vector<Answer> answers;
+  for (std::future<Answer>& answer : asked) answers.push_back(answer.get());
   print_table(answers, own);
   fmt::print("\nWhat looks wrong, and what to do:\n");
   std::size_t wrong = 0;
-  for (const HostAnswer& answer : answers) {
+  for (const Answer& answer : answers) {
     const std::vector<std::string> problems = problems_of(answer, own);
     for (const std::string& problem : problems) fmt::print("  ! {}\n", problem);
     wrong += problems.empty() ? 0 : 1;

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <nlohmann/json.hpp>
-#include <span>
 #include <system_error>
 
 #include "comm/base/throw_error.hpp"
@@ -67,12 +66,7 @@ std::string live_status(const std::filesystem::path& directory, double now) {
                 path.string());
   }
   try {
-    const ReadFile file(path);
-    std::string text(std::min<std::uint64_t>(file.bytes(), kMostBytes), '\0');
-    text.resize(file.read(std::as_writable_bytes(std::span(text)), 0));
-    return table_of(Json::parse(text), now);
-  } catch (const ReadProblem& problem) {
-    throw_error(ErrorCode::kData, "cannot read '{}': {}", path.string(), problem.what());
+    return table_of(Json::parse(read_text(path, kMostBytes, ErrorCode::kData)), now);
   } catch (const Json::exception& fault) {
     throw_error(ErrorCode::kData, "'{}' is no status of a job: {}", path.string(), fault.what());
   }

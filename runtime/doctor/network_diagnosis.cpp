@@ -21,7 +21,6 @@ constexpr const char* kMemory = "memory";
 constexpr const char* kNoTcp = "no TCP";
 
 using Ranks = std::vector<RankFacts>;
-using Findings = std::vector<Finding>;
 
 std::string setting(const RankFacts& rank, const char* name) {
   for (const auto& [known, value] : rank.network.settings) {
@@ -84,10 +83,10 @@ void check_virtual_interfaces(const std::vector<const RankFacts*>& hosts, Findin
     }
   }
   if (found.empty()) return;
-  findings.push_back({true, fmt::format("{}: MPI may choose this interface for messages, but it "
-                                        "leads to containers or virtual machines, not to other "
-                                        "hosts; {}",
-                                        few(found), how_to_choose(hosts))});
+  findings.wrong(
+      "{}: MPI may choose this interface for messages, but it leads to containers or virtual "
+      "machines, not to other hosts; {}",
+      few(found), how_to_choose(hosts));
 }
 
 // MPI takes hosts with one network for neighbours there; a host cannot reach its own address.
@@ -100,9 +99,8 @@ void check_equal_addresses(const std::vector<const RankFacts*>& hosts, Findings&
   }
   for (const auto& [address, interfaces] : owners) {
     if (interfaces.size() < 2) continue;
-    findings.push_back({true, fmt::format("address {} belongs to {}: messages to it do not leave "
-                                          "the host; {}",
-                                          address, few(interfaces), how_to_choose(hosts))});
+    findings.wrong("address {} belongs to {}: messages to it do not leave the host; {}", address,
+                   few(interfaces), how_to_choose(hosts));
   }
 }
 
@@ -122,11 +120,10 @@ void check_equal_settings(const Ranks& ranks, Findings& findings) {
       const std::string give = name.starts_with("OMPI_MCA_")
                                    ? fmt::format("mpirun --mca {} VALUE", name.substr(9))
                                    : fmt::format("mpirun -x {}", name);
-      findings.push_back(
-          {true, fmt::format("{} is {} on rank {} ({}), but {} on rank {} ({}): give all ranks the "
-                             "same with '{}'",
-                             name, shown(first), ranks.front().rank, ranks.front().mpi.host,
-                             shown(other), rank.rank, rank.mpi.host, give)});
+      findings.wrong(
+          "{} is {} on rank {} ({}), but {} on rank {} ({}): give all ranks the same with '{}'",
+          name, shown(first), ranks.front().rank, ranks.front().mpi.host, shown(other), rank.rank,
+          rank.mpi.host, give);
       break;
     }
   }
@@ -137,17 +134,15 @@ void say_ports(const RankFacts& first, Findings& findings) {
   const std::string least = setting(first, "OMPI_MCA_btl_tcp_port_min_v4");
   const std::string range = setting(first, "OMPI_MCA_btl_tcp_port_range_v4");
   if (least.empty()) {
-    findings.push_back(
-        {false,
-         "a firewall between the hosts must let TCP ports from 1024 up through; '--mca "
-         "btl_tcp_port_min_v4 20000 --mca btl_tcp_port_range_v4 1000 --mca "
-         "oob_tcp_dynamic_ipv4_ports 21000-21999' keeps Open MPI to ports 20000 to 21999"});
+    findings.note(
+        "a firewall between the hosts must let TCP ports from 1024 up through; '--mca "
+        "btl_tcp_port_min_v4 20000 --mca btl_tcp_port_range_v4 1000 --mca "
+        "oob_tcp_dynamic_ipv4_ports 21000-21999' keeps Open MPI to ports 20000 to 21999");
     return;
   }
-  findings.push_back(
-      {false, fmt::format("messages use {} TCP ports from {} up: a firewall between the hosts must "
-                          "let them through",
-                          range.empty() ? "all" : range, least)});
+  findings.note(
+      "messages use {} TCP ports from {} up: a firewall between the hosts must let them through",
+      range.empty() ? "all" : range, least);
 }
 
 // "rank 0 (alpha) to rank 2 (beta) over eth0".
@@ -163,13 +158,6 @@ bool between_hosts(const LinkFigures& link, const Ranks& ranks) {
   return ranks[at(link.from)].mpi.host != ranks[at(link.to)].mpi.host;
 }
 
-// Upper median: two hosts of which one is slow have a median of the quick one.
-double median_bandwidth(std::vector<double> bandwidths) {
-  const auto middle = bandwidths.begin() + static_cast<std::ptrdiff_t>(bandwidths.size() / 2);
-  std::nth_element(bandwidths.begin(), middle, bandwidths.end());
-  return *middle;
-}
-
 // Finds the slow ones of one kind; returns them.
 std::set<std::pair<int, int>> check_slow_links(const Ranks& ranks, const ProbeResult& probe,
                                                bool across, Findings& findings) {
@@ -179,20 +167,19 @@ std::set<std::pair<int, int>> check_slow_links(const Ranks& ranks, const ProbeRe
   }
   std::set<std::pair<int, int>> slow;
   if (bandwidths.size() < 2) return slow;
-  const double median = median_bandwidth(std::move(bandwidths));
+  const double middle = median(std::move(bandwidths));
   std::vector<std::string> names;
   for (const LinkFigures& link : probe.links) {
-    if (between_hosts(link, ranks) != across || link.bandwidth > kSlow * median) continue;
+    if (between_hosts(link, ranks) != across || link.bandwidth > kSlow * middle) continue;
     slow.insert({link.from, link.to});
     names.push_back(fmt::format("{} has {}", named(link, ranks), bandwidth_text(link.bandwidth)));
   }
   if (names.empty()) return slow;
-  findings.push_back(
-      {true, fmt::format("slow: {}; the median of links {} is {}: {}", few(names),
-                         across ? "between hosts" : "within a host", bandwidth_text(median),
-                         across ? "check that host's cable, its switch port, the speed that "
-                                  "'ethtool <interface>' shows, and limits by 'tc qdisc'"
-                                : "check what else runs on that host, and its /dev/shm")});
+  findings.wrong("slow: {}; the median of links {} is {}: {}", few(names),
+                 across ? "between hosts" : "within a host", bandwidth_text(middle),
+                 across ? "check that host's cable, its switch port, the speed that 'ethtool "
+                          "<interface>' shows, and limits by 'tc qdisc'"
+                        : "check what else runs on that host, and its /dev/shm");
   return slow;
 }
 
@@ -204,11 +191,10 @@ void check_interface_speed(const Ranks& ranks, const ProbeResult& probe,
     for (const NetworkInterface& each : ranks[at(link.from)].network.interfaces) {
       const double claimed = each.speed_megabit * 1e6 / 8;
       if (!way.starts_with(each.name + " ") || link.bandwidth > kSlow * claimed) continue;
-      findings.push_back({true, fmt::format("{} has {}, but the interface says {}: "
-                                            "check what else uses the network, and limits "
-                                            "by 'tc qdisc'",
-                                            named(link, ranks), bandwidth_text(link.bandwidth),
-                                            bandwidth_text(claimed))});
+      findings.wrong(
+          "{} has {}, but the interface says {}: check what else uses the network, and limits by "
+          "'tc qdisc'",
+          named(link, ranks), bandwidth_text(link.bandwidth), bandwidth_text(claimed));
       return;
     }
   }
@@ -218,7 +204,7 @@ void check_interface_speed(const Ranks& ranks, const ProbeResult& probe,
 void check_ways(const Ranks& ranks, const ProbeResult& probe, Findings& findings) {
   bool said_memory = false, said_virtual = false, said_ucx = false;
   const auto once = [&](bool& said, const std::string& text) {
-    if (!std::exchange(said, true)) findings.push_back({true, text});
+    if (!std::exchange(said, true)) findings.wrong("{}", text);
   };
   for (const LinkFigures& link : probe.links) {
     const RankFacts& from = ranks[at(link.from)];
@@ -257,13 +243,10 @@ void say_progress(const ProbeResult& probe, Findings& findings) {
   if (probe.links.empty()) return;
   std::vector<double> advanced;
   for (const LinkFigures& link : probe.links) advanced.push_back(link.advanced);
-  const auto middle = advanced.begin() + static_cast<std::ptrdiff_t>(advanced.size() / 2);
-  std::nth_element(advanced.begin(), middle, advanced.end());
-  findings.push_back(
-      {false, fmt::format("while ranks compute for as long as messages take, {:.0f} % of a message "
-                          "passes (median of {} links; 100: communication hides behind computation "
-                          "wholly)",
-                          *middle * 100, advanced.size())});
+  findings.note(
+      "while ranks compute for as long as messages take, {:.0f} % of a message passes (median of "
+      "{} links; 100: communication hides behind computation wholly)",
+      median(advanced) * 100, advanced.size());
 }
 
 }  // namespace
@@ -304,11 +287,11 @@ std::vector<Finding> diagnose_network(const std::vector<RankFacts>& ranks,
   check_interface_speed(ranks, probe, slow, findings);
   say_progress(probe, findings);
   if (probe.pairs_left_out > 0) {
-    findings.push_back({false, fmt::format("{} pairs of ranks were not measured for want of time: "
-                                           "give a larger --probe-seconds",
-                                           probe.pairs_left_out)});
+    findings.note(
+        "{} pairs of ranks were not measured for want of time: give a larger --probe-seconds",
+        probe.pairs_left_out);
   }
-  return findings;
+  return findings.list();
 }
 
 }  // namespace sluice

@@ -1,5 +1,7 @@
 #include "runtime/doctor/network_probe.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -27,12 +29,6 @@ constexpr std::size_t kMostRoundBytes = std::size_t{64} << 20;  // that a rank s
 
 enum TagOffset : int { kPingTag = 8, kPieceTag, kAnswerTag, kRoundTag, kRoundAnswerTag };
 
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
 // Arithmetic without a call of the communicator.
 void compute_for(double seconds) {
   const double end = steady_seconds() + seconds;
@@ -50,7 +46,7 @@ class Traffic {
       : comm_(comm),
         base_tag_(base_tag),
         peer_(peer),
-        silence_(silence),
+        silence_(comm.rank(), silence, fmt::format("a message from rank {}", peer)),
         largest_(largest),
         waiter_(comm.local_size()),
         bytes_(std::make_shared<std::vector<std::byte>>(3 * largest)) {}
@@ -91,13 +87,7 @@ class Traffic {
   bool test_send(int slot) { return comm_.test(sends_[at(slot)]); }
   bool test_receive(int slot) { return comm_.test(receives_[at(slot)]); }
 
-  [[noreturn]] void give_up() const {
-    throw_error(ErrorCode::kPeer,
-                "rank {} has had no message from rank {} for {:.0f} s: the network between their "
-                "hosts loses what MPI sends, or MPI has chosen an interface that does not lead "
-                "there; choose one with 'mpirun --mca btl_tcp_if_include <network>'",
-                comm_.rank(), peer_, silence_);
-  }
+  SilenceLimit& silence() { return silence_; }
 
  private:
   std::span<std::byte> memory(int part) {
@@ -105,9 +95,9 @@ class Traffic {
   }
   Arrival wait(Request& request) {
     Arrival arrival;
-    const double until = steady_seconds() + silence_;
+    silence_.restart();
     while (!comm_.test(request, &arrival)) {
-      if (steady_seconds() > until) give_up();
+      silence_.poll();
       waiter_.pause();
     }
     waiter_.reset();
@@ -116,7 +106,7 @@ class Traffic {
 
   Communicator& comm_;
   int base_tag_, peer_;
-  double silence_;
+  SilenceLimit silence_;
   std::size_t largest_;
   Waiter waiter_;
   std::array<Request, 2> sends_, receives_;
@@ -360,13 +350,13 @@ class Probe {
 
   void finish(std::vector<Exchange>& exchanges, double start) {
     Waiter waiter(comm_.local_size());
-    const double until = steady_seconds() + limits_.silence_seconds;
+    for (Exchange& each : exchanges) each.traffic->silence().restart();
     for (bool open = true; open;) {
       open = false;
       for (Exchange& each : exchanges) {
         if (advance(each, start)) continue;
         open = true;
-        if (steady_seconds() > until) each.traffic->give_up();
+        each.traffic->silence().poll();
       }
       if (open) waiter.pause();
     }
@@ -416,6 +406,12 @@ class Probe {
 
 }  // namespace
 
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
 std::vector<RankPair> pairs_of_training(const Topology& topology, int chunks) {
   std::vector<RankPair> pairs;
   std::set<std::pair<int, int>> known;
@@ -445,8 +441,8 @@ ProbeResult probe_links(Communicator& comm, int base_tag, const std::vector<Rank
   return Probe(comm, base_tag, pairs, limits).run();
 }
 
-SilenceLimit::SilenceLimit(int rank, double seconds, const char* what)
-    : rank_(rank), seconds_(seconds), what_(what) {
+SilenceLimit::SilenceLimit(int rank, double seconds, std::string what)
+    : rank_(rank), seconds_(seconds), what_(std::move(what)) {
   restart();
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include <sluice/communicator.hpp>
@@ -55,10 +56,13 @@ struct ProbeResult {
                                       const std::vector<RankPair>& pairs,
                                       const ProbeLimits& limits);
 
+// The upper one: of two of which one is slow it is the quick one. Not collective.
+[[nodiscard]] double median(std::vector<double> values);
+
 // Ends a wait that has lasted too long by Error(kPeer), saying `what` the rank waited for.
 class SilenceLimit : public Interrupt {
  public:
-  SilenceLimit(int rank, double seconds, const char* what);
+  SilenceLimit(int rank, double seconds, std::string what);
   // Another wait begins.
   void restart();
   void poll() override;
@@ -66,7 +70,7 @@ class SilenceLimit : public Interrupt {
  private:
   int rank_;
   double seconds_, until_ = 0;
-  const char* what_;
+  std::string what_;
 };
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-// Output files that appear whole or not at all.
+// Output files that appear whole or not at all, and renames that last through a crash of the host.
 #pragma once
 
 #include <cstddef>
@@ -25,12 +25,16 @@ class AtomicFile {
   void commit();
 
  private:
-  [[noreturn]] void fail(const char* what, int error) const;
-
   std::filesystem::path path_;     // as the caller named it, for messages
   std::filesystem::path target_;   // links resolved
   std::filesystem::path written_;  // of fd_; equals target_ where written directly
   int fd_ = -1;
 };
+
+// Syncs a directory's entries to its disk. Throws Error(kIo) naming it. File systems that cannot
+// sync a directory are no error.
+void sync_directory(const std::filesystem::path& directory);
+// Renames within one directory or between two, and syncs them. Throws Error(kIo).
+void rename_durably(const std::filesystem::path& from, const std::filesystem::path& to);
 
 }  // namespace sluice

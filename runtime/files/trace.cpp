@@ -8,10 +8,8 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
-#include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
-#include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
 
 namespace sluice {
@@ -39,21 +37,15 @@ struct DrawnSlice {
 // [trace][event]
 using DrawnSlices = std::vector<std::vector<DrawnSlice>>;
 
-std::int64_t nanoseconds(double seconds, int rank) {
-  constexpr double kMostSeconds = 1e9;
-  if (!(std::abs(seconds) <= kMostSeconds)) {
-    throw_error(ErrorCode::kInternal, "a trace event of rank {} is at {} seconds", rank, seconds);
-  }
-  return std::llround(seconds * 1e9);
-}
+std::int64_t nanoseconds(double seconds) { return std::llround(seconds * 1e9); }
 
 // The slices of one track, each in the first lane whose last slice has ended.
 std::vector<Slice> slices_of(const RankTrace& trace, TraceTrack track) {
   std::vector<Slice> slices;
   for (const TraceEvent& event : trace.events) {
     if (event.track != track) continue;
-    const std::int64_t start = nanoseconds(event.start, trace.rank);
-    slices.push_back({start, std::max(start, nanoseconds(event.end, trace.rank)), &event});
+    const std::int64_t start = nanoseconds(event.start);
+    slices.push_back({start, std::max(start, nanoseconds(event.end)), &event});
   }
   std::stable_sort(slices.begin(), slices.end(),
                    [](const Slice& a, const Slice& b) { return a.start < b.start; });
@@ -114,10 +106,6 @@ void put_metadata(EventList& out, int pid, std::size_t tid, const char* what,
 
 void put_slice(EventList& out, int pid, std::size_t tid, const Slice& slice) {
   const TraceEvent& event = *slice.event;
-  if (event.action > static_cast<std::uint8_t>(ActionKind::kOptimizer)) {
-    throw_error(ErrorCode::kInternal, "a trace event of rank {} has no action {}", pid,
-                event.action);
-  }
   const Action action{.kind = static_cast<ActionKind>(event.action),
                       .stage = event.stage,
                       .micro_batch = event.micro_batch};
@@ -158,22 +146,14 @@ std::vector<DrawnSlice> put_rank(EventList& out, const RankTrace& trace) {
   return drawn;
 }
 
-const DrawnSlice& slice_at(const DrawnSlices& drawn, const TraceEventPlace& place) {
-  if (place.trace >= drawn.size() || place.event >= drawn[place.trace].size()) {
-    throw_error(ErrorCode::kInternal, "an arrow of the trace names event {} of trace {}: not there",
-                place.event, place.trace);
-  }
-  return drawn[place.trace][place.event];
-}
-
 // Viewers bind a flow event to the slice of its thread that began last, in order of time and then
 // of the file. So arrows come after all slices. One starts a little before its slice ends, as the
 // next slice may begin there and Perfetto rounds down to nanoseconds. Where clocks disagree it
 // starts no later than it ends, since Perfetto drops an end that comes first.
 void put_arrow(EventList& out, const DrawnSlices& drawn, const TraceArrow& arrow, std::size_t id) {
   constexpr std::int64_t kBeforeEnd = 2;  // nanoseconds
-  const DrawnSlice& from = slice_at(drawn, arrow.from);
-  const DrawnSlice& to = slice_at(drawn, arrow.to);
+  const DrawnSlice& from = drawn[arrow.from.trace][arrow.from.event];
+  const DrawnSlice& to = drawn[arrow.to.trace][arrow.to.event];
   const std::int64_t leaves = std::max(from.start, std::min(from.end - kBeforeEnd, to.start));
   constexpr const char* kCommon = "\"name\":\"message\",\"cat\":\"message\"";
   out.put("{{\"ph\":\"s\",\"id\":{},\"pid\":{},\"tid\":{},\"ts\":{},{}}}", id, from.pid, from.tid,
@@ -183,15 +163,11 @@ void put_arrow(EventList& out, const DrawnSlices& drawn, const TraceArrow& arrow
 }
 
 void put_counter(EventList& out, const std::vector<RankTrace>& ranks, const TraceCounter& counter) {
-  if (counter.trace >= ranks.size()) {
-    throw_error(ErrorCode::kInternal, "a counter of the trace names trace {}: not there",
-                counter.trace);
-  }
   const int rank = ranks[counter.trace].rank;
   const nlohmann::json name = counter.name;
   for (const auto& [time, value] : counter.values) {
     out.put("{{\"ph\":\"C\",\"pid\":{},\"ts\":{},\"name\":{},\"args\":{{\"value\":{}}}}}", rank,
-            microseconds(nanoseconds(time, rank)), name.dump(), value);
+            microseconds(nanoseconds(time)), name.dump(), value);
   }
 }
 

@@ -65,8 +65,8 @@ struct TraceCounter {
 
 // `layers`: a JSON value as text, which becomes the file's member of that name; empty: none.
 // Event names are the schedule's text form ("2F0"), categories the tracks' names; times keep
-// nanoseconds. Throws Error(kIo) naming the path, Error(kInternal) for an event that has no finite
-// times or no action, and for an arrow between events that are not there.
+// nanoseconds. Requires: events have finite times and an action, arrows are between them. Throws
+// Error(kIo) naming the path.
 void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks,
                  const std::vector<TraceArrow>& arrows = {}, std::string_view layers = {});
 // The same text in pieces, in order, to `put`.

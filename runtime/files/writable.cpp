@@ -8,7 +8,6 @@
 #include <fstream>
 #include <string>
 #include <system_error>
-#include <vector>
 
 #include <sluice/error.hpp>
 
@@ -17,34 +16,30 @@
 namespace sluice {
 namespace fs = std::filesystem;
 
+fs::path nearest_existing(const fs::path& directory) {
+  std::error_code error;
+  fs::path there = fs::absolute(directory, error);
+  while (!fs::exists(there, error) && !fs::is_symlink(there, error) && there.has_relative_path()) {
+    there = there.parent_path();
+  }
+  return there;
+}
+
 void require_writable_directory(const fs::path& directory) {
   const auto fail = [&](const std::string& cause) {
     throw_error(ErrorCode::kIo, "cannot write to directory '{}': {}", directory.string(), cause);
   };
   if (directory.empty()) fail("the name is empty");
-  std::vector<fs::path> made;  // the innermost first
-  std::error_code error;
-  for (fs::path path = directory; !path.empty() && !fs::exists(path, error) && !error;
-       path = path.parent_path()) {
-    made.push_back(path);
+  const fs::path there = nearest_existing(directory);
+  if (!fs::exists(there)) {
+    fail("it is a link to '" + fs::read_symlink(there).string() + "', which is not there");
   }
-  fs::create_directories(directory, error);
-  if (error && !made.empty() && fs::is_symlink(made.back())) {
-    fail("it is a link to '" + fs::read_symlink(made.back(), error).string() +
-         "', which is not there");
-  }
-  if (error) fail(error.message());
   // Processes that check at the same time use different names.
-  std::string probe = (directory / kWritablePrefix).string() + "XXXXXX";
+  std::string probe = (there / kWritablePrefix).string() + "XXXXXX";
   const int fd = ::mkstemp(probe.data());
-  const int cause = errno;
-  if (fd >= 0) {
-    ::close(fd);
-    ::unlink(probe.c_str());
-  }
-  for (const fs::path& path : made)
-    fs::remove(path, error);  // fails where another process has put files
-  if (fd < 0) fail(std::generic_category().message(cause));
+  if (fd < 0) fail(std::generic_category().message(errno));
+  ::close(fd);
+  ::unlink(probe.c_str());
 }
 
 void require_writable_file(const fs::path& file) {

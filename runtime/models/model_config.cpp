@@ -109,10 +109,8 @@ TransformerConfig read_model_config(const std::filesystem::path& directory) {
   std::filesystem::path path = directory / "config.json";
   std::error_code ignored;
   const bool saved = std::filesystem::exists(directory / "state.json", ignored);
-  if (std::filesystem::exists(path, ignored)) {
-    const Json json = Json::parse(read_config_text(path), nullptr, false);
-    if (json.is_object() && json.contains("model")) return config_from(json["model"], path);
-    if (!saved) return read_hugging_face(directory).config;  // says what the file lacks
+  if (!saved && std::filesystem::exists(path, ignored)) {
+    return read_hugging_face(directory).config;  // says what the file lacks
   }
   if (!saved) {
     throw_error(ErrorCode::kWeights,

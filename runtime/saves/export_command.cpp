@@ -17,7 +17,6 @@
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/saves/save_commands.hpp"
-#include "runtime/saves/sums.hpp"
 #include "runtime/weights/file_layout.hpp"
 #include "runtime/weights/weights.hpp"
 
@@ -27,14 +26,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kAboutExport =
-    "Writes a model as a directory of Hugging Face: config.json, model.safetensors or its parts "
-    "with\n"
-    "their index, tokenizer files, SHA256SUMS of them all. DIR is what 'sluice train --save DIR' "
-    "wrote, of which it takes "
-    "the\n"
-    "newest step, one step, one of version 0.1, or a directory of Hugging Face. OUT is new or "
-    "empty.\n"
-    "Needs no MPI.";
+    R"(Writes a model as a directory of Hugging Face: config.json, model.safetensors or its parts
+with their index, tokenizer files, SHA256SUMS of them all. DIR is what 'sluice train --save DIR'
+wrote, of which it takes the newest step, one step, or a directory of Hugging Face. OUT is new or
+empty. Needs no MPI.)";
 
 constexpr std::size_t kLargestPart = std::size_t{5} << 30;
 

@@ -4,18 +4,14 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <span>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
-#include "runtime/checkpoint/load_checkpoint.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
-#include "runtime/files/checksum.hpp"
 #include "runtime/job/guard.hpp"
-#include "runtime/models/model_config.hpp"
 
 namespace sluice {
 namespace {
@@ -31,30 +27,10 @@ fs::path parent_of(const fs::path& path) {
   return error || fs::equivalent(parent.empty() ? "." : parent, real, error) ? parent : real;
 }
 
-OptionValues options_of_0_1(const fs::path& directory) {
-  std::error_code ignored;
-  const fs::path options = directory / "options.conf";
-  return fs::exists(options, ignored) ? read_option_file(options.string()) : OptionValues();
-}
-
-SavedRun saved_by_0_1(const fs::path& directory) {
-  SavedRun run;
-  run.directory = run.root = directory;
-  // Version 0.1 named no runs.
-  const std::string name = directory.string();
-  run.run = checksum_hex(std::as_bytes(std::span(name)));
-  run.step = step_of_0_1(directory);
-  std::error_code ignored;
-  run.options = options_of_0_1(directory);
-  if (fs::exists(directory / "config.json", ignored)) run.model = read_model_config(directory);
-  return run;
-}
-
 }  // namespace
 
 std::optional<SavedRun> find_saved_run(const fs::path& path) {
   const SaveSelection found = select_saves(path);
-  if (found.of_0_1) return saved_by_0_1(path);
   if (found.candidates.empty()) {
     if (found.broken.empty()) return std::nullopt;
     throw_error(ErrorCode::kWeights, "'{}' holds no save that can be read: {}", path.string(),
@@ -73,7 +49,6 @@ std::optional<SavedRun> find_saved_run(const fs::path& path) {
                   .step = state.step,
                   .options = state.options,
                   .data = state.data,
-                  .model = {},
                   .arithmetic = state.arithmetic,
                   .ranks = ranks != state.layout.end() ? ranks->second : 0};
 }
@@ -107,10 +82,7 @@ void with_newest_save(const fs::path& path, Communicator& world,
 
 SaveState saved_state(const fs::path& save) {
   SaveSelection found = select_saves(save);
-  if (!found.candidates.empty()) return std::move(found.candidates.front().state);
-  SaveState state;
-  state.options = options_of_0_1(save);
-  return state;
+  return found.candidates.empty() ? SaveState() : std::move(found.candidates.front().state);
 }
 
 OptionValues data_identity(const TokenFile& file) {

@@ -25,14 +25,13 @@ struct SavedRun {
   std::uint64_t step = 0;
   OptionValues options;  // as saved; empty where a program other than `sluice train` saved
   OptionValues data;     // data_identity() at the save; may be empty
-  std::optional<TransformerConfig> model;  // of a save of version 0.1 with a config.json
-  std::vector<std::string> arithmetic;     // SaveState's
-  int ranks = 0;                           // of the job that saved; 0: not known
+  std::vector<std::string> arithmetic;  // SaveState's
+  int ranks = 0;                        // of the job that saved; 0: not known
 };
 
-// The newest save of `path`, which is a directory of saves, one step's directory, or a directory of
-// version 0.1. Nothing where it holds no save. Throws Error(kWeights) where all that it holds is
-// broken, or where the newest save has weights only.
+// The newest save of `path`, which is a directory of saves or one step's directory. Nothing where
+// it holds no save. Throws Error(kWeights) where all that it holds is broken, or where the newest
+// save has weights only.
 [[nodiscard]] std::optional<SavedRun> find_saved_run(const std::filesystem::path& path);
 
 // Collective. Calls `body` with the directory of the newest save of a path, as newest_save() finds
@@ -40,8 +39,7 @@ struct SavedRun {
 // then `body` is called with the next one. `body` throws on all ranks or on none.
 void with_newest_save(const std::filesystem::path& path, Communicator& world,
                       const std::function<void(const std::filesystem::path& save)>& body);
-// What one save's directory records. Of version 0.1 that is at most options; of another program's
-// directory, nothing.
+// What one save's directory records; of another program's directory, nothing.
 [[nodiscard]] SaveState saved_state(const std::filesystem::path& save);
 
 // What training on `file` depends on: the number of tokens and a hash of them, not its path.

@@ -698,24 +698,9 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
 std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
   TrainTable before;
   before.table.lay_under(saved.options, saved.directory.string());
-  if (saved.model) {
-    const bool tf32 = before.raw.precision == "tf32";
-    const Recompute recompute = before.options.model.recompute;
-    const int logit_chunks = before.options.model.logit_chunks;
-    const bool batch_invariant = before.options.model.batch_invariant;
-    before.options.model = *saved.model;
-    before.options.model.logit_chunks = logit_chunks;
-    before.options.model.batch_invariant = batch_invariant;
-    before.raw.model = saved.model->kind == TransformerKind::kGpt2 ? "gpt2" : "llama";
-    before.raw.parts = text_of(*saved.model);
-    before.options.model.recompute = recompute;
-    before.raw.precision = saved.model->precision == DType::kBf16 ? "bf16" : tf32 ? "tf32" : "fp32";
-  }
   std::vector<std::string> changes, refused, keys;
   for (const auto& [name, value] : before.table.values()) {
-    const bool saved_by_name = before.table.given(name) ||
-                               (saved.model && contains(kOfModel, name)) ||
-                               contains(kListedSinceLater, name);
+    const bool saved_by_name = before.table.given(name) || contains(kListedSinceLater, name);
     const std::string now = value_of(options.checkpoint.options, name);
     if (contains(kOfOneRun, name) || !saved_by_name || now == value) continue;
     changes.push_back(fmt::format("{} {} -> {}", name, value.empty() ? "none" : value,

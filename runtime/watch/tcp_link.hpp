@@ -22,7 +22,7 @@
 #include <string_view>
 #include <vector>
 
-#include "runtime/files/keyed_digest.hpp"
+#include "runtime/files/sha256.hpp"
 #include "runtime/program/network_facts.hpp"
 
 namespace sluice {

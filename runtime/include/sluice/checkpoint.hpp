@@ -150,10 +150,10 @@ struct LoadedCheckpoint {
 };
 
 // Collective. Weights, optimizer state and step of `path`, which is a directory of saves (the
-// newest that verifies), one step's directory (that one), or a directory of version 0.1. All ranks
-// give the same path, where rank 0 looks for the newest. Throws Error(kMismatch) for paths that
-// differ, Error(kWeights) naming what is missing, broken or does not fit, before any parameter
-// changes; the pipeline stays usable.
+// newest that verifies), or one step's directory (that one). All ranks give the same path, where
+// rank 0 looks for the newest. Throws Error(kMismatch) for paths that differ, Error(kWeights)
+// naming what is missing, broken or does not fit, before any parameter changes; the pipeline stays
+// usable.
 LoadedCheckpoint load_checkpoint(Pipeline& pipeline, const std::filesystem::path& path,
                                  Verify verify = Verify::kFull,
                                  OtherPrecision state = OtherPrecision::kRefuse);

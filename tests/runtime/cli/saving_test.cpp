@@ -5,7 +5,6 @@
 
 #include <csignal>
 #include <cstdlib>
-#include <deque>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -374,43 +373,6 @@ TEST_F(SavingTest, StepsThatAreNotFiniteAreSkippedUpToANumber) {
   EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
   EXPECT_EQ(lines_with(outcome.out, ": skipped, "), 3) << outcome.out;
   EXPECT_EQ(lines_with(read_file(path("m.jsonl")), "\"skipped\":true"), 4);
-}
-
-// As version 0.1 did, with its own names.
-void write_parameters_by_name(const fs::path& save, const fs::path& file) {
-  SavedTensors tensors = open_model_tensors(save);
-  std::deque<std::vector<float>> values;
-  std::vector<NamedTensor> named;
-  for (const std::string& name : tensors.parameters()) {
-    const Shape shape = tensors.find(name)->shape;
-    values.emplace_back(static_cast<std::size_t>(shape.elements()));
-    tensors.read(name, values.back());
-    named.push_back({name, {values.back().data(), {DType::kF32, shape}}});
-  }
-  write_safetensors(file, named, {{"format", "pt"}, {"step", "2"}});
-}
-
-TEST_F(SavingTest, ADirectoryOfVersion01IsResumedAndRead) {
-  trained("--steps 4 --warmup 0 --save whole");
-  trained("--steps 4 --warmup 0 --save run --save-every 2");
-  const nlohmann::json state =
-      nlohmann::json::parse(read_file(path("run/step-00000002/state.json")));
-  fs::create_directory(path("old"));
-  write_parameters_by_name(path("run/step-00000002"), path("old/model.safetensors"));
-  fs::copy(path("run/step-00000002/optimizer.safetensors"), path("old/optimizer.safetensors"));
-  fs::copy(path("run/options.conf"), path("old/options.conf"));
-  write("old/state.json", R"({"format": 1, "step": 2})");
-  nlohmann::json config = {{"format", 1}};
-  config["model"] = state["model"].is_string()
-                        ? nlohmann::json::parse(state["model"].get<std::string>())
-                        : state["model"];
-  write("old/config.json", config.dump());
-  EXPECT_EQ(digest("old"), digest("run/step-00000002"));
-  EXPECT_EQ(sluice("generate --tokens 3 --weights old").code, 0);
-  expect_refusal(sluice("train --resume old --heads 4"), 2, "--change heads");
-  const Outcome outcome = sluice("train --resume old");
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_EQ(digest("old"), digest("whole"));
 }
 
 TEST_F(SavingTest, TheLastValidationIsBounded) {

@@ -218,7 +218,7 @@ TEST(DiagnosisTest, FactsSurviveTheWayToRankZero) {
   facts.network.connections = {{"10.0.0.1:1", "10.0.0.2:2"}};
   facts.limits = {{0, 3}, 65536, 7};
   facts.data = {"t", "no", 5, "abc"};
-  facts.save = {"d", "", "nfs", 1.5, 0.25};
+  facts.save = {"d", "", 1.5, 0.25};
   EXPECT_EQ(rank_facts_from_json(to_json_text(facts)).no_device_messages, "not tried");
   EXPECT_EQ(to_json_text(rank_facts_from_json(to_json_text(facts))), to_json_text(facts));
   EXPECT_EQ(rank_facts_from_json(to_json_text(facts)).environment, facts.environment);

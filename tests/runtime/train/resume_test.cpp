@@ -282,24 +282,6 @@ TEST_F(ResumeOptionsTest, AnExportAndAnEmptyDirectoryCannotBeResumed) {
   expect_error(ErrorCode::kWeights, {"step-00000004", "weights only"}, [&] { (void)resume({}); });
 }
 
-TEST_F(ResumeOptionsTest, ADirectoryOfVersion01GivesItsOptionsAndItsModel) {
-  fs::create_directories(run());
-  const TrainOptions old = parse_train_options({"--dry-run", "--layers", "2", "--steps", "10"});
-  directory_.write("run/options.conf", to_config_text(old.pipeline.checks.configuration));
-  directory_.write("run/state.json", R"({"format": 1, "step": 3})");
-  directory_.write("run/model.safetensors", "");
-  directory_.write("run/config.json",
-                   R"({"format": 1, "model": )" + model_config_text(old.model) + "}");
-  const TrainOptions options = resume({});
-  EXPECT_EQ(options.resume.from->step, 3U);
-  EXPECT_EQ(options.model.layers, 2);
-  EXPECT_EQ(changes(options), "");
-  EXPECT_THAT(refusal({"--layers", "3"}), HasSubstr("layers 2 -> 3"));
-  fs::remove(fs::path(run()) / "options.conf");
-  EXPECT_THAT(refusal({"--layers", "3"}), HasSubstr("layers 2 -> 3"));
-  EXPECT_EQ(changes(resume({"--layers", "2", "--steps", "99"})), "");
-}
-
 TEST(SaveOptionsTest, NonsenseIsRefusedWithWhatIsLegal) {
   const auto refuse = [](Arguments arguments) -> std::string {
     arguments.emplace_back("--dry-run");
