@@ -57,7 +57,7 @@ constexpr const char* kAboutDoctor =
 struct DoctorOptions {
   int pipeline = 0, replicas = 1, chunks = 1, threads = 1;
   RankOrder rank_order = RankOrder::kAuto;
-  std::string device = "auto";
+  std::vector<DeviceChoice> devices = {{.kind = DeviceChoice::Kind::kAuto}};
   TransportChoice transport = TransportChoice::kAuto;
   std::string data, save, output, hosts, live, ssh = "ssh";
   double probe_seconds = 20;
@@ -72,7 +72,7 @@ OptionTable make_table(DoctorOptions& options) {
   table.add_integer("chunks", options.chunks, 1, 1024, "stages per rank");
   add_rank_order(table, options.rank_order);
   table.add_integer("threads", options.threads, 1, ComputeContext::kMostThreads, "per rank");
-  table.add_text("device", options.device, "LIST", "as of 'sluice train'");
+  add_devices(table, options.devices, "as of 'sluice train'");
   add_transport(table, options.transport, "as of 'sluice train'");
   table.add_text("data", options.data, "FILE", "compare what the hosts see under this path");
   table.add_text("save", options.save, "DIR",
@@ -103,7 +103,7 @@ RankArrangement arrangement_of(const DoctorOptions& options,
   const Topology numbered = make_topology(ranks, pipeline, options.replicas, options.rank_order);
   PipelineOptions asked;
   asked.shape.rank_order = options.rank_order;
-  asked.devices.choices = parse_devices(options.device);
+  asked.devices.choices = options.devices;
   RankArrangement order =
       arrange_ranks(numbered, asked, Placement::looped(pipeline, options.chunks), hosts);
   if (!order.reason.empty() && pipeline > 1 && options.replicas > 1) {
@@ -246,7 +246,7 @@ Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology
 RankFacts gather_facts(const DoctorOptions& options, const Topology& topology,
                        const std::vector<std::string>& hosts, Collectives& collectives) {
   const std::vector<RankDevice> devices =
-      choose_devices(collectives, topology, parse_devices(options.device), hosts);
+      choose_devices(collectives, topology, options.devices, hosts);
   const int rank = collectives.communicator().rank();
   RankFacts mine = facts_of(rank, options.threads, devices[at(rank)]);
   mine.no_device_messages = why_no_device_messages(
@@ -314,7 +314,6 @@ int doctor_command(int argc, char** argv) {
   const auto tests = [](const std::string& word) { return word.starts_with("--self"); };
   if (launched_rank() < 0 && std::any_of(arguments.begin(), arguments.end(), tests)) {
     const int code = run_guarded(table, arguments, [&] {
-      static_cast<void>(parse_devices(options.device));
       if (options.self_test) become_two_ranks(arguments);
     });
     if (code != 0 || table.help_wanted()) return code;
@@ -333,7 +332,7 @@ int doctor_command(int argc, char** argv) {
       },
       [&](Communicator& world) {
         if (options.self_test) {
-          run_self_test(world, parse_devices(options.device));
+          run_self_test(world, options.devices);
         } else {
           examine(options, world);
         }
