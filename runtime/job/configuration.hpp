@@ -1,15 +1,29 @@
-// The values that every rank of a job must agree on, and their comparison.
+// What the options of a pipeline must be whatever its stages are, and the values that every rank of
+// a job must agree on.
 #pragma once
 
+#include <cstdint>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include <sluice/options.hpp>
+#include <sluice/parameter.hpp>
 
 #include "comm/group/collectives.hpp"
 
 namespace sluice {
 
-struct PipelineOptions;
+// Throws Error(kUsage) that names the option, its value and what is legal.
+void require_sensible(const PipelineOptions& options);
+
+// The same of a learning rate. Optimizers get it in f32, times each group's factor: products that
+// f32 cannot hold are refused.
+void require_sensible(const LearningRate& rate, std::span<const ParameterGroup> groups);
+// The same of what the rate is in one step: a factor above 1 makes it grow.
+void require_sensible_at(std::uint64_t step, const LearningRate& rate,
+                         std::span<const ParameterGroup> groups);
 
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
 

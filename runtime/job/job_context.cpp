@@ -21,7 +21,6 @@
 #include "comm/group/transport.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
-#include "runtime/job/sensible_options.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/rank_arrangement.hpp"
 

@@ -9,7 +9,7 @@
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "runtime/gradients/replica_check.hpp"
-#include "runtime/job/sensible_options.hpp"
+#include "runtime/job/configuration.hpp"
 #include "stages/compute/thread_team.hpp"
 
 namespace sluice {
