@@ -38,8 +38,8 @@
 #include "runtime/tokens/same_tokenizer.hpp"
 #include "runtime/tokens/token_decoder.hpp"
 #include "runtime/train/saved_run.hpp"
+#include "runtime/train/train_data.hpp"
 #include "runtime/train/train_options.hpp"
-#include "runtime/train/validation.hpp"
 
 namespace sluice {
 namespace {
@@ -125,27 +125,6 @@ OptionTable make_table(GenerateOptions& options) {
   return table;
 }
 
-// What all ranks agree on before the pipeline is built.
-struct Request {
-  TransformerConfig model;
-  std::vector<int> prompt, stop_ids;
-};
-
-PipelineOptions pipeline_options(const GenerateOptions& options, const Request& request) {
-  PipelineOptions result = options.pipeline;
-  result.shape.batch_size = 1;
-  const SamplingOptions& sampling = options.sampling;
-  result.checks.configuration = {{"weights", options.weights},
-                                 {"prompt", fmt::format("{}", fmt::join(request.prompt, " "))},
-                                 {"prompt-ids", options.prompt_ids},
-                                 {"stop-ids", fmt::format("{}", fmt::join(request.stop_ids, " "))},
-                                 {"tokens", fmt::format("{}", options.tokens)},
-                                 {"temperature", fmt::format("{}", sampling.temperature)},
-                                 {"top-k", fmt::format("{}", sampling.top_k)},
-                                 {"seed", fmt::format("{}", sampling.seed)}};
-  return result;
-}
-
 // A text that grows by one token at a time; every rank keeps the same.
 class Generator {
  public:
@@ -222,6 +201,28 @@ class Printer {
   TokenText text_;
   std::unique_ptr<TokenDecoder> decoder_;
 };
+
+// What all ranks agree on before the pipeline is built.
+struct Request {
+  TransformerConfig model;
+  std::vector<int> prompt, stop_ids;
+  std::unique_ptr<Printer> printer;  // on rank 0
+};
+
+PipelineOptions pipeline_options(const GenerateOptions& options, const Request& request) {
+  PipelineOptions result = options.pipeline;
+  result.shape.batch_size = 1;
+  const SamplingOptions& sampling = options.sampling;
+  result.checks.configuration = {{"weights", options.weights},
+                                 {"prompt", fmt::format("{}", fmt::join(request.prompt, " "))},
+                                 {"prompt-ids", options.prompt_ids},
+                                 {"stop-ids", fmt::format("{}", fmt::join(request.stop_ids, " "))},
+                                 {"tokens", fmt::format("{}", options.tokens)},
+                                 {"temperature", fmt::format("{}", sampling.temperature)},
+                                 {"top-k", fmt::format("{}", sampling.top_k)},
+                                 {"seed", fmt::format("{}", sampling.seed)}};
+  return result;
+}
 
 std::string read_standard_input() {
   constexpr std::size_t kMost = std::size_t{1} << 24;
@@ -304,29 +305,17 @@ Request read_request(const std::filesystem::path& save, const GenerateOptions& o
     } else if (options.stop_ids != "none") {
       request.stop_ids = parse_tokens("--stop-ids", options.stop_ids, vocabulary);
     }
+    if (world.rank() != 0) return;
+    request.printer = std::make_unique<Printer>(tokenizer_of(save), options, vocabulary);
   });
   return request;
-}
-
-// On rank 0; throws on all ranks or on none.
-std::unique_ptr<Printer> make_printer(const std::filesystem::path& save,
-                                      const GenerateOptions& options, int vocabulary,
-                                      Communicator& world) {
-  const std::unique_ptr<Communicator> comm = world.duplicate();
-  ControlChannel control(*comm);
-  std::unique_ptr<Printer> printer;
-  guarded(control, world.rank(), [&] {
-    if (world.rank() != 0) return;
-    printer = std::make_unique<Printer>(tokenizer_of(save), options, vocabulary);
-  });
-  return printer;
 }
 
 void generate_text(const std::filesystem::path& save, const GenerateOptions& options,
                    Communicator& world) {
   const Request request = read_request(save, options, world);
   const TransformerConfig& model = request.model;
-  const std::unique_ptr<Printer> printer = make_printer(save, options, model.vocabulary, world);
+  Printer* const printer = request.printer.get();
   const std::unique_ptr<DataSource> source = make_token_shapes(model.context);
   Pipeline pipeline(world, pipeline_options(options, request), Transformer(model), *source);
   load_model(pipeline, save);
