@@ -373,10 +373,10 @@ std::vector<std::string> parse_changes(const std::string& text,
 void add_save_options(OptionTable& table, TrainOptions& options) {
   CheckpointOptions& checkpoint = options.checkpoint;
   table.heading("Saving and resuming");
-  table.mark_from_here(kSaving);
   table.add_text("save", options.save, "DIR",
                  "weights and optimizer state as safetensors in DIR/step-N, at the end, and where "
                  "the job is asked to stop");
+  table.mark_from_here(kSaving);
   table.add_integer("save-every", checkpoint.every_steps, 0, kMaxSteps,
                     "steps; 0: at the end only");
   table.add_real("save-minutes", checkpoint.every_minutes, kNotNegative,

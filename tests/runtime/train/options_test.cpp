@@ -241,6 +241,15 @@ TEST(OptionsTest, WantsDataUnlessDry) {
   EXPECT_EQ(parse_train_options({"--data", "text.txt"}).data, "text.txt");
 }
 
+TEST(OptionsTest, WhatOnlySavesUseIsRefusedWithoutSave) {
+  for (const char* name : {"save-every", "keep", "keep-every"}) {
+    EXPECT_THAT(refusal({std::string("--") + name, "3"}), HasSubstr("without --save DIR"));
+  }
+  EXPECT_THAT(refusal({"--overwrite"}), HasSubstr("without --save DIR"));
+  EXPECT_EQ(parse({"--save", "run", "--keep", "3"}).checkpoint.keep, 3);
+  EXPECT_EQ(parse({"--save", ""}).save, "");
+}
+
 TEST(OptionsTest, HelpNamesEveryOptionAndChecksNothing) {
   const TrainOptions options = parse_train_options({"--layers", "0", "--help"});
   for (const char* name : {"--layers", "--micro-batch-size", "--check-replicas", "--config"}) {
