@@ -77,6 +77,7 @@ HEADER_ROOMS = {
     "pipeline": "runtime/pipeline",
     "search": "schedules/search",
     "simulate": "schedules/simulate",
+    "step_timeline": "runtime/report",
     "torch": "stages/stage",
 }
 

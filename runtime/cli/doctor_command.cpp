@@ -1,43 +1,57 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
 #include <iterator>
 #include <optional>
+#include <sstream>
+#include <utility>
 
 #include <sluice/compute.hpp>
+#include <sluice/data.hpp>
+#include <sluice/parameter.hpp>
+#include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
 #include <sluice/schedule.hpp>
+#include <sluice/transformer.hpp>
 
 #include "comm/base/host.hpp"
 #include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 #include "comm/group/clock_offset.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/group/topology.hpp"
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/cli/commands.hpp"
-#include "runtime/cli/self_test.hpp"
 #include "runtime/doctor/diagnosis.hpp"
 #include "runtime/doctor/host_check.hpp"
 #include "runtime/doctor/live_status.hpp"
 #include "runtime/doctor/network_probe.hpp"
 #include "runtime/explore/cluster_file.hpp"
+#include "runtime/files/sha256.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/job/build_name.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/rank_arrangement.hpp"
+#include "runtime/models/model_tensors.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
-#include "runtime/report/rank_table.hpp"
+#include "runtime/report/layout_report.hpp"
 #include "runtime/train/train_options.hpp"
 
 namespace sluice {
 namespace {
 
 constexpr int kBaseTag = 0, kProbeTag = 8;
-// Longer than an unusable name server or a slow file system keeps a rank.
+// Longer than an unusable name server or a slow file system keeps a rank, or a step of the
+// self-test.
 constexpr double kSilenceSeconds = 60;
 constexpr std::size_t kMostShown = 40;  // links in the table
 constexpr const char* kAboutDoctor =
@@ -57,7 +71,7 @@ constexpr const char* kAboutDoctor =
 struct DoctorOptions {
   int pipeline = 0, replicas = 1, chunks = 1, threads = 1;
   RankOrder rank_order = RankOrder::kAuto;
-  std::string device = "auto";
+  std::vector<DeviceChoice> devices = {{.kind = DeviceChoice::Kind::kAuto}};
   TransportChoice transport = TransportChoice::kAuto;
   std::string data, save, output, hosts, live, ssh = "ssh";
   double probe_seconds = 20;
@@ -72,7 +86,7 @@ OptionTable make_table(DoctorOptions& options) {
   table.add_integer("chunks", options.chunks, 1, 1024, "stages per rank");
   add_rank_order(table, options.rank_order);
   table.add_integer("threads", options.threads, 1, ComputeContext::kMostThreads, "per rank");
-  table.add_text("device", options.device, "LIST", "as of 'sluice train'");
+  add_devices(table, options.devices, "as of 'sluice train'");
   add_transport(table, options.transport, "as of 'sluice train'");
   table.add_text("data", options.data, "FILE", "compare what the hosts see under this path");
   table.add_text("save", options.save, "DIR",
@@ -103,7 +117,7 @@ RankArrangement arrangement_of(const DoctorOptions& options,
   const Topology numbered = make_topology(ranks, pipeline, options.replicas, options.rank_order);
   PipelineOptions asked;
   asked.shape.rank_order = options.rank_order;
-  asked.devices.choices = parse_devices(options.device);
+  asked.devices.choices = options.devices;
   RankArrangement order =
       arrange_ranks(numbered, asked, Placement::looped(pipeline, options.chunks), hosts);
   if (!order.reason.empty() && pipeline > 1 && options.replicas > 1) {
@@ -246,7 +260,7 @@ Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology
 RankFacts gather_facts(const DoctorOptions& options, const Topology& topology,
                        const std::vector<std::string>& hosts, Collectives& collectives) {
   const std::vector<RankDevice> devices =
-      choose_devices(collectives, topology, parse_devices(options.device), hosts);
+      choose_devices(collectives, topology, options.devices, hosts);
   const int rank = collectives.communicator().rank();
   RankFacts mine = facts_of(rank, options.threads, devices[at(rank)]);
   mine.no_device_messages = why_no_device_messages(
@@ -292,27 +306,162 @@ void examine(const DoctorOptions& options, Communicator& world) {
   fmt::print("\n{}: links for 'sluice schedule --cluster {}'\n", options.output, options.output);
 }
 
+constexpr const char* kStarted = "SLUICE_SELF_TEST";
+
+// Tokens that depend on their place alone.
+class MadeUpTokens : public DataSource {
+ public:
+  explicit MadeUpTokens(const TransformerConfig& model)
+      : shapes_(make_token_shapes(model.context)), vocabulary_(model.vocabulary) {}
+  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
+    return shapes_->input_specs(samples);
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
+    return shapes_->target_specs(samples);
+  }
+  void inputs(Phase, std::uint64_t, SampleRange range,
+              std::span<const Tensor> into) const override {
+    fill(range, 0, into[0]);
+  }
+  void targets(Phase, std::uint64_t, SampleRange range,
+               std::span<const Tensor> into) const override {
+    fill(range, 1, into[0]);
+  }
+
+ private:
+  void fill(SampleRange range, std::int64_t ahead, const Tensor& into) const {
+    const std::int64_t context = into.elements() / range.count;
+    for (std::int64_t i = 0; i < into.elements(); ++i) {
+      const std::int64_t place = range.first * context + i + ahead;
+      into.as<std::int32_t>()[i] = static_cast<std::int32_t>((place * place + place) % vocabulary_);
+    }
+  }
+
+  std::unique_ptr<DataSource> shapes_;
+  int vocabulary_;
+};
+
+std::string lines_of(Pipeline& pipeline) {
+  std::string lines;
+  for (const Pipeline::Owned& owned : pipeline.parameters()) {
+    if (!owned.owner) continue;
+    const Tensor& value = owned.parameter->value;
+    std::vector<std::byte> bytes(value.spec.bytes());
+    copy_now(pipeline.compute().device(), bytes.data(), value.data, bytes.size());
+    fmt::format_to(std::back_inserter(lines), "{} {}\n", owned.parameter->name, sha256_hex(bytes));
+  }
+  return lines;
+}
+
+// Of all parameters, as `sluice digest` prints it; the same on all ranks.
+std::string digest_after_a_step(Communicator& world, const std::vector<DeviceChoice>& devices,
+                                int layers) {
+  const TransformerConfig model{.layers = layers, .heads = 2, .width = 32, .context = 16};
+  PipelineOptions options;
+  options.shape.micro_batches = 4;
+  options.devices.choices = devices;
+  const MadeUpTokens data(model);
+  Pipeline pipeline(world, options, Transformer(model), data);
+  pipeline.train_step();
+  SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
+  Collectives collectives(world, kBaseTag, &silence);
+  std::vector<ParameterDigest> digests;
+  for (const std::string& lines : collectives.all_gather_strings(lines_of(pipeline))) {
+    std::istringstream words(lines);
+    for (ParameterDigest each; words >> each.name >> each.sha256;) digests.push_back(each);
+  }
+  std::sort(digests.begin(), digests.end(),
+            [](const ParameterDigest& a, const ParameterDigest& b) { return a.name < b.name; });
+  pipeline.close();
+  return digest_all(digests);
+}
+
+// Collective over at least 2 ranks, else Error(kUsage). Each rank trains one step of a small model
+// alone. Then all ranks train the same step as one pipeline. Every digest of the parameters must be
+// the same. Rank 0 prints it, in the form of `sluice digest`. Else Error(kMismatch) names what
+// differs. `devices` as of PipelineOptions; ranks on different kinds of devices do differ.
+void run_self_test(Communicator& world, const std::vector<DeviceChoice>& devices) {
+  if (world.size() < 2) {
+    throw Error(ErrorCode::kUsage,
+                "--self-test compares one rank with several, and this job has one: start 'mpirun "
+                "-n 2 sluice doctor --self-test', or the same without mpirun");
+  }
+  const int layers = std::max(4, world.size());
+  const DeviceChoice mine = devices[at(world.rank()) % devices.size()];
+  const std::string alone = digest_after_a_step(*world.split(world.rank(), 0), {mine}, layers);
+  SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
+  Collectives collectives(world, kBaseTag, &silence);
+  const std::vector<std::string> all = collectives.all_gather_strings(alone);
+  const std::vector<std::string> hosts = collectives.all_gather_strings(mpi_info().host);
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    throw_error(ErrorCode::kMismatch,
+                "self-test: rank 0 on {} and rank {} on {} compute other bits, each alone ({} and "
+                "{}): use one kind of processor, device and library on all hosts; 'sluice doctor' "
+                "lists them",
+                hosts[0], rank, hosts[rank], all[0], all[rank]);
+  }
+  const std::string together = digest_after_a_step(world, devices, layers);
+  if (together != alone) {
+    throw_error(ErrorCode::kMismatch,
+                "self-test: a step over {} ranks gives the digest {}, one rank alone {}: this "
+                "installation computes wrong values",
+                world.size(), together, alone);
+  }
+  if (world.rank() != 0) return;
+  fmt::print("self-test  a step over {} ranks has the digest it must have, that of one rank:\n{}\n",
+             world.size(), together);
+}
+
+// For a process started alone: becomes `mpirun -n 2` of this program with `arguments` after its
+// name, on this host, and does not return. Returns where this process comes from such a start, but
+// its launcher gave it no rank. Throws Error(kMpi) where mpirun cannot be started.
+void become_two_ranks(const std::vector<std::string>& arguments) {
+  if (std::getenv(kStarted) != nullptr) return;
+  // Root, more ranks than cores, and no network, for Open MPI 4.1 and 5.
+  for (const auto& [name, value] : std::initializer_list<std::pair<const char*, const char*>>{
+           {kStarted, "1"},
+           {"OMPI_ALLOW_RUN_AS_ROOT", "1"},
+           {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},
+           {"OMPI_MCA_rmaps_base_oversubscribe", "1"},
+           {"PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"},
+           {"OMPI_MCA_btl", "^tcp"}}) {
+    ::setenv(name, value, /*overwrite=*/0);
+  }
+  std::vector<std::string> words = {
+      "mpirun", "-n", "2", std::filesystem::read_symlink("/proc/self/exe").string(), "doctor"};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  std::vector<char*> pointers;
+  for (std::string& word : words) pointers.push_back(word.data());
+  pointers.push_back(nullptr);
+  ::execvp(pointers[0], pointers.data());
+  throw_error(ErrorCode::kMpi,
+              "--self-test cannot start 'mpirun' ({}): install it or put it on the PATH",
+              std::strerror(errno));
+}
+
 }  // namespace
 
 int doctor_command(int argc, char** argv) {
   DoctorOptions options;
   OptionTable table = make_table(options);
   const std::vector<std::string> arguments(argv, argv + argc);
-  const auto asks_hosts = [](const std::string& word) { return word.starts_with("--hosts"); };
-  if (launched_rank() < 0 && std::any_of(arguments.begin(), arguments.end(), asks_hosts)) {
+  const auto alone_with = [&](const char* option) {
+    return launched_rank() < 0 &&
+           std::any_of(arguments.begin(), arguments.end(),
+                       [&](const std::string& word) { return word.starts_with(option); });
+  };
+  if (alone_with("--hosts")) {
     return run_guarded(table, arguments, [&] {
       check_hosts({options.hosts, options.ssh, options.data, options.save});
     });
   }
-  const auto looks = [](const std::string& word) { return word.starts_with("--live"); };
-  if (launched_rank() < 0 && std::any_of(arguments.begin(), arguments.end(), looks)) {
+  if (alone_with("--live")) {
     return run_guarded(table, arguments,
                        [&] { fmt::print("{}", live_status(options.live, wall_seconds())); });
   }
-  const auto tests = [](const std::string& word) { return word.starts_with("--self"); };
-  if (launched_rank() < 0 && std::any_of(arguments.begin(), arguments.end(), tests)) {
+  if (alone_with("--self")) {
     const int code = run_guarded(table, arguments, [&] {
-      static_cast<void>(parse_devices(options.device));
       if (options.self_test) become_two_ranks(arguments);
     });
     if (code != 0 || table.help_wanted()) return code;
@@ -321,17 +470,15 @@ int doctor_command(int argc, char** argv) {
       "doctor", argc, argv,
       [&] {
         table.parse(arguments);
-        if (table.given("hosts")) {
-          throw Error(ErrorCode::kUsage, "--hosts is for 'sluice doctor' started without mpirun");
-        }
-        if (table.given("live")) {
-          throw Error(ErrorCode::kUsage, "--live is for 'sluice doctor' started without mpirun");
+        for (const char* name : {"hosts", "live"}) {
+          if (!table.given(name)) continue;
+          throw_usage("--{} is for 'sluice doctor' started without mpirun", name);
         }
         return table.help_wanted() ? table.help() : "";
       },
       [&](Communicator& world) {
         if (options.self_test) {
-          run_self_test(world, parse_devices(options.device));
+          run_self_test(world, options.devices);
         } else {
           examine(options, world);
         }

@@ -13,13 +13,14 @@
 #include <sluice/program.hpp>
 
 #include "runtime/cli/commands.hpp"
-#include "runtime/cli/program_pages.hpp"
 #include "runtime/explore/schedule_command.hpp"
 #include "runtime/job/build_name.hpp"
+#include "runtime/options/option_pages.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/saves/save_commands.hpp"
 #include "runtime/supervise/run_command.hpp"
+#include "runtime/train/training.hpp"
 
 namespace sluice {
 namespace {

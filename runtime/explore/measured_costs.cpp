@@ -89,7 +89,7 @@ double number(const Json& event, const char* key) {
   return found.get<double>();
 }
 
-// The layers of the run's stages, as LayerTable writes them (runtime/report/layer_table.hpp).
+// The layers of the run's stages, as LayerTable writes them (runtime/report/timeline.hpp).
 struct Layers {
   std::vector<int> first;         // as LayerTable::first_layer; empty: the file says none
   std::vector<StageTimes> times;  // [layer]

@@ -4,10 +4,15 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstdint>
 #include <limits>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <stdexcept>
+#include <type_traits>
 
 #include <sluice/compute.hpp>
 #include <sluice/error.hpp>
@@ -23,6 +28,68 @@ namespace sluice {
 using Json = nlohmann::json;
 
 namespace {
+
+template <typename Value>
+std::string text_of(const Value& value) {
+  if constexpr (std::is_enum_v<Value>) return fmt::format("{}", static_cast<int>(value));
+  if constexpr (!std::is_enum_v<Value>) return fmt::format("{}", value);
+}
+
+std::string text_of(TransportChoice choice) { return name_of(choice); }
+std::string text_of(DType type) { return name_of(type); }
+std::string text_of(const std::vector<DeviceChoice>& choices) { return to_string(choices); }
+std::string text_of(const std::vector<std::int64_t>& numbers) {
+  return fmt::format("{}", fmt::join(numbers, ","));
+}
+// What it makes cannot be compared.
+std::string text_of(const OptimizerFactory& make) { return make ? "own" : "none"; }
+
+std::string text_of(const std::vector<ParameterGroup>& groups) {
+  std::string text;
+  for (const auto& [names, learning_rate_scale, weight_decay, frozen] : groups) {
+    text += fmt::format("{} {} {} {}; ", names, learning_rate_scale,
+                        weight_decay ? fmt::format("{}", *weight_decay) : "-", frozen);
+  }
+  return text;
+}
+
+// Of the program's own order, which no file has checked.
+std::string text_of(const std::shared_ptr<const Schedule>& given) {
+  if (given == nullptr) return "none";
+  try {
+    const std::string text = to_schedule_json(*given);
+    return sha256_hex(std::as_bytes(std::span<const char>(text)));
+  } catch (const std::invalid_argument& error) {
+    throw_usage("options.order.given: {}", error.what());
+  }
+}
+
+// A name for each of the fields.
+template <typename... Fields>
+void add(NamedValues& values, const std::array<const char*, sizeof...(Fields)>& names,
+         const Fields&... fields) {
+  const char* const* name = names.data();
+  (values.emplace_back(*name++, text_of(fields)), ...);
+}
+
+void add_training(const PipelineOptions::Training& all, NamedValues& values) {
+  const auto& [seed, optimizer, make_optimizer, groups, rate, clip, evaluations, inference, skip,
+               save_copy] = all;
+  add(values,
+      {"seed", "own optimizer", "groups of parameters", "clip", "evaluations", "inference",
+       "skip-nonfinite", "save-copy"},
+      seed, make_optimizer, groups, clip, evaluations, inference, skip, save_copy);
+  const auto& [kind, beta1, beta2, epsilon, momentum, nesterov, weight_decay, moments] = optimizer;
+  add(values,
+      {"optimizer", "beta1", "beta2", "epsilon", "momentum", "nesterov", "weight-decay",
+       "moment-precision"},
+      kind, beta1, beta2, epsilon, momentum, nesterov, weight_decay, moments);
+  const auto& [peak, final_share, warmup, steps, decay, factor, every] = rate;
+  add(values,
+      {"learning-rate", "final-learning-rate-share", "warmup", "steps", "learning-rate-decay",
+       "learning-rate factor", "learning-rate falls every"},
+      peak, final_share, warmup, steps, decay, factor, every);
+}
 
 constexpr double kMostRate = std::numeric_limits<float>::max();
 
@@ -60,49 +127,6 @@ void require_sensible_training(const PipelineOptions::Training& training) {
   if (training.clip >= 0) return;
   throw_usage("options.training.clip is {}; legal are numbers from 0, and 0 for no clipping",
               training.clip);
-}
-
-void add_training(const PipelineOptions::Training& training, NamedValues& values) {
-  const auto add = [&](const char* name, const auto& value) {
-    values.emplace_back(name, fmt::format("{}", value));
-  };
-  add("optimizer", static_cast<int>(training.optimizer.kind));
-  add("beta1", training.optimizer.beta1);
-  add("beta2", training.optimizer.beta2);
-  add("epsilon", training.optimizer.epsilon);
-  add("momentum", training.optimizer.momentum);
-  add("nesterov", training.optimizer.nesterov);
-  add("moment-precision", name_of(training.optimizer.moments));
-  add("weight-decay", training.optimizer.weight_decay);
-  add("own optimizer", static_cast<bool>(training.make_optimizer));
-  std::string groups;
-  for (const ParameterGroup& group : training.groups) {
-    groups += fmt::format("{} {} {} {}; ", group.names, group.learning_rate_scale,
-                          group.weight_decay ? fmt::format("{}", *group.weight_decay) : "-",
-                          group.frozen);
-  }
-  add("groups of parameters", groups);
-  add("learning-rate", training.learning_rate.peak);
-  add("final-learning-rate-share", training.learning_rate.final_share);
-  add("warmup", training.learning_rate.warmup);
-  add("steps", training.learning_rate.steps);
-  add("learning-rate-decay", static_cast<int>(training.learning_rate.decay));
-  add("learning-rate factor", training.learning_rate.factor);
-  add("learning-rate falls every", training.learning_rate.every);
-  add("clip", training.clip);
-  add("inference", training.inference);
-  add("skip-nonfinite", training.skip_nonfinite);
-  add("save-copy", training.save_copy);
-  values.emplace_back("evaluations", fmt::format("{}", fmt::join(training.evaluations, ",")));
-}
-
-// Of the program's own order, which no file has checked.
-std::string text_of(const Schedule& given) {
-  try {
-    return to_schedule_json(given);
-  } catch (const std::invalid_argument& error) {
-    throw_usage("options.order.given: {}", error.what());
-  }
 }
 
 }  // namespace
@@ -143,46 +167,34 @@ void require_sensible_at(std::uint64_t step, const LearningRate& rate,
       step, here, factor, kMostRate);
 }
 
+// The bindings name every field: a new one does not compile before it stands here.
 NamedValues agreed_values(const PipelineOptions& options) {
-  NamedValues values = options.checks.configuration;
-  values.emplace_back("build of Sluice", build_name());
-  const auto add = [&](const char* name, const auto& value) {
-    values.emplace_back(name, fmt::format("{}", value));
-  };
-  add("pipeline", options.shape.pipeline);
-  add("replicas", options.shape.replicas);
-  add("rank-order", static_cast<int>(options.shape.rank_order));
-  add("bytes between stages", options.shape.edge_bytes);
-  add("bytes of a rank's gradients", options.shape.gradient_bytes);
-  if (options.order.given == nullptr) {
-    add("schedule", options.order.schedule);
-    add("chunks", options.order.chunks);
-  } else {
-    const std::string text = text_of(*options.order.given);
-    add("schedule", options.order.given->name);
-    add("SHA-256 of the schedule", sha256_hex(std::as_bytes(std::span<const char>(text))));
-  }
-  add("micro-batches", options.shape.micro_batches);
-  add("micro-batch-size", options.shape.micro_batch_size);
-  add("batch-size", options.shape.batch_size);
-  add("seed", options.training.seed);
-  add("threads", options.devices.threads);
-  add("tf32", options.devices.tf32);
-  add("device", to_string(options.devices.choices));
-  add("transport", name_of(options.devices.transport));
-  add("all-reduce", options.devices.all_reduce);
-  add("cuda-graphs", options.devices.cuda_graphs);
-  add("bucket-bytes", options.devices.bucket_bytes);
-  add_training(options.training, values);
-  add("comparison of replicas every", options.checks.replicas_every);
-  add("trace", options.checks.trace);
-  const PipelineOptions::Watch& watch = options.watch;
-  add("watchdog", watch.on);
-  add("timeout", watch.timeout);
-  add("action-timeout", watch.action_timeout);
-  add("watchdog's directory", watch.directory);
-  add("watchdog ends the process", watch.ends_process);
-  add("watchdog-ports", fmt::format("{}-{}", watch.first_port, watch.last_port));
+  const auto& [shape, order, devices, training, checks, watch] = options;
+  const auto& [replicas_every, trace, configuration] = checks;
+  NamedValues values = configuration;
+  add(values, {"build of Sluice", "comparison of replicas every", "trace"}, build_name(),
+      replicas_every, trace);
+  const auto& [pipeline, replicas, rank_order, edge_bytes, gradient_bytes, micro_batches,
+               micro_batch_size, batch_size] = shape;
+  add(values,
+      {"pipeline", "replicas", "rank-order", "bytes between stages", "bytes of a rank's gradients",
+       "micro-batches", "micro-batch-size", "batch-size"},
+      pipeline, replicas, rank_order, edge_bytes, gradient_bytes, micro_batches, micro_batch_size,
+      batch_size);
+  const auto& [schedule, chunks, given] = order;
+  add(values, {"schedule", "chunks", "SHA-256 of the schedule"}, schedule, chunks, given);
+  const auto& [choices, transport, threads, progress, tf32, all_reduce, cuda_graphs, bucket_bytes] =
+      devices;
+  add(values,
+      {"device", "transport", "threads", "progress", "tf32", "all-reduce", "cuda-graphs",
+       "bucket-bytes"},
+      choices, transport, threads, progress, tf32, all_reduce, cuda_graphs, bucket_bytes);
+  add_training(training, values);
+  const auto& [on, timeout, action_timeout, directory, ends_process, first_port, last_port] = watch;
+  add(values,
+      {"watchdog", "timeout", "action-timeout", "watchdog's directory", "watchdog ends the process",
+       "watchdog-ports, first", "watchdog-ports, last"},
+      on, timeout, action_timeout, directory, ends_process, first_port, last_port);
   return values;
 }
 

@@ -1,5 +1,5 @@
-// What no pipeline can work with, whatever its stages are, and the values that every rank of a job
-// must agree on.
+// What the options of a pipeline must be whatever its stages are, and the values that every rank of
+// a job must agree on.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,9 @@
 
 namespace sluice {
 
-// Before anything is made. Throws Error(kUsage) that names the option, its value and what is legal.
+// Throws Error(kUsage) that names the option, its value and what is legal.
 void require_sensible(const PipelineOptions& options);
+
 // The same of a learning rate. Optimizers get it in f32, times each group's factor: products that
 // f32 cannot hold are refused.
 void require_sensible(const LearningRate& rate, std::span<const ParameterGroup> groups);

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <boost/program_options.hpp>
 #include <charconv>
 #include <cmath>
@@ -60,6 +61,56 @@ std::string_view trimmed(std::string_view text) {
   const std::size_t first = text.find_first_not_of(kBlank);
   if (first == std::string_view::npos) return "";
   return text.substr(first, text.find_last_not_of(kBlank) + 1 - first);
+}
+
+// An option, with the value that it then has, and what other programs call it.
+constexpr std::array kNamesElsewhere = std::to_array<std::array<std::string_view, 2>>({
+    {"learning-rate", "lr max-lr"},
+    {"final-learning-rate-share", "min-lr"},
+    {"learning-rate-decay", "lr-decay-style lr-scheduler lr-scheduler-type"},
+    {"warmup", "warmup-steps warmup-iters lr-warmup-iters"},
+    {"weight-decay", "wd"},
+    {"beta1", "adam-beta1"},
+    {"beta2", "adam-beta2"},
+    {"epsilon", "adam-eps"},
+    {"clip", "grad-clip clip-grad max-grad-norm"},
+    {"pipeline", "pp pipeline-parallel-size pipeline-model-parallel-size"},
+    // There is no tensor parallelism: more ranks make a longer pipeline.
+    {"pipeline", "tp tensor-parallel-size tensor-model-parallel-size"},
+    {"chunks", "vpp num-layers-per-virtual-pipeline-stage"},
+    {"replicas", "dp data-parallel-size"},
+    {"micro-batches", "grad-accum gradient-accumulation-steps"},
+    {"batch-size", "gbs global-batch-size train-batch-size"},
+    {"micro-batch-size", "mbs per-device-train-batch-size"},
+    {"context", "seq-len seq-length max-seq-len block-size"},
+    {"steps", "max-steps max-iters train-iters num-steps"},
+    {"layers", "num-layers n-layer"},
+    {"heads", "num-attention-heads n-head"},
+    {"kv-heads", "num-query-groups num-key-value-heads"},
+    {"width", "hidden-size n-embd d-model"},
+    {"mlp-width", "ffn-hidden-size intermediate-size"},
+    {"vocabulary", "vocab-size"},
+    {"precision bf16", "bf16 fp16"},
+    {"precision tf32", "tf32"},
+    {"recompute block", "activation-checkpointing gradient-checkpointing"},
+    {"resume", "load resume-from-checkpoint"},
+    {"weights", "init-from"},
+    {"save", "output-dir"},
+    {"save-every", "save-steps save-interval"},
+    {"validate-every", "eval-interval eval-steps"},
+    {"tokens", "max-new-tokens"},
+});
+
+// The option that other programs call `name`; empty where they do not.
+std::string_view name_here(std::string_view name) {
+  for (const auto& [ours, elsewhere] : kNamesElsewhere) {
+    for (std::string_view rest = elsewhere; !rest.empty();) {
+      const std::string_view first = rest.substr(0, rest.find(' '));
+      if (first == name) return ours;
+      rest.remove_prefix(std::min(rest.size(), first.size() + 1));
+    }
+  }
+  return "";
 }
 
 constexpr std::size_t kMostConfigBytes = std::size_t{1} << 20;
@@ -166,17 +217,28 @@ std::string suggestion(std::string_view text, const std::vector<std::string>& kn
 OptionTable::OptionTable(std::string usage, std::string about)
     : usage_(std::move(usage)), about_(std::move(about)) {}
 
-void OptionTable::add(std::string name, std::string placeholder, std::string help, Set set,
-                      Get get) {
+OptionTable& OptionTable::add(std::string name, std::string placeholder, std::string help, Set set,
+                              Get get) {
   entries_.push_back({std::move(name), std::move(placeholder), std::move(help), heading_,
-                      std::move(set), std::move(get)});
+                      std::move(set), std::move(get), marks_});
+  return *this;
+}
+
+OptionTable& OptionTable::once() {
+  entries_.back().once = true;
+  return *this;
+}
+
+OptionTable& OptionTable::mark(unsigned bits) {
+  entries_.back().marks |= bits;
+  return *this;
 }
 
 template <typename Integer>
-void OptionTable::add_integer(const std::string& name, Integer& target,
-                              std::type_identity_t<Integer> low, std::type_identity_t<Integer> high,
-                              const std::string& help, const std::string& automatic,
-                              const std::string& most) {
+OptionTable& OptionTable::add_integer(const std::string& name, Integer& target,
+                                      std::type_identity_t<Integer> low,
+                                      std::type_identity_t<Integer> high, const std::string& help,
+                                      const std::string& automatic, const std::string& most) {
   std::vector<std::pair<std::string, Integer>> words;
   if (!automatic.empty()) words.emplace_back(automatic, Integer{0});
   if (!most.empty()) words.emplace_back(most, high);
@@ -195,7 +257,7 @@ void OptionTable::add_integer(const std::string& name, Integer& target,
     target = value;
     return "";
   };
-  add(name, "N", help, set, [&target, words] {
+  return add(name, "N", help, set, [&target, words] {
     for (const auto& [word, value] : words) {
       if (target == value) return word;
     }
@@ -204,8 +266,8 @@ void OptionTable::add_integer(const std::string& name, Integer& target,
 }
 
 template <typename Real>
-void OptionTable::add_real(const std::string& name, Real& target, RealRange range,
-                           const std::string& help, const std::string& automatic) {
+OptionTable& OptionTable::add_real(const std::string& name, Real& target, RealRange range,
+                                   const std::string& help, const std::string& automatic) {
   const auto set = [&target, range, automatic](const std::string& text) -> std::string {
     Real value = 0;
     if (!automatic.empty() && text == automatic) {
@@ -219,41 +281,53 @@ void OptionTable::add_real(const std::string& name, Real& target, RealRange rang
     target = value;
     return "";
   };
-  add(name, "X", help, set, [&target, automatic] {
+  return add(name, "X", help, set, [&target, automatic] {
     return target == 0 && !automatic.empty() ? automatic : fmt::format("{}", target);
   });
 }
 
-template void OptionTable::add_integer(const std::string&, int&, int, int, const std::string&,
-                                       const std::string&, const std::string&);
-template void OptionTable::add_integer(const std::string&, std::int64_t&, std::int64_t,
-                                       std::int64_t, const std::string&, const std::string&,
-                                       const std::string&);
-template void OptionTable::add_integer(const std::string&, std::uint64_t&, std::uint64_t,
-                                       std::uint64_t, const std::string&, const std::string&,
-                                       const std::string&);
-template void OptionTable::add_real(const std::string&, float&, RealRange, const std::string&,
-                                    const std::string&);
-template void OptionTable::add_real(const std::string&, double&, RealRange, const std::string&,
-                                    const std::string&);
+template OptionTable& OptionTable::add_integer(const std::string&, int&, int, int,
+                                               const std::string&, const std::string&,
+                                               const std::string&);
+template OptionTable& OptionTable::add_integer(const std::string&, std::int64_t&, std::int64_t,
+                                               std::int64_t, const std::string&, const std::string&,
+                                               const std::string&);
+template OptionTable& OptionTable::add_integer(const std::string&, std::uint64_t&, std::uint64_t,
+                                               std::uint64_t, const std::string&,
+                                               const std::string&, const std::string&);
+template OptionTable& OptionTable::add_real(const std::string&, float&, RealRange,
+                                            const std::string&, const std::string&);
+template OptionTable& OptionTable::add_real(const std::string&, double&, RealRange,
+                                            const std::string&, const std::string&);
 
-void OptionTable::add_text(std::string name, std::string& target, std::string placeholder,
-                           std::string help) {
-  const auto set = [&target](const std::string& text) {
-    target = text;
+OptionTable& OptionTable::add_text(const std::string& name, std::string& target,
+                                   const std::string& placeholder, const std::string& help) {
+  return add_parsed(
+      name, placeholder, help, [&target](const std::string& text) { target = text; },
+      [&target] { return target; });
+}
+
+OptionTable& OptionTable::add_parsed(const std::string& name, const std::string& placeholder,
+                                     const std::string& help,
+                                     const std::function<void(const std::string& text)>& take,
+                                     std::function<std::string()> show) {
+  const auto set = [take](const std::string& text) {
+    take(text);
     return std::string();
   };
-  add(std::move(name), std::move(placeholder), std::move(help), set, [&target] { return target; });
+  return add(name, placeholder, help, set, std::move(show));
 }
 
-void OptionTable::add_choice(const std::string& name, std::string& target,
-                             std::vector<std::string> legal, std::string help) {
+OptionTable& OptionTable::add_choice(const std::string& name, std::string& target,
+                                     const std::vector<std::string>& legal,
+                                     const std::string& help) {
   const auto set = [&target, legal](std::size_t index) { target = legal[index]; };
-  add_words(name, std::move(legal), std::move(help), set, [&target] { return target; });
+  return add_words(name, legal, help, set, [&target] { return target; });
 }
 
-void OptionTable::add_words(const std::string& name, std::vector<std::string> legal,
-                            std::string help, std::function<void(std::size_t index)> set, Get get) {
+OptionTable& OptionTable::add_words(const std::string& name, std::vector<std::string> legal,
+                                    std::string help, std::function<void(std::size_t index)> set,
+                                    Get get) {
   const std::string placeholder = fmt::format("{}", fmt::join(legal, "|"));
   const auto set_word = [name, legal = std::move(legal),
                          set = std::move(set)](const std::string& text) -> std::string {
@@ -265,10 +339,11 @@ void OptionTable::add_words(const std::string& name, std::vector<std::string> le
     set(static_cast<std::size_t>(found - legal.begin()));
     return "";
   };
-  add(name, placeholder, std::move(help), set_word, std::move(get));
+  return add(name, placeholder, std::move(help), set_word, std::move(get));
 }
 
-void OptionTable::add_flag(std::string name, bool& target, std::string help, bool value) {
+OptionTable& OptionTable::add_flag(const std::string& name, bool& target, const std::string& help,
+                                   bool value) {
   const auto set = [&target, value](const std::string& text) -> std::string {
     if (text != "true" && text != "false") {
       return fmt::format("'{}' is neither 'true' nor 'false'", text);
@@ -276,12 +351,14 @@ void OptionTable::add_flag(std::string name, bool& target, std::string help, boo
     target = (text == "true") == value;
     return "";
   };
-  add(std::move(name), "", std::move(help), set,
-      [&target, value] { return std::string(target == value ? "true" : "false"); });
+  return add(name, "", help, set,
+             [&target, value] { return std::string(target == value ? "true" : "false"); });
 }
 
-void OptionTable::take_once(std::string_view name) {
-  for (Entry& entry : entries_) entry.once = entry.once || entry.name == name;
+const OptionTable::Entry* OptionTable::find(std::string_view name) const {
+  const auto found = std::find_if(entries_.begin(), entries_.end(),
+                                  [&](const Entry& entry) { return entry.name == name; });
+  return found == entries_.end() ? nullptr : &*found;
 }
 
 void OptionTable::add_argument(std::string placeholder, std::string& target) {
@@ -295,6 +372,10 @@ std::string OptionTable::program() const {
 std::string OptionTable::unknown(const char* kind, const std::string& name) const {
   const bool option = std::string_view(kind) == "option";
   const char* const dashes = option ? "--" : "";
+  if (const std::string_view here = name_here(name); find(here.substr(0, here.find(' ')))) {
+    return fmt::format("unknown {} '{}{}'; did you mean '{}{}'? '{} --help' lists all", kind,
+                       dashes, name, dashes, here, program());
+  }
   std::vector<std::string> known;
   for (const Entry& entry : entries_) known.push_back(entry.name);
   if (config_allowed_ && option) known.emplace_back("config");
@@ -336,10 +417,7 @@ std::vector<OptionTable::Given> OptionTable::split(
 
 void OptionTable::require_known(const OptionValues& values, const std::string& where) const {
   for (const auto& [name, value] : values) {
-    const auto is_named = [&name = name](const Entry& entry) { return entry.name == name; };
-    if (std::none_of(entries_.begin(), entries_.end(), is_named)) {
-      throw_usage("{}: {}", where, unknown("key", name));
-    }
+    if (find(name) == nullptr) throw_usage("{}: {}", where, unknown("key", name));
   }
 }
 
@@ -439,10 +517,21 @@ std::string OptionTable::help() const {
 }
 
 OptionTable::Source OptionTable::source_of(std::string_view name) const {
+  const Entry* const entry = find(name);
+  return entry == nullptr ? Source::kNone : entry->source;
+}
+
+bool OptionTable::marked(std::string_view name, unsigned bits) const {
+  const Entry* const entry = find(name);
+  return entry != nullptr && (entry->marks & bits) != 0;
+}
+
+std::vector<std::string> OptionTable::marked(unsigned bits) const {
+  std::vector<std::string> names;
   for (const Entry& entry : entries_) {
-    if (entry.name == name) return entry.source;
+    if ((entry.marks & bits) != 0) names.push_back(entry.name);
   }
-  return Source::kNone;
+  return names;
 }
 
 OptionValues OptionTable::values() const {

@@ -3,12 +3,12 @@
 // Boost.Program_options splits the command line and lays out the help. The table converts values
 // itself, strictly: the whole text must be one number of the legal range.
 // Every refusal is one line, Error(kUsage). It names the option (and the file it came from), the
-// text that was given and what would be legal; for an unknown name it suggests the nearest known
-// one.
+// text that was given and what would be legal; for an unknown name it suggests the one that other
+// programs call so, or the nearest known one.
 //
 // Targets are references that must outlive the table; the value of a target when it is added is the
-// default. Of an option given twice the last counts, unless take_once() names it. The command line
-// wins over the file, both win over what lay_under() sets.
+// default. Of an option given twice the last counts, unless it is once(). The command line wins
+// over the file, both win over what lay_under() sets.
 #pragma once
 
 #include <functional>
@@ -39,31 +39,44 @@ class OptionTable {
   OptionTable(std::string usage, std::string about);
 
   // Options added from here on stand under this heading.
-  void heading(std::string title) { heading_ = std::move(title); }
+  void heading(std::string title) {
+    heading_ = std::move(title);
+    marks_ = 0;
+  }
+  // And have these marks, bits whose meaning is the caller's, up to the next heading.
+  void mark_from_here(unsigned bits) { marks_ = bits; }
   // Integer: int, std::int64_t or std::uint64_t. `automatic`: a word that stands for 0, e.g.
   // "auto"; `most`: one that stands for `high`. Values that they stand for are shown as the words.
   template <typename Integer>
-  void add_integer(const std::string& name, Integer& target, std::type_identity_t<Integer> low,
-                   std::type_identity_t<Integer> high, const std::string& help,
-                   const std::string& automatic = "", const std::string& most = "");
+  OptionTable& add_integer(const std::string& name, Integer& target,
+                           std::type_identity_t<Integer> low, std::type_identity_t<Integer> high,
+                           const std::string& help, const std::string& automatic = "",
+                           const std::string& most = "");
   // Real: float or double. `automatic` as above; the range need not hold 0 then.
   template <typename Real>
-  void add_real(const std::string& name, Real& target, RealRange range, const std::string& help,
-                const std::string& automatic = "");
+  OptionTable& add_real(const std::string& name, Real& target, RealRange range,
+                        const std::string& help, const std::string& automatic = "");
   // Any text, e.g. a path; `placeholder` (not empty) names it in the help.
-  void add_text(std::string name, std::string& target, std::string placeholder, std::string help);
+  OptionTable& add_text(const std::string& name, std::string& target,
+                        const std::string& placeholder, const std::string& help);
+  // A text that `take` parses, or throws Error(kUsage) on that names the option; `show` gives it
+  // back.
+  OptionTable& add_parsed(const std::string& name, const std::string& placeholder,
+                          const std::string& help,
+                          const std::function<void(const std::string& text)>& take,
+                          std::function<std::string()> show);
   // One of the legal words.
-  void add_choice(const std::string& name, std::string& target, std::vector<std::string> legal,
-                  std::string help);
+  OptionTable& add_choice(const std::string& name, std::string& target,
+                          const std::vector<std::string>& legal, const std::string& help);
   // One of the legal words, each with the value that it stands for. No two stand for the same.
   template <typename Value>
-  requires(!std::is_same_v<Value, std::string>) void add_choice(
+  requires(!std::is_same_v<Value, std::string>) OptionTable& add_choice(
       const std::string& name, Value& target,
       const std::vector<std::pair<std::string, std::type_identity_t<Value>>>& legal,
       const std::string& help) {
     std::vector<std::string> words;
     for (const auto& [word, value] : legal) words.push_back(word);
-    add_words(
+    return add_words(
         name, std::move(words), help,
         [&target, legal](std::size_t index) { target = legal[index].second; },
         [&target, legal] {
@@ -73,9 +86,12 @@ class OptionTable {
         });
   }
   // `target` becomes `value` where the flag is given, and !value where it is given as "false".
-  void add_flag(std::string name, bool& target, std::string help, bool value = true);
-  // Of an option added before: given twice, it is refused.
-  void take_once(std::string_view name);
+  OptionTable& add_flag(const std::string& name, bool& target, const std::string& help,
+                        bool value = true);
+  // Of the option added last: given twice, it is refused.
+  OptionTable& once();
+  // Of the option added last: more marks.
+  OptionTable& mark(unsigned bits);
   // Adds --config FILE: `key = value` lines with these options' names, '#' starts a comment.
   void allow_config_file() { config_allowed_ = true; }
   // An argument without a name, e.g. "DIR"; required. Several are taken in this order.
@@ -97,6 +113,9 @@ class OptionTable {
   [[nodiscard]] bool given(std::string_view name) const { return source_of(name) != Source::kNone; }
   // Every option with the value it has now, in the order of the help.
   [[nodiscard]] OptionValues values() const;
+  // Whether an option has one of these marks; the options that do.
+  [[nodiscard]] bool marked(std::string_view name, unsigned bits) const;
+  [[nodiscard]] std::vector<std::string> marked(unsigned bits) const;
 
  private:
   // Sets the target; returns what is wrong with the text, "" where nothing is.
@@ -106,15 +125,17 @@ class OptionTable {
     std::string name, placeholder, help, heading;  // no placeholder: a flag
     Set set;
     Get get;
+    unsigned marks = 0;
     Source source = Source::kNone;
     bool once = false;
   };
   using Given = std::pair<std::string, std::string>;  // name, value
 
-  void add(std::string name, std::string placeholder, std::string help, Set set, Get get);
-  void add_words(const std::string& name, std::vector<std::string> legal, std::string help,
-                 std::function<void(std::size_t index)> set, Get get);
-  [[nodiscard]] std::string program() const;  // "sluice train"
+  OptionTable& add(std::string name, std::string placeholder, std::string help, Set set, Get get);
+  OptionTable& add_words(const std::string& name, std::vector<std::string> legal, std::string help,
+                         std::function<void(std::size_t index)> set, Get get);
+  [[nodiscard]] const Entry* find(std::string_view name) const;  // null: none
+  [[nodiscard]] std::string program() const;                     // "sluice train"
   [[nodiscard]] std::string part_of_page() const;
   [[nodiscard]] std::string unknown(const char* kind, const std::string& name) const;
   [[nodiscard]] std::vector<Given> split(const std::vector<std::string>& arguments) const;
@@ -122,6 +143,7 @@ class OptionTable {
   void assign(const Given& given, Source source, const std::string& where);
 
   std::string usage_, about_, heading_ = "Options";
+  unsigned marks_ = 0;
   std::vector<Entry> entries_;
   bool config_allowed_ = false, help_wanted_ = false;
   std::string help_form_;                                        // "": for people

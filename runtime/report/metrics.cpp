@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <string_view>
@@ -32,56 +34,32 @@ bool is_metrics_line(const std::string& line, std::uint64_t* step) {
   return true;
 }
 
-// The lines of a file, one after the other, in bounded memory.
-class Lines {
- public:
-  explicit Lines(const std::filesystem::path& path) : in_(path, std::ios::binary) {}
-
-  // False at the end of the file. A line beyond kLongest ends the file. `complete`: a newline ended
-  // it.
-  bool next(std::string* line, bool* complete) {
-    line->clear();
-    *complete = false;
-    std::streambuf* const bytes = in_.rdbuf();
-    for (int byte = 0; line->size() < kLongest && (byte = bytes->sbumpc()) != kEnd;) {
-      *complete = byte == '\n';
-      if (*complete) return true;
-      line->push_back(static_cast<char>(byte));
-    }
-    return !line->empty();
-  }
-
- private:
-  static constexpr std::size_t kLongest = std::size_t{4} << 20;
-  static constexpr int kEnd = std::char_traits<char>::eof();
-
-  std::ifstream in_;
-};
-
 // Bytes up to the first line of a step after `last`, or up to an incomplete line. Complete lines
 // that are not MetricsWriter's stay with those before them. Throws Error(kIo) where the file does
 // not begin as metrics do.
 std::uintmax_t bytes_to_keep(const std::filesystem::path& path, std::uint64_t last) {
   constexpr std::string_view kBegin = R"({"step":)";
-  Lines lines(path);
+  std::ifstream in(path, std::ios::binary);
+  std::string line(kBegin.size(), ' ');
+  in.read(line.data(), std::ssize(line));
+  line.resize(static_cast<std::size_t>(in.gcount()));
+  bool foreign = !kBegin.starts_with(line);  // a crash can cut the first line short
+  in.clear();
+  in.seekg(0);
   std::uintmax_t kept = 0;
-  std::string line;
-  bool complete = false;
-  while (lines.next(&line, &complete)) {
+  while (!foreign && std::getline(in, line)) {
     std::uint64_t step = 0;
-    const bool known = complete && is_metrics_line(line, &step);
-    // A crash can cut the first line short.
-    const std::string_view begin = std::string_view(line).substr(0, kBegin.size());
-    if (kept == 0 && !known && (complete || begin != kBegin.substr(0, begin.size()))) {
-      throw_error(ErrorCode::kIo,
-                  "'{}' holds no metrics: its first line is no JSON object with a step; "
-                  "give --metrics another file, or remove this one",
-                  path.string());
-    }
+    const bool complete = !in.eof(), known = complete && is_metrics_line(line, &step);
+    foreign = kept == 0 && complete && !known;
+    if (foreign) break;
     if (!complete || (known && step > last)) break;
     kept += line.size() + 1;
   }
-  return kept;
+  if (!foreign) return kept;
+  throw_error(ErrorCode::kIo,
+              "'{}' holds no metrics: its first line is no JSON object with a step; "
+              "give --metrics another file, or remove this one",
+              path.string());
 }
 
 // Ranks whose driver answered.
@@ -100,6 +78,19 @@ nlohmann::ordered_json gpus_json(const std::vector<GpuState>& gpus) {
                    {"held_back", names_of_reasons(gpu.held_back)}});
   }
   return all;
+}
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// "0:35", "12:03", "3:07:09"
+std::string clock_text(double seconds) {
+  constexpr double kMost = 999.0 * 3600;
+  const auto whole = static_cast<long>(std::llround(std::clamp(seconds, 0.0, kMost)));
+  const long hours = whole / 3600, minutes = whole / 60 % 60, rest = whole % 60;
+  return hours > 0 ? fmt::format("{}:{:02}:{:02}", hours, minutes, rest)
+                   : fmt::format("{}:{:02}", minutes, rest);
 }
 
 }  // namespace
@@ -122,7 +113,7 @@ void MetricsWriter::step(const StepRecord& record) {
   nlohmann::ordered_json json;
   json["step"] = record.step;
   json["loss"] = number(record.loss);
-  json["tokens"] = record.tokens;
+  json["tokens"] = static_cast<std::int64_t>(record.targets);
   json["seconds"] = number(record.seconds);
   json["tokens_per_second"] = number(record.tokens_per_second);
   if (record.flops > 0) json["flops"] = number(record.flops);
@@ -168,6 +159,75 @@ void MetricsWriter::line(std::string json) {
     throw_error(ErrorCode::kIo, "cannot write metrics to '{}': {}", path_.string(),
                 std::generic_category().message(errno != 0 ? errno : EIO));
   }
+}
+
+std::string progress_line(const StepRecord& record, std::uint64_t first_step,
+                          std::uint64_t last_step, double elapsed) {
+  const auto done = static_cast<double>(record.step - first_step + 1);
+  const auto left = static_cast<double>(last_step - std::min(record.step, last_step));
+  return fmt::format(
+      "step {}/{}  loss {:.4f}{}  {:.0f} tokens/s{}  bubble {:.1f} %  {} elapsed  {} left",
+      record.step, last_step, record.loss, record.skipped ? ", skipped" : "",
+      record.tokens_per_second,
+      record.share_of_peak > 0 ? fmt::format("  {:.1f} % of peak", 100 * record.share_of_peak) : "",
+      100 * record.bubble_measured, clock_text(elapsed), clock_text(elapsed / done * left));
+}
+
+Progress::Progress(std::uint64_t first_step, std::uint64_t last_step, bool terminal,
+                   double plain_seconds, std::ostream& out)
+    : first_(first_step),
+      last_(last_step),
+      terminal_(terminal),
+      plain_seconds_(plain_seconds),
+      started_(now()),
+      out_(out) {}
+
+void Progress::step(const StepRecord& record) {
+  const double time = now();
+  show(progress_line(record, first_, last_, time - started_), time, record.step == last_);
+}
+
+void Progress::validation(std::int64_t done, std::int64_t all) {
+  const double time = now();
+  if (done == all) return clear();
+  if (done == 0) {
+    validation_started_ = time;
+    if (!last_plain_) last_plain_ = time;
+    if (terminal_) show(fmt::format("validation 0/{}", all), time, false);
+    return;
+  }
+  const double elapsed = time - validation_started_;
+  const double left = elapsed / static_cast<double>(done) * static_cast<double>(all - done);
+  show(fmt::format("validation {}/{}  {} elapsed  {} left", done, all, clock_text(elapsed),
+                   clock_text(left)),
+       time, false);
+}
+
+void Progress::show(const std::string& line, double time, bool at_once) {
+  if (terminal_) {
+    // Spaces cover the rest of a longer line.
+    out_ << '\r' << line << std::string(width_ - std::min(width_, line.size()), ' ') << std::flush;
+    width_ = line.size();
+    return;
+  }
+  if (last_plain_ && time - *last_plain_ < plain_seconds_ && !at_once) return;
+  last_plain_ = time;
+  out_ << line << '\n' << std::flush;
+}
+
+void Progress::note(const std::string& line) {
+  clear();
+  out_ << line << '\n' << std::flush;
+}
+
+void Progress::finish() {
+  if (terminal_ && width_ > 0) out_ << '\n' << std::flush;
+  width_ = 0;
+}
+
+void Progress::clear() {
+  if (terminal_ && width_ > 0) out_ << '\r' << std::string(width_, ' ') << '\r';
+  width_ = 0;
 }
 
 }  // namespace sluice

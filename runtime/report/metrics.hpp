@@ -9,26 +9,20 @@
 #include <string>
 #include <vector>
 
+#include <sluice/pipeline.hpp>
+
 #include "comm/device/gpu_monitor.hpp"
 
 namespace sluice {
 
-struct StepRecord {
-  std::uint64_t step = 0;
-  double loss = 0;  // mean over the global batch's counted targets, nats
-  std::int64_t tokens = 0;
-  double seconds = 0, tokens_per_second = 0;
+struct StepRecord : StepReport {
+  double tokens_per_second = 0;
   // Floating-point operations a second by training_flops(), of all ranks, and their share of what
   // the job's GPUs reach at most; 0: not known.
   double flops = 0, share_of_peak = 0;
-  double grad_norm = 0, learning_rate = 0;
-  double bubble_measured = 0;            // idle share of the step over all ranks
-  double bubble_ideal = 0;               // simulated, uniform stages
-  std::vector<int> peak_in_flight;       // [pipeline rank], counted by the engine, chunks
-  std::vector<std::int64_t> peak_bytes;  // [rank] slots, parameters, gradients, optimizer
-  bool skipped = false;                  // no parameter changed: loss or gradient not finite
-  std::vector<int> stragglers;           // ranks of the job, as runtime/report/stragglers.hpp
-  std::vector<GpuState> gpus;            // [rank of the job]; empty: not read after this step
+  double bubble_ideal = 0;      // simulated, uniform stages
+  std::vector<int> stragglers;  // ranks of the job, as runtime/report/stragglers.hpp
+  std::vector<GpuState> gpus;   // [rank of the job]; empty: not read after this step
 };
 
 // One JSON object a line, flushed per line; a failed write throws Error(kIo) naming the path.

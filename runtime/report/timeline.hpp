@@ -1,19 +1,51 @@
-// Collects the traced steps of a run and writes them, with planned and actual tracks and an arrow
+// What the actions of steps take (Profile), and what the layers of a run's stages do. Timeline
+// collects the traced steps of a run and writes them, with planned and actual tracks and an arrow
 // for each message. All times are put on the clock of rank 0.
 #pragma once
 
 #include <filesystem>
 #include <optional>
+#include <span>
+#include <string>
 #include <vector>
 
 #include <sluice/pipeline.hpp>
+#include <sluice/simulate.hpp>
 
 #include "comm/group/clock_offset.hpp"
+#include "runtime/engine/engine_config.hpp"
 #include "runtime/files/trace.hpp"
-#include "runtime/report/layer_table.hpp"
-#include "runtime/report/profile.hpp"
 
 namespace sluice {
+
+struct StepOutcome;  // runtime/engine/engine.hpp
+
+// The mean seconds of a stage's actions; what Profile::gather() says of I and W holds here.
+[[nodiscard]] StageTimes mean_times(const ActionSeconds& sums);
+
+// Adds up the outcomes of steps; one per rank.
+class Profile {
+ public:
+  void add(const StepOutcome& outcome);
+  // Collective: mean seconds per action of every global stage of replica 0, on every rank. Where no
+  // backward was split, all of it counts as input half, and the weight half is 0. Where some were,
+  // the mean weight half is subtracted from the others.
+  [[nodiscard]] std::vector<StageTimes> gather(Pipeline& pipeline) const;
+
+ private:
+  std::vector<ActionSeconds> sums_;
+};
+
+struct LayerTable {
+  std::vector<int> first_layer;   // stage s owns layers [first_layer[s], first_layer[s + 1])
+  std::vector<StageTimes> costs;  // [layer] in any unit, at least one entry
+};
+
+// {"first": first_layer, "times": [[forward, backward_input, backward_weight], ...]}, one entry per
+// layer. The times are milliseconds: what its stage took, `stages` in seconds, divided among the
+// stage's layers in proportion to their costs. Without `stages` they are the costs.
+[[nodiscard]] std::string to_json_text(const LayerTable& table,
+                                       std::span<const StageTimes> stages = {});
 
 class Timeline {
  public:

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <utility>
 
@@ -10,9 +11,13 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
-#include "runtime/train/last_steps.hpp"
 
 namespace sluice {
+namespace {
+
+constexpr std::uint64_t kLastSteps = 4;
+
+}  // namespace
 
 StepReports::StepReports(Pipeline& pipeline, Communicator& world, const TrainOptions& options,
                          std::vector<std::uint64_t> skipped)
@@ -57,7 +62,7 @@ void StepReports::step(const StepReport& report) {
   if (first()) {
     const StepRecord record = record_of(report);
     sums_.seconds += record.seconds;
-    sums_.tokens += static_cast<double>(record.tokens);
+    sums_.tokens += record.targets;
     sums_.bubble += record.bubble_measured;
     ++sums_.steps;
     progress_->step(record);
@@ -102,21 +107,12 @@ void StepReports::count_skip(std::uint64_t step) {
 
 StepRecord StepReports::record_of(const StepReport& report) const {
   StepRecord record;
-  record.step = report.step;
-  record.loss = report.loss;
-  record.tokens = static_cast<std::int64_t>(report.targets);
-  record.seconds = report.seconds;
+  static_cast<StepReport&>(record) = report;
   record.tokens_per_second = report.targets / report.seconds;
   record.flops = record.tokens_per_second * training_flops(options_.model) / options_.model.context;
-  const double peak = gpus_->peak(products_of(options_));
+  const double peak = gpus_->peak(options_.precision);
   if (peak > 0) record.share_of_peak = record.flops / peak;
-  record.grad_norm = report.grad_norm;
-  record.learning_rate = report.learning_rate;
-  record.bubble_measured = report.bubble_measured;
   record.bubble_ideal = PipelineAccess::layout(pipeline_).plans.bubble_ideal;
-  record.peak_in_flight = report.peak_in_flight;
-  record.peak_bytes = report.peak_bytes;
-  record.skipped = report.skipped;
   record.stragglers = stragglers_->now();
   record.gpus = gpu_states_;
   return record;
@@ -155,6 +151,49 @@ void StepReports::validated(std::optional<double> loss, std::int64_t samples) {
   if (last) return;
   note(fmt::format("step {}: validation loss {:.4f} over {} windows", pipeline_.step(), *loss,
                    samples));
+}
+
+LastSteps::LastSteps(Pipeline& pipeline, const TrainOptions& options)
+    : pipeline_(pipeline),
+      options_(options),
+      first_(std::max(pipeline.step(), options.steps - std::min(options.steps, kLastSteps)) + 1) {}
+
+void LastSteps::before_step() {
+  if (pipeline_.step() + 1 != first_) return;
+  if (!options_.trace.empty()) timeline_.begin(pipeline_);
+  if (options_.profile_operators) pipeline_.compute().profile_operators(true);
+}
+
+void LastSteps::after_step(const StepReport& step) {
+  if (step.step < first_) return;
+  if (!options_.trace.empty()) timeline_.add(pipeline_);
+  if (!options_.profile_operators) return;
+  ++profiled_steps_;
+  profiled_seconds_ += step.seconds;
+}
+
+void LastSteps::sum_operators() {
+  if (!options_.profile_operators) return;
+  PipelineAccess::guarded(pipeline_, [&] {
+    operators_ =
+        sum_operator_times(PipelineAccess::world(pipeline_), pipeline_.compute().operator_times());
+    pipeline_.compute().profile_operators(false);
+  });
+}
+
+void LastSteps::write_timeline(const LayerTable& layers) {
+  if (options_.trace.empty()) return;
+  clock_error_ = timeline_.write(pipeline_, options_.trace, layers);
+}
+
+std::string LastSteps::operators(std::optional<CardPeaks> card) const {
+  if (profiled_steps_ == 0) return "";
+  const int ranks = PipelineAccess::layout(pipeline_).place.topology.ranks();
+  return fmt::format("\nOperators (ranks: {}, last steps: {})\n{}", ranks, profiled_steps_,
+                     operator_table(operators_, {.steps = profiled_steps_,
+                                                 .rank_seconds = profiled_seconds_ * ranks,
+                                                 .precision = options_.precision,
+                                                 .card = card}));
 }
 
 }  // namespace sluice

@@ -1,5 +1,5 @@
 // What a run says of its steps while it runs: progress, metrics, slow ranks, the supervisor's
-// events; and what its summary needs of them.
+// events; what its summary needs of them; and what is measured of the last steps alone.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,11 @@
 #include <sluice/communicator.hpp>
 #include <sluice/pipeline.hpp>
 
+#include "runtime/options/supervisor_events.hpp"
 #include "runtime/report/job_gpus.hpp"
 #include "runtime/report/metrics.hpp"
-#include "runtime/report/run_events.hpp"
 #include "runtime/report/stragglers.hpp"
+#include "runtime/report/timeline.hpp"
 #include "runtime/train/train_options.hpp"
 
 namespace sluice {
@@ -75,6 +76,35 @@ class StepReports {
   double train_loss_ = 0;
   std::optional<double> validation_loss_;
   std::vector<std::uint64_t> skipped_;  // steps, of earlier runs as well
+};
+
+// The timeline of the last steps, and the time of their operators.
+class LastSteps {
+ public:
+  // Before the first step. Both outlive this.
+  LastSteps(Pipeline& pipeline, const TrainOptions& options);
+
+  // Collective.
+  void before_step();
+  void after_step(const StepReport& step);
+  // Collective; after the last step.
+  void sum_operators();
+  void write_timeline(const LayerTable& layers);
+
+  // Of the timeline's times, in seconds.
+  [[nodiscard]] double clock_error() const { return clock_error_; }
+  // A table of the operators of all ranks; empty where they were not measured.
+  [[nodiscard]] std::string operators(std::optional<CardPeaks> card) const;
+
+ private:
+  Pipeline& pipeline_;
+  const TrainOptions& options_;
+  std::uint64_t first_;  // of these steps
+  Timeline timeline_;
+  double clock_error_ = 0;
+  std::vector<OperatorTime> operators_;  // of all ranks
+  int profiled_steps_ = 0;
+  double profiled_seconds_ = 0;
 };
 
 }  // namespace sluice

@@ -22,7 +22,6 @@
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/explore/schedule_report.hpp"
 #include "runtime/models/model_config.hpp"
-#include "runtime/train/model_text.hpp"
 
 namespace sluice {
 namespace {
@@ -47,61 +46,96 @@ constexpr const char* kAboutTrain =
     "\n"
     "Of an option given twice the last one counts; --data is given once.";
 
-// Option values as text that decide on more than one field, or that are parsed together with
-// others.
-struct RawOptionText {
-  std::string model = "gpt2", precision = "fp32", device = "auto", resume, change, watchdog_ports;
-  ModelText parts;
+// Marks of options: what a run that goes on from a save, or from a model's weights, does with them.
+enum Mark : unsigned {
+  kOneRun = 1U << 0,  // of one run, which a resumed run does not take from its save
+  kLayout = 1U << 1,  // fits one number of ranks
+  kModel = 1U << 2,   // decides on the parameters, and on what is computed from them
+  kChosen = 1U << 3,  // of these, what a run may choose whatever weights it starts from
+  // Changes the function that is trained, as kModel does: --change has to name it.
+  kFunction = 1U << 4,
+  kListedLater = 1U << 5,  // not listed by saves of older versions, whose runs had the default
+  kSaving = 1U << 6,       // of no effect without --save
 };
 
-// Options of one run, which a resumed run does not take from its save.
-constexpr std::array kOfOneRun = {
-    "dry-run", "trace", "profile-operators", "weights", "resume", "overwrite", "change", "verify"};
-// Those that fit one number of ranks.
-constexpr std::array kOfLayout = {"pipeline", "partition", "chunks", "schedule-file"};
-// What decides on the parameters, and on what is computed from them.
-constexpr std::array kOfModel = {"model",
-                                 "layers",
-                                 "heads",
-                                 "kv-heads",
-                                 "head-dim",
-                                 "width",
-                                 "context",
-                                 "positions",
-                                 "vocabulary",
-                                 "mlp-width",
-                                 "dropout",
-                                 "untie",
-                                 "norm-epsilon",
-                                 "rotary-base",
-                                 "rotary-scaling",
-                                 "qkv-bias",
-                                 "attention-output-bias",
-                                 "mlp-bias",
-                                 "qk-norm",
-                                 "window",
-                                 "full-layers"};
-// Of these, what a run may choose whatever weights it starts from.
-constexpr std::array kFreeOfWeights = {"context", "dropout"};
-// Legal for --change: what changes the function that is trained.
-constexpr std::array kOfFunctionToo = {
-    "precision", "stream-precision", "optimizer", "moment-precision", "logit-chunks",
-    "seed",      "validation-share", "data"};
-// Of these, what saves of older versions do not list: their runs had the default.
-constexpr std::array kListedSinceLater = {"logit-chunks", "moment-precision", "stream-precision"};
-
-template <typename Names>
-bool contains(const Names& names, const std::string& name) {
+bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-const std::vector<std::string>& of_function() {
-  static const std::vector<std::string> all = [] {
-    std::vector<std::string> names(kOfModel.begin(), kOfModel.end());
-    names.insert(names.end(), kOfFunctionToo.begin(), kOfFunctionToo.end());
-    return names;
-  }();
-  return all;
+std::vector<std::string_view> split(std::string_view text) {
+  std::vector<std::string_view> parts;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
+}
+
+template <typename Number>
+bool parse(std::string_view text, Number& number) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size();
+}
+
+RotaryScaling parse_scaling(const std::string& text) {
+  const std::vector<std::string_view> parts = split(text);
+  RotaryScaling scaling;
+  if (text == "none") return scaling;
+  bool sound = false;
+  if (parts.front() == "linear" && parts.size() == 2) {
+    scaling.kind = RotaryScaling::Kind::kLinear;
+    sound = parse(parts[1], scaling.factor);
+  } else if (parts.front() == "llama3" && parts.size() == 5) {
+    scaling.kind = RotaryScaling::Kind::kLlama3;
+    sound = parse(parts[1], scaling.factor) && parse(parts[2], scaling.low_frequency_factor) &&
+            parse(parts[3], scaling.high_frequency_factor) &&
+            parse(parts[4], scaling.original_context);
+  }
+  if (sound) return scaling;
+  throw_usage(
+      "option --rotary-scaling: '{}'; legal are none, linear,FACTOR and "
+      "llama3,FACTOR,LOW,HIGH,CONTEXT, such as llama3,8,1,4,8192",
+      text);
+}
+
+std::vector<int> parse_layers(const std::string& text) {
+  std::vector<int> layers;
+  if (text.empty()) return layers;
+  for (const std::string_view part : split(text)) {
+    const std::size_t dash = part.find('-');
+    int first = 0, last = 0;
+    const bool sound = parse(part.substr(0, dash), first) &&
+                       (dash == std::string_view::npos || parse(part.substr(dash + 1), last));
+    if (dash == std::string_view::npos) last = first;
+    if (!sound || first < 0 || last < first || last >= TransformerLimits::kLayers) {
+      throw_usage(
+          "option --full-layers: '{}' in '{}'; legal are layers from 0 on and ranges, such "
+          "as 0,4-7",
+          part, text);
+    }
+    for (int layer = first; layer <= last; ++layer) layers.push_back(layer);
+  }
+  return layers;
+}
+
+std::string text_of(const RotaryScaling& scaling) {
+  if (scaling.kind == RotaryScaling::Kind::kLinear) return fmt::format("linear,{}", scaling.factor);
+  if (scaling.kind != RotaryScaling::Kind::kLlama3) return "none";
+  return fmt::format("llama3,{},{},{},{}", scaling.factor, scaling.low_frequency_factor,
+                     scaling.high_frequency_factor, scaling.original_context);
+}
+
+std::string text_of(const std::vector<int>& layers) {
+  std::vector<std::string> parts;
+  for (std::size_t i = 0; i < layers.size();) {
+    std::size_t end = i + 1;
+    while (end < layers.size() && layers[end] == layers[end - 1] + 1) ++end;
+    parts.push_back(end - i == 1 ? fmt::format("{}", layers[i])
+                                 : fmt::format("{}-{}", layers[i], layers[end - 1]));
+    i = end;
+  }
+  return fmt::format("{}", fmt::join(parts, ","));
 }
 
 // "" where `name` is not among them.
@@ -119,13 +153,19 @@ std::vector<std::string> training_schedules() {
   return names;
 }
 
-void add_model_options(OptionTable& table, TrainOptions& options, RawOptionText& raw) {
+void add_model_options(OptionTable& table, TrainOptions& options) {
   TransformerConfig& model = options.model;
   table.heading("Model");
-  table.add_text("weights", options.weights, "DIR",
-                 "start from this model, of its shape: a directory of Hugging Face, or a save; the "
-                 "options below come from it");
-  table.add_choice("model", raw.model, {"gpt2", "llama", "auto"},
+  table
+      .add_text("weights", options.weights, "DIR",
+                "start from this model, of its shape: a directory of Hugging Face, or a save; the "
+                "options below come from it")
+      .mark(kOneRun);
+  table.mark_from_here(kModel);
+  table.add_choice("model", options.architecture,
+                   {{"gpt2", TransformerKind::kGpt2},
+                    {"llama", TransformerKind::kLlama},
+                    {"auto", std::nullopt}},
                    "architecture; auto: that of --weights");
   table.add_integer("layers", model.layers, 1, TransformerLimits::kLayers, "transformer blocks");
   table.add_integer("heads", model.heads, 1, TransformerLimits::kHeads,
@@ -134,52 +174,98 @@ void add_model_options(OptionTable& table, TrainOptions& options, RawOptionText&
                     "heads of keys and values (llama); divide the heads; auto: as many as heads",
                     "auto");
   table.add_integer("width", model.width, 1, TransformerLimits::kWidth, "of the residual stream");
-  table.add_integer("context", model.context, 1, TransformerLimits::kContext, "tokens of a sample");
+  table.add_integer("context", model.context, 1, TransformerLimits::kContext, "tokens of a sample")
+      .mark(kChosen);
   table.add_integer("vocabulary", model.vocabulary, 1, TransformerLimits::kVocabulary,
                     "tokens; 256: bytes");
   table.add_integer("mlp-width", model.mlp_width, 1, TransformerLimits::kMlpWidth,
                     "auto: 4 x width (gpt2), 8/3 x width rounded up to 64s (llama)", "auto");
-  table.add_real("dropout", model.dropout, kBelowOne, "probability");
+  table.add_real("dropout", model.dropout, kBelowOne, "probability").mark(kChosen);
   table.add_flag("untie", model.tied, "give the head weights of its own", false);
-  add_model_text(table, model, raw.parts);
-  table.add_choice(
-      "precision", raw.precision, {"fp32", "tf32", "bf16"},
-      "of products' operands; weights and sums stay fp32; tf32: a GPU's fp32 products round their "
-      "operands, a CPU's do not");
-  table.add_choice("stream-precision", model.stream_precision,
-                   {{"fp32", DType::kF32}, {"bf16", DType::kBf16}},
-                   "of the residual stream, its gradient and the messages between stages; bf16 "
-                   "needs --precision bf16");
+}
+
+void add_llama_options(OptionTable& table, TransformerConfig& model) {
+  table.add_integer("positions", model.positions, 1, TransformerLimits::kContext,
+                    "the model is made for; gpt2 learns them; auto: as many as context", "auto");
+  table.add_real("norm-epsilon", model.norm_epsilon, kPositive, "of all norms");
+  table.add_integer("head-dim", model.head_dim, 1, TransformerLimits::kWidth,
+                    "width of a head (llama); auto: width / heads", "auto");
+  table.add_real("rotary-base", model.rotary_base,
+                 {.low = 1, .high = std::numeric_limits<double>::infinity(), .low_open = true},
+                 "of rotary positions (llama)");
+  table.add_parsed(
+      "rotary-scaling", "SCALING",
+      "of rotary positions (llama): none, linear,FACTOR or llama3,FACTOR,LOW,HIGH,CONTEXT",
+      [&](const std::string& text) { model.rotary_scaling = parse_scaling(text); },
+      [&] { return text_of(model.rotary_scaling); });
+  table.add_flag("qkv-bias", model.qkv_bias, "of queries, keys and values (llama)");
+  table.add_flag("attention-output-bias", model.attention_output_bias, "(llama)");
+  table.add_flag("mlp-bias", model.mlp_bias, "(llama)");
+  table.add_flag("qk-norm", model.qk_norm, "RMSNorm of each head's queries and keys (llama)");
+  table.add_integer("window", model.window, 1, TransformerLimits::kContext,
+                    "positions that a query sees, itself the last (llama); auto: all", "auto");
+  table.add_parsed(
+      "full-layers", "LIST", "blocks that see all positions in spite of window: 0,4-7",
+      [&](const std::string& text) { model.full_layers = parse_layers(text); },
+      [&] { return text_of(model.full_layers); });
+}
+
+void add_computing_options(OptionTable& table, TrainOptions& options) {
+  TransformerConfig& model = options.model;
+  table.mark_from_here(0);
+  table
+      .add_choice("precision", options.precision,
+                  {{"fp32", ProductPrecision::kF32},
+                   {"tf32", ProductPrecision::kTf32},
+                   {"bf16", ProductPrecision::kBf16}},
+                  "of products' operands; weights and sums stay fp32; tf32: a GPU's fp32 products "
+                  "round their operands, a CPU's do not")
+      .mark(kFunction);
+  table
+      .add_choice("stream-precision", model.stream_precision,
+                  {{"fp32", DType::kF32}, {"bf16", DType::kBf16}},
+                  "of the residual stream, its gradient and the messages between stages; bf16 "
+                  "needs --precision bf16")
+      .mark(kFunction | kListedLater);
   table.add_choice("recompute", model.recompute,
                    {{"none", Recompute::kNone},
                     {"attention", Recompute::kAttention},
                     {"block", Recompute::kBlock}},
                    "what backward computes again instead of keeping it; the results are the same");
-  table.add_integer("logit-chunks", model.logit_chunks, 1, TransformerLimits::kLogitChunks,
-                    "parts of a micro-batch's rows whose logits are in memory one after the other, "
-                    "of multiples of 512; on a GPU results depend on it");
+  table
+      .add_integer("logit-chunks", model.logit_chunks, 1, TransformerLimits::kLogitChunks,
+                   "parts of a micro-batch's rows whose logits are in memory one after the other, "
+                   "of multiples of 512; on a GPU results depend on it")
+      .mark(kFunction | kListedLater);
   table.add_flag(
       "batch-invariant", model.batch_invariant,
       "on a CPU: the same results for every --micro-batch-size of a --batch-size; always "
       "so from --context 256 on, below it costs time");
 }
 
-void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText& raw) {
+void add_layout_options(OptionTable& table, TrainOptions& options) {
   auto& [shape, order, devices, training, checks, watch] = options.pipeline;
   table.heading("Layout");
-  table.add_integer("pipeline", shape.pipeline, 1, kMaxInt,
-                    "ranks of one pipeline; auto: ranks / replicas", "auto");
+  table
+      .add_integer("pipeline", shape.pipeline, 1, kMaxInt,
+                   "ranks of one pipeline; auto: ranks / replicas", "auto")
+      .mark(kLayout);
   table.add_integer("replicas", shape.replicas, 1, kMaxInt, "pipelines that share each batch");
   add_rank_order(table, shape.rank_order);
   table.add_choice("schedule", order.schedule, training_schedules(),
                    "order of micro-batches; see 'sluice schedule'; auto: searched for this model");
-  table.add_integer("chunks", order.chunks, 1, kMaxChunks,
-                    "stages per rank; auto: 2 for schedules that take them; --schedule auto tries "
-                    "several",
-                    "auto");
-  table.add_text("schedule-file", options.schedule_file, "PATH",
-                 "the order from a file instead: Sluice's JSON or PyTorch's CSV");
-  table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage");
+  table
+      .add_integer("chunks", order.chunks, 1, kMaxChunks,
+                   "stages per rank; auto: 2 for schedules that take them; --schedule auto tries "
+                   "several",
+                   "auto")
+      .mark(kLayout);
+  table
+      .add_text("schedule-file", options.schedule_file, "PATH",
+                "the order from a file instead: Sluice's JSON or PyTorch's CSV")
+      .mark(kLayout);
+  table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage")
+      .mark(kLayout);
   table.add_integer("micro-batches", shape.micro_batches, 1, kMaxMicroBatches,
                     "per step and replica; auto: from the next two", "auto");
   table.add_integer("micro-batch-size", shape.micro_batch_size, 1, kMaxInt,
@@ -189,9 +275,8 @@ void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText
                     "auto");
   table.add_integer("threads", devices.threads, 1, ComputeContext::kMostThreads,
                     "per rank; results depend on it");
-  table.add_text(
-      "device", raw.device, "LIST",
-      "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");
+  add_devices(table, devices.choices,
+              "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");
   add_transport(table, devices.transport,
                 "between GPUs; auto: NCCL where each rank has a GPU of its own");
   table.add_choice("progress", devices.progress_in_actions,
@@ -206,23 +291,33 @@ void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText
 void add_training_options(OptionTable& table, TrainOptions& options) {
   PipelineOptions::Training& training = options.pipeline.training;
   table.heading("Training");
-  table.add_text(
-      "data", options.data, "FILE",
-      "one text (bytes), or tokens of prepare_tokens.py, nanoGPT or llm.c; required unless "
-      "--dry-run");
-  table.take_once("data");
-  table.add_real("validation-share", options.validation_share, kBelowOne,
-                 "last part of the data, kept for validation");
+  table
+      .add_text(
+          "data", options.data, "FILE",
+          "one text (bytes), or tokens of prepare_tokens.py, nanoGPT or llm.c; required unless "
+          "--dry-run")
+      .once()
+      .mark(kFunction);
+  table
+      .add_real("validation-share", options.validation_share, kBelowOne,
+                "last part of the data, kept for validation")
+      .mark(kFunction);
   table.add_integer("steps", options.steps, 1, kMaxSteps, "optimizer steps");
-  table.add_integer("seed", training.seed, 0, std::numeric_limits<std::uint64_t>::max(),
-                    "of initial weights, batches and dropout");
-  table.add_choice("optimizer", training.optimizer.kind,
-                   {{"adamw", OptimizerConfig::Kind::kAdamW}, {"sgd", OptimizerConfig::Kind::kSgd}},
-                   "update rule");
-  table.add_choice("moment-precision", training.optimizer.moments,
-                   {{"fp32", DType::kF32}, {"bf16", DType::kBf16}},
-                   "of AdamW's two moments, in memory and in saves; bf16: rounded at random, "
-                   "without bias, to half the bytes; SGD's momentum is fp32");
+  table
+      .add_integer("seed", training.seed, 0, std::numeric_limits<std::uint64_t>::max(),
+                   "of initial weights, batches and dropout")
+      .mark(kFunction);
+  table
+      .add_choice("optimizer", training.optimizer.kind,
+                  {{"adamw", OptimizerConfig::Kind::kAdamW}, {"sgd", OptimizerConfig::Kind::kSgd}},
+                  "update rule")
+      .mark(kFunction);
+  table
+      .add_choice("moment-precision", training.optimizer.moments,
+                  {{"fp32", DType::kF32}, {"bf16", DType::kBf16}},
+                  "of AdamW's two moments, in memory and in saves; bf16: rounded at random, "
+                  "without bias, to half the bytes; SGD's momentum is fp32")
+      .mark(kFunction | kListedLater);
   table.add_real("learning-rate", training.learning_rate.peak, kPositive, "peak");
   table.add_integer("warmup", options.warmup, 0, TrainOptions::kAutoWarmup,
                     "steps of linear warmup; auto: 100, at most a tenth of the steps", "", "auto");
@@ -248,24 +343,40 @@ void add_output_options(OptionTable& table, TrainOptions& options) {
                     "32 to 1024 at the end, to 64 between steps; all: the whole validation part",
                     "auto", "all");
   table.add_text("metrics", options.metrics, "FILE", "JSON lines, one a step");
-  table.add_text("trace", options.trace, "FILE", "timeline of a step, for Perfetto");
-  table.add_flag("profile-operators", options.profile_operators,
-                 "print where the time of the last four steps goes, by operator");
+  table.add_text("trace", options.trace, "FILE", "timeline of a step, for Perfetto").mark(kOneRun);
+  table
+      .add_flag("profile-operators", options.profile_operators,
+                "print where the time of the last four steps goes, by operator")
+      .mark(kOneRun);
   table.add_integer("check-replicas", options.pipeline.checks.replicas_every, 0, kMaxSteps,
                     "compare replicas every that many steps; 0: never");
   table.add_choice("on-nan", options.pipeline.training.skip_nonfinite,
                    {{"stop", false}, {"skip", true}},
                    "a loss or gradient that is not finite; skip: the step changes nothing");
   table.add_integer("max-skips", options.max_skips, 1, kMaxInt, "steps that may be skipped");
-  table.add_flag("dry-run", options.dry_run, "print layout and memory, train nothing");
+  table.add_flag("dry-run", options.dry_run, "print layout and memory, train nothing")
+      .mark(kOneRun);
 }
 
-void add_save_options(OptionTable& table, TrainOptions& options, RawOptionText& raw) {
+std::vector<std::string> parse_changes(const std::string& text,
+                                       const std::vector<std::string>& legal) {
+  std::vector<std::string> keys;
+  if (text.empty()) return keys;
+  for (const std::string_view key : split(text)) {
+    if (!contains(legal, keys.emplace_back(key))) {
+      throw_usage("option --change: unknown key '{}'; legal are {}", key, fmt::join(legal, ", "));
+    }
+  }
+  return keys;
+}
+
+void add_save_options(OptionTable& table, TrainOptions& options) {
   CheckpointOptions& checkpoint = options.checkpoint;
   table.heading("Saving and resuming");
   table.add_text("save", options.save, "DIR",
                  "weights and optimizer state as safetensors in DIR/step-N, at the end, and where "
                  "the job is asked to stop");
+  table.mark_from_here(kSaving);
   table.add_integer("save-every", checkpoint.every_steps, 0, kMaxSteps,
                     "steps; 0: at the end only");
   table.add_real("save-minutes", checkpoint.every_minutes, kNotNegative,
@@ -280,52 +391,51 @@ void add_save_options(OptionTable& table, TrainOptions& options, RawOptionText& 
                    "of the model's files; the fp32 values then stand beside the optimizer's state");
   table.add_flag("save-local", checkpoint.local,
                  "DIR is another directory on every host; without it all hosts share DIR");
-  table.add_flag("overwrite", checkpoint.overwrite,
-                 "the saves of another run in DIR may be replaced");
-  table.add_text("resume", raw.resume, "DIR|DIR/step-N|auto",
+  table
+      .add_flag("overwrite", checkpoint.overwrite,
+                "the saves of another run in DIR may be replaced")
+      .mark(kOneRun);
+  table.mark_from_here(kOneRun);
+  table.add_text("resume", options.resume.given, "DIR|DIR/step-N|auto",
                  "go on from a save, in any layout, with its options; auto: from --save DIR where "
                  "it holds saves, else anew");
   table.add_choice("verify", options.resume.verify,
                    {{"full", Verify::kFull}, {"read", Verify::kRead}, {"off", Verify::kOff}},
                    "what is compared with the saved hashes: all files, what is read, or nothing");
-  table.add_text("change", raw.change, "KEY[,KEY...]",
-                 fmt::format("options that may differ from those of the save: {}",
-                             fmt::join(of_function(), ", ")));
+  const std::vector<std::string> legal = table.marked(kModel | kFunction);
+  table.add_parsed(
+      "change", "KEY[,KEY...]",
+      fmt::format("options that may differ from those of the save: {}", fmt::join(legal, ", ")),
+      [&options, legal](const std::string& text) {
+        options.resume.allow = parse_changes(text, legal);
+      },
+      [&options] { return fmt::format("{}", fmt::join(options.resume.allow, ",")); });
 }
 
 // The options of `sluice train` with their targets.
 struct TrainTable {
   TrainTable() {
+    options.pipeline.shape = {.micro_batches = 0, .micro_batch_size = 0};
+    options.pipeline.training.optimizer.weight_decay = 0.1F;
+    options.pipeline.training.clip = 1;
     table.allow_config_file();
-    add_model_options(table, options, raw);
-    add_layout_options(table, options, raw);
+    add_model_options(table, options);
+    add_llama_options(table, options.model);
+    add_computing_options(table, options);
+    add_layout_options(table, options);
     add_training_options(table, options);
     add_output_options(table, options);
-    add_save_options(table, options, raw);
-    add_watch_options(table, options.pipeline.watch, raw.watchdog_ports);
+    add_save_options(table, options);
+    add_watch_options(table, options.pipeline.watch);
   }
   TrainTable(const TrainTable&) = delete;
   TrainTable& operator=(const TrainTable&) = delete;
 
   TrainOptions options;
-  RawOptionText raw;
   OptionTable table = OptionTable("sluice train [options]", kAboutTrain);
 };
 
 using Source = OptionTable::Source;
-
-std::vector<std::string> parse_changes(const std::string& text) {
-  std::vector<std::string> keys;
-  for (std::size_t begin = 0; !text.empty() && begin <= text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    keys.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-    if (contains(of_function(), keys.back())) continue;
-    throw_usage("option --change: unknown key '{}'; legal are {}", keys.back(),
-                fmt::join(of_function(), ", "));
-  }
-  return keys;
-}
 
 // Whether the layout of `saved` serves another job than this one.
 bool of_other_layout(const TrainTable& train, const SavedRun& saved, int ranks) {
@@ -354,7 +464,7 @@ void take_saved_options(TrainTable& train, const SavedRun& saved, int ranks) {
   for (const auto& [name, value] : saved.options) {
     // The metrics of the saved run go on only where its saves do. Beside --schedule auto, 1 was how
     // saves left the chunks open.
-    if (contains(kOfOneRun, name) || (other_layout && contains(kOfLayout, name)) ||
+    if (train.table.marked(name, other_layout ? kOneRun | kLayout : kOneRun) ||
         (name == "metrics" && !in_place) || (name == "chunks" && value == "1" && searched)) {
       continue;
     }
@@ -364,7 +474,7 @@ void take_saved_options(TrainTable& train, const SavedRun& saved, int ranks) {
 }
 
 void require_sensible_resume(const TrainTable& train) {
-  const std::string& resume = train.raw.resume;
+  const std::string& resume = train.options.resume.given;
   if (resume.empty()) {
     for (const char* name : {"change", "verify"}) {
       if (train.table.source_of(name) != Source::kCommandLine) continue;
@@ -390,11 +500,10 @@ void require_sensible_resume(const TrainTable& train) {
 
 void resolve_resume(TrainTable& train, int ranks) {
   ResumeOptions& resume = train.options.resume;
-  resume.allow = parse_changes(train.raw.change);
   require_sensible_resume(train);
-  if (train.raw.resume.empty()) return;
-  resume.automatic = train.raw.resume == "auto";
-  resume.path = resume.automatic ? train.options.save : train.raw.resume;
+  if (resume.given.empty()) return;
+  resume.automatic = resume.given == "auto";
+  resume.path = resume.automatic ? train.options.save : resume.given;
   resume.from = find_saved_run(resume.path);
   if (resume.from) {
     take_saved_options(train, *resume.from, ranks);
@@ -404,23 +513,16 @@ void resolve_resume(TrainTable& train, int ranks) {
   }
 }
 
-// The options of a model that say `model`.
-OptionValues values_of(const TransformerConfig& model) {
-  TrainTable train;
-  train.options.model = model;
-  train.raw.model = model.kind == TransformerKind::kGpt2 ? "gpt2" : "llama";
-  train.raw.parts = text_of(model);
-  OptionValues values = train.table.values();
-  std::erase_if(values, [](const auto& value) { return !contains(kOfModel, value.first); });
-  return values;
-}
-
 // Lays the shape of --weights under the options, unless a save's options lie there.
 void resolve_weights(TrainTable& train) {
   const std::string& weights = train.options.weights;
-  const bool automatic = train.raw.model == "auto";
+  std::optional<TransformerKind>& architecture = train.options.architecture;
+  const bool automatic = !architecture;
   if (train.options.resume.from) {
-    if (automatic) train.raw.model = value_of(train.options.resume.from->options, "model");
+    if (automatic) {
+      const bool llama = value_of(train.options.resume.from->options, "model") == "llama";
+      architecture = llama ? TransformerKind::kLlama : TransformerKind::kGpt2;
+    }
     return;
   }
   if (weights.empty()) {
@@ -429,29 +531,33 @@ void resolve_weights(TrainTable& train) {
         "option --model: auto takes the architecture from --weights DIR; give that, or "
         "gpt2 or llama");
   }
-  const OptionValues values = values_of(read_model_config(newest_save(weights)));
+  TrainTable theirs;
+  theirs.options.model = read_model_config(newest_save(weights));
+  theirs.options.architecture = theirs.options.model.kind;
+  OptionValues values = theirs.table.values();
+  std::erase_if(values,
+                [&](const auto& value) { return !theirs.table.marked(value.first, kModel); });
   const OptionValues given = train.table.values();
   for (const auto& [name, value] : values) {
-    if (!train.table.given(name) || contains(kFreeOfWeights, name)) continue;
+    if (!train.table.given(name) || train.table.marked(name, kChosen)) continue;
     const std::string wanted = value_of(given, name);
     if (wanted == value || (name == "model" && automatic)) continue;
     throw_usage("option --{}: {}, but the model in '{}' has {}; leave it out", name, wanted,
                 weights, value.empty() ? "none" : value);
   }
   train.table.lay_under(values, weights);
-  train.raw.model = value_of(values, "model");
+  architecture = theirs.options.architecture;
 }
 
 // Options that are given and do nothing.
 void require_effect(const TrainTable& train) {
   const OptionValues now = train.table.values(), defaults = TrainTable().table.values();
-  const auto given = [&](const char* name) {
+  const auto given = [&](const std::string& name) {
     const Source source = train.table.source_of(name);
     return source == Source::kCommandLine ||
            (source == Source::kFile && value_of(now, name) != value_of(defaults, name));
   };
-  for (const char* name : {"save-every", "save-minutes", "keep", "keep-every", "save-weights-only",
-                           "save-precision", "save-local", "overwrite"}) {
+  for (const std::string& name : train.table.marked(kSaving)) {
     if (!train.options.save.empty() || !given(name)) continue;
     throw_usage("option --{}: {} without --save DIR saves nowhere; give --save DIR as well", name,
                 value_of(now, name));
@@ -466,15 +572,6 @@ void require_effect(const TrainTable& train) {
     throw_usage("option --max-skips: {} without --on-nan skip skips nothing; give it as well",
                 train.options.max_skips);
   }
-}
-
-void resolve_raw_text(const RawOptionText& raw, TrainOptions& options) {
-  options.model.kind = raw.model == "gpt2" ? TransformerKind::kGpt2 : TransformerKind::kLlama;
-  take_model_text(raw.parts, options.model);
-  options.model.precision = raw.precision == "bf16" ? DType::kBf16 : DType::kF32;
-  options.pipeline.devices.tf32 = raw.precision == "tf32";
-  options.pipeline.devices.choices = parse_devices(raw.device);
-  take_ports(raw.watchdog_ports, options.pipeline.watch);
 }
 
 // A warmup of a save gives way to --steps of fewer.
@@ -605,16 +702,42 @@ constexpr int kMostPort = 65535;
 
 int port_of(std::string_view text) {
   int port = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), port);
-  const bool whole = error == std::errc() && end == text.data() + text.size();
-  return whole && port >= 1 && port <= kMostPort ? port : 0;
+  return parse(text, port) && port >= 1 && port <= kMostPort ? port : 0;
+}
+
+// "46300-46399", "46300" or nothing.
+void take_ports(const std::string& ports, PipelineOptions::Watch& watch) {
+  const std::string_view text = ports;
+  const std::size_t dash = text.find('-');
+  const int first = port_of(text.substr(0, dash));
+  const int last = dash == std::string_view::npos ? first : port_of(text.substr(dash + 1));
+  if (!text.empty() && (first == 0 || last < first)) {
+    throw_usage(
+        "option --watchdog-ports: '{}' is no range of ports; legal is FIRST-LAST, from 1 "
+        "to {}, such as 46300-46399",
+        ports, kMostPort);
+  }
+  watch.first_port = first;
+  watch.last_port = last;
+}
+
+std::string ports_of(const PipelineOptions::Watch& watch) {
+  if (watch.first_port == 0) return "";
+  return watch.first_port == watch.last_port
+             ? fmt::format("{}", watch.first_port)
+             : fmt::format("{}-{}", watch.first_port, watch.last_port);
 }
 
 }  // namespace
 
-PipelineOptions::Watch program_watch() { return {.on = true, .ends_process = true}; }
+PipelineOptions program_pipeline() {
+  PipelineOptions options;
+  options.devices.choices = {{.kind = DeviceChoice::Kind::kAuto}};
+  options.watch = {.on = true, .ends_process = true};
+  return options;
+}
 
-void add_watch_options(OptionTable& table, PipelineOptions::Watch& watch, std::string& ports) {
+void add_watch_options(OptionTable& table, PipelineOptions::Watch& watch) {
   table.heading("When it hangs");
   table.add_choice("watchdog", watch.on, {{"on", true}, {"off", false}},
                    "each rank tells the others what it does; a rank that stops or dies is named");
@@ -624,24 +747,15 @@ void add_watch_options(OptionTable& table, PipelineOptions::Watch& watch, std::s
                  "auto");
   table.add_real("action-timeout", watch.action_timeout, kWatchSeconds,
                  "seconds that one action, save or batch may take; none: no limit", "none");
-  table.add_text("watchdog-ports", ports, "FIRST-LAST",
-                 "TCP ports that ranks listen on at the start; default: any");
+  table.add_parsed(
+      "watchdog-ports", "FIRST-LAST", "TCP ports that ranks listen on at the start; default: any",
+      [&](const std::string& text) { take_ports(text, watch); }, [&] { return ports_of(watch); });
 }
 
-void take_ports(const std::string& ports, PipelineOptions::Watch& watch) {
-  if (ports.empty()) return;
-  const std::string_view text = ports;
-  const std::size_t dash = text.find('-');
-  const int first = port_of(text.substr(0, dash));
-  const int last = dash == std::string_view::npos ? first : port_of(text.substr(dash + 1));
-  if (first == 0 || last < first) {
-    throw_usage(
-        "option --watchdog-ports: '{}' is no range of ports; legal is FIRST-LAST, from 1 "
-        "to {}, such as 46300-46399",
-        ports, kMostPort);
-  }
-  watch.first_port = first;
-  watch.last_port = last;
+void add_devices(OptionTable& table, std::vector<DeviceChoice>& choices, const std::string& help) {
+  table.add_parsed(
+      "device", "LIST", help, [&](const std::string& text) { choices = parse_devices(text); },
+      [&] { return to_string(choices); });
 }
 
 void add_rank_order(OptionTable& table, RankOrder& order) {
@@ -671,7 +785,10 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   }
   resolve_resume(train, ranks);
   resolve_weights(train);
-  resolve_raw_text(train.raw, options);
+  options.model.kind = *options.architecture;
+  const bool bf16 = options.precision == ProductPrecision::kBf16;
+  options.model.precision = bf16 ? DType::kBf16 : DType::kF32;
+  options.pipeline.devices.tf32 = options.precision == ProductPrecision::kTf32;
   resolve_learning_rate(table, options);
   validate(options.model);
   resolve_schedule(table, options);
@@ -690,7 +807,7 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   options.checkpoint.directory = options.save;
   options.checkpoint.options = table.values();
   std::erase_if(options.checkpoint.options,
-                [](const auto& option) { return contains(kOfOneRun, option.first); });
+                [&](const auto& option) { return table.marked(option.first, kOneRun); });
   if (options.resume.from) (void)changes_since(*options.resume.from, options);
   return std::move(options);
 }
@@ -700,13 +817,14 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
   before.table.lay_under(saved.options, saved.directory.string());
   std::vector<std::string> changes, refused, keys;
   for (const auto& [name, value] : before.table.values()) {
-    const bool saved_by_name = before.table.given(name) || contains(kListedSinceLater, name);
+    const bool saved_by_name = before.table.given(name) || before.table.marked(name, kListedLater);
     const std::string now = value_of(options.checkpoint.options, name);
-    if (contains(kOfOneRun, name) || !saved_by_name || now == value) continue;
+    if (before.table.marked(name, kOneRun) || !saved_by_name || now == value) continue;
     changes.push_back(fmt::format("{} {} -> {}", name, value.empty() ? "none" : value,
                                   now.empty() ? "none" : now));
     // A path is no function; data_changes_since() compares the data.
-    if (name == "data" || !contains(of_function(), name) || contains(options.resume.allow, name)) {
+    if (name == "data" || !before.table.marked(name, kModel | kFunction) ||
+        contains(options.resume.allow, name)) {
       continue;
     }
     refused.push_back(changes.back());

@@ -18,11 +18,17 @@
 
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/report/job_gpus.hpp"
 #include "runtime/train/saved_run.hpp"
 
 namespace sluice {
 
+// The pipeline of a command before its options: on the devices there are, and with a watchdog that
+// ends the job.
+[[nodiscard]] PipelineOptions program_pipeline();
+
 struct ResumeOptions {
+  std::string given;               // --resume
   std::string path;                // empty: no --resume; --resume auto: of --save
   bool automatic = false;          // --resume auto
   Verify verify = Verify::kFull;   // before values are read
@@ -38,13 +44,14 @@ struct TrainOptions {
   static constexpr std::uint64_t kAutoWarmup = std::uint64_t{1} << 40;
 
   TransformerConfig model;
+  // Of `model` in two options; no architecture: that of `weights`.
+  std::optional<TransformerKind> architecture = TransformerKind::kGpt2;
+  ProductPrecision precision = ProductPrecision::kF32;
   std::string weights;  // the model that the run starts from; of no effect where it goes on
   // The batch is complete. Order::given: what --schedule-file holds. Checks::configuration: every
   // option with its value, defaults included, in the order of the help. The trainer sets
   // Training::evaluations, the order of --schedule auto, and CheckpointOptions::data and model.
-  PipelineOptions pipeline = {.shape = {.micro_batches = 0, .micro_batch_size = 0},
-                              .training = {.optimizer = {.weight_decay = 0.1F}, .clip = 1},
-                              .watch = {.on = true, .ends_process = true}};
+  PipelineOptions pipeline = program_pipeline();
   std::string schedule_file;
   std::optional<MadeFor> made_for;  // what schedule_file says of its search
   std::string partition = "auto";
@@ -64,17 +71,11 @@ struct TrainOptions {
   std::string help;  // not empty: --help was given, and nothing else is set
 };
 
-// --rank-order and --transport, which 'sluice doctor' has as well.
+// Options that other commands with ranks have as well.
 void add_rank_order(OptionTable& table, RankOrder& order);
+void add_devices(OptionTable& table, std::vector<DeviceChoice>& choices, const std::string& help);
 void add_transport(OptionTable& table, TransportChoice& transport, const std::string& help);
-
-// The watchdog's options, which all commands with a pipeline have. `ports` gets the text of
-// --watchdog-ports, for take_ports().
-void add_watch_options(OptionTable& table, PipelineOptions::Watch& watch, std::string& ports);
-// "46300-46399", "46300" or nothing. Throws Error(kUsage).
-void take_ports(const std::string& ports, PipelineOptions::Watch& watch);
-// A watchdog that ends the job, as these commands have one.
-[[nodiscard]] PipelineOptions::Watch program_watch();
+void add_watch_options(OptionTable& table, PipelineOptions::Watch& watch);
 
 // `ranks`: of the job. Where a save of other ranks is resumed, its layout is not taken.
 // Error(kWeights) where --resume names no save.

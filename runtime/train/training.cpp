@@ -3,24 +3,124 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <csignal>
+#include <cstdint>
 #include <cstdio>
+#include <filesystem>
 #include <limits>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include <sluice/checkpoint.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/program.hpp>
+
+#include "comm/base/cores.hpp"
 #include "comm/mpi/mpi_session.hpp"
+#include "runtime/job/activity.hpp"
 #include "runtime/job/configuration.hpp"
+#include "runtime/job/guard.hpp"
+#include "runtime/layout/job_layout.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/report/layout_report.hpp"
-#include "runtime/report/rank_table.hpp"
-#include "runtime/train/run_files.hpp"
-#include "runtime/train/run_summary.hpp"
-#include "runtime/train/validation.hpp"
+#include "runtime/report/timeline.hpp"
+#include "runtime/train/run_start.hpp"
+#include "runtime/train/schedule_choice.hpp"
+#include "runtime/train/step_reports.hpp"
+#include "runtime/train/train_data.hpp"
+#include "runtime/train/train_options.hpp"
 #include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {
 namespace {
+
+// A request to stop by a signal, which may come before there is a saver.
+// Without begin(), signals have their default action.
+class StopRequest {
+ public:
+  StopRequest() = default;
+  ~StopRequest() { signals_.reset(); }  // before what its handler uses
+  StopRequest(const StopRequest&) = delete;
+  StopRequest& operator=(const StopRequest&) = delete;
+
+  void begin() {
+    signals_.emplace([this]() noexcept {
+      asked_ = true;
+      ActivityBoard::for_each([](ActivityBoard& board, void*) noexcept { board.expect_end(); },
+                              nullptr);
+      if (Checkpointer* saver = saver_) saver->request_stop();
+    });
+  }
+  // Null before the saver goes.
+  void set_saver(Checkpointer* saver) {
+    saver_ = saver;
+    if (saver != nullptr && asked_) saver->request_stop();
+  }
+  [[nodiscard]] bool asked() const { return asked_; }
+  void describe(std::uint64_t step, const std::filesystem::path& save) {
+    if (signals_) signals_->describe(step, save);
+  }
+
+ private:
+  std::atomic<bool> asked_ = false;
+  std::atomic<Checkpointer*> saver_ = nullptr;
+  std::optional<StopSignals> signals_;
+};
+
+class Training {
+ public:
+  // `world`, `options` and `stop` outlive this.
+  Training(Communicator& world, const TrainOptions& options, StopRequest& stop);
+  ~Training();
+  Training(const Training&) = delete;
+  Training& operator=(const Training&) = delete;
+
+  void run();
+  // Whether the run was asked to stop before its last step. The same on all ranks.
+  [[nodiscard]] bool stopped() const { return stopped_; }
+
+ private:
+  [[nodiscard]] bool first() const { return world_.rank() == 0; }
+  [[nodiscard]] int job_ranks() const;
+  [[nodiscard]] int pipeline_depth() const;
+  [[nodiscard]] bool keeps_replicas_together() const;
+  [[nodiscard]] LayerTable layers() const;
+  [[nodiscard]] StageFactory stages() const;
+  void require_same_options(Collectives& job) const;
+  bool prepare();
+  void plan_pipeline();
+  void dry_run(Communicator& comm, ControlChannel& control);
+  void make_pipeline();
+  void open_metrics();
+  void open_saver();
+  [[nodiscard]] std::string describe_ranks(Collectives& job, const JobLayout& layout) const;
+  void describe(const JobLayout& layout, const std::string& ranks) const;
+  void steps();
+  void one_step();
+  [[nodiscard]] std::filesystem::path last_resumable() const;
+  [[nodiscard]] bool asked_anywhere();
+  void validate(std::int64_t samples);
+
+  Communicator& world_;
+  const TrainOptions& options_;
+  StopRequest& stop_;
+  ScheduleChoice choice_;
+  TrainData data_;
+  PipelineOptions pipeline_options_;
+  std::unique_ptr<Pipeline> pipeline_;
+  RunStart start_;
+  std::optional<StepReports> reports_;
+  std::optional<LastSteps> last_steps_;
+  std::optional<Checkpointer> saver_;
+  bool stopped_ = false;
+};
 
 // A step's messages between stages, [samples, context, width] there and back, and a rank's part of
 // the gradients.
@@ -41,7 +141,111 @@ void keep_replicas_together(PipelineOptions::Shape& shape) {
   shape.gradient_bytes = 1;
 }
 
-}  // namespace
+// What a run prints at its end, on rank 0.
+struct RunEnd {
+  const TrainOptions& options;
+  const TrainData& data;
+  const ScheduleChoice& choice;
+  const StepReports& reports;
+  const LastSteps& last_steps;
+  Communicator& world;
+  const Pipeline& pipeline;
+  bool stopped;                               // asked to, before the last step
+  std::optional<std::filesystem::path> save;  // the last one; nothing without --save
+};
+
+void print_row(const char* name, const std::string& text) {
+  fmt::print("  {:<18} {}\n", name, text);
+}
+
+void print_head(const RunEnd& run) {
+  const TrainOptions& options = run.options;
+  if (!run.stopped) {
+    fmt::print("\nDone: {} step{}\n", options.steps, options.steps == 1 ? "" : "s");
+    return;
+  }
+  std::string saved;
+  if (!run.save) {
+    saved = "; nothing is saved";
+  } else if (!options.checkpoint.weights_only) {
+    saved = fmt::format("; resume with --resume {} (or auto)", options.save);
+  }
+  fmt::print("\nstopped as asked after step {}{}\n", run.pipeline.step(), saved);
+}
+
+void print_losses(const RunEnd& run) {
+  const char* unit = run.data.file->format() == TokenFormat::kText ? "byte" : "token";
+  const auto in_units = [&](double nats) {
+    return fmt::format("{:.4f} nats, {:.4f} bits per {}", nats, nats / std::log(2.0), unit);
+  };
+  const StepReports& reports = run.reports;
+  if (reports.sums().steps > 0) print_row("training loss", in_units(reports.train_loss()));
+  if (reports.validation_loss() && !run.stopped) {
+    const std::int64_t samples = run.data.last_validation, windows = run.data.windows;
+    print_row("validation loss",
+              in_units(*reports.validation_loss()) +
+                  (samples < windows ? fmt::format(" ({} of {} windows)", samples, windows) : ""));
+  }
+  if (!reports.skipped().empty()) {
+    print_row("skipped steps",
+              fmt::format("{}: the loss or a gradient was not finite", reports.skipped().size()));
+  }
+}
+
+// Beside what the run measured.
+void print_promise(const StepPromise& promise, const StepReports::Sums& sums) {
+  const auto steps = static_cast<double>(sums.steps);
+  std::string text = fmt::format("bubble {:.1f} % promised by {}, {:.1f} % measured",
+                                 100 * promise.bubble, promise.source, 100 * sums.bubble / steps);
+  if (promise.milliseconds > 0) {
+    text += fmt::format("; step {:.4g} ms promised, {:.4g} ms measured", promise.milliseconds,
+                        1000 * sums.seconds / steps);
+  }
+  print_row("schedule", text);
+}
+
+void print_speed(const RunEnd& run) {
+  const StepReports::Sums& sums = run.reports.sums();
+  if (sums.steps == 0) return;
+  print_row("speed", fmt::format("{:.0f} tokens/s", sums.tokens / sums.seconds));
+  const int ranks = run.world.local_size(), cores = host_cores();
+  const bool sliced = ranks > cores;
+  print_row("bubble",
+            fmt::format("{:.1f} % measured, {:.1f} % ideal{}",
+                        100 * sums.bubble / static_cast<double>(sums.steps),
+                        100 * PipelineAccess::layout(run.pipeline).plans.bubble_ideal,
+                        sliced ? fmt::format(" (measured includes time-slicing: {} ranks share {} "
+                                             "cores)",
+                                             ranks, cores)
+                               : ""));
+  if (run.choice.promise) print_promise(*run.choice.promise, sums);
+}
+
+void print_files(const RunEnd& run) {
+  const TrainOptions& options = run.options;
+  if (run.save) {
+    print_row("weights", (std::filesystem::path(options.save) / run.save->filename()).string());
+    if (!options.checkpoint.weights_only && !run.stopped) {
+      print_row("to go on", fmt::format("train --resume {} --steps N (N above {})", options.save,
+                                        options.steps));
+    }
+  }
+  if (!options.metrics.empty()) print_row("metrics", options.metrics);
+  if (run.stopped || options.trace.empty()) return;
+  print_row("trace", options.trace + " (open it at ui.perfetto.dev)");
+  if (run.world.size() == 1) return;
+  print_row("trace clock", fmt::format("ranks agree with rank 0 within {:.0f} us",
+                                       std::ceil(run.last_steps.clock_error() * 1e6)));
+}
+
+void print_summary(const RunEnd& run) {
+  print_head(run);
+  print_losses(run);
+  print_speed(run);
+  print_files(run);
+  if (run.stopped) return;
+  fmt::print("{}", run.last_steps.operators(run.reports.card()));
+}
 
 Training::Training(Communicator& world, const TrainOptions& options, StopRequest& stop)
     : world_(world), options_(options), stop_(stop) {}
@@ -297,6 +501,36 @@ void Training::validate(std::int64_t samples) {
   reports_->validated(
       sluice::validate(*pipeline_, *data_.source, samples, part_of_validation(options_), goes_on),
       samples);
+}
+
+}  // namespace
+
+int train_command(int argc, char** argv) {
+  constexpr int kStopped = 12;  // the exit code of a run that was asked to stop
+  const std::vector<std::string> arguments(argv, argv + argc);
+  TrainOptions options;
+  bool stopped = false;
+  StopRequest stop;
+  const int code = run_command(
+      "train", argc, argv,
+      [&] {
+        options = parse_train_options(arguments);
+        // A reader of the output that goes, and a file that may not grow, are errors of writing.
+        for (const int each : {SIGPIPE, SIGXFSZ}) (void)std::signal(each, SIG_IGN);
+        if (!options.dry_run && options.help.empty()) stop.begin();
+        return options.help;
+      },
+      [&](Communicator& world) {
+        // Not every launcher tells the number of ranks before MPI starts.
+        if (options.resume.from && world.size() != launched_size()) {
+          options = parse_train_options(arguments, world.size());
+        }
+        const PlaceSignals place;
+        Training training(world, options, stop);
+        training.run();
+        stopped = training.stopped();
+      });
+  return code == 0 && stopped ? kStopped : code;
 }
 
 }  // namespace sluice

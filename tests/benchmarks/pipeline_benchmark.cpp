@@ -16,7 +16,7 @@
 
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
-#include "runtime/report/profile.hpp"
+#include "runtime/report/timeline.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/token_source.hpp"
 

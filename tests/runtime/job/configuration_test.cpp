@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -56,6 +57,9 @@ TEST(SensibleOptionsTest, AnOptimizersNumbersAreOnesThatAStepCanWorkWith) {
     expect_refused("momentum",
                    {[&](auto& o) { o.training.optimizer = OptimizerConfig::sgd(bad); }});
   }
+  expect_refused("kind 9", {[](auto& o) {
+                   o.training.optimizer.kind = static_cast<OptimizerConfig::Kind>(9);
+                 }});
   for (const double bad : {-1.0, static_cast<double>(kNan)}) {
     expect_refused("clip", {[&](auto& o) { o.training.clip = bad; }});
   }
@@ -88,12 +92,103 @@ TEST(SensibleOptionsTest, F32HoldsEveryLearningRate) {
                [&] { require_sensible_at(2, grows, groups); });
 }
 
-TEST(SensibleOptionsTest, ThreadsAndDepthHaveLimits) {
+TEST(SensibleOptionsTest, NamesTheRangeOfThreadsAndOfThePipeline) {
   for (const int bad : {0, -1, 1025, std::numeric_limits<int>::max()}) {
     expect_refused("options.devices.threads is " + std::to_string(bad) + "; legal are 1 to 1024",
                    {[&](auto& o) { o.devices.threads = bad; }});
   }
   expect_refused("shape.pipeline is -1", {[](auto& o) { o.shape.pipeline = -1; }});
+}
+
+// Converts to the type of any field.
+struct Anything {
+  template <typename Field>
+  operator Field() const;  // NOLINT(google-explicit-constructor)
+};
+
+// The number of fields of an aggregate.
+template <typename Options, typename... Fields>
+constexpr std::size_t fields_of() {
+  if constexpr (requires { Options{Fields{}..., Anything{}}; }) {
+    return fields_of<Options, Fields..., Anything>();
+  } else {
+    return sizeof...(Fields);
+  }
+}
+
+template <typename Options>
+using Changes = std::array<std::function<void(Options&)>, fields_of<Options>()>;
+
+// Expects one change for each field, and that each shows in the values that ranks compare.
+template <typename Options>
+void expect_compared(const std::function<Options&(PipelineOptions&)>& part,
+                     const Changes<Options>& changes) {
+  const NamedValues defaults = agreed_values({});
+  for (std::size_t i = 0; i < changes.size(); ++i) {
+    ASSERT_TRUE(changes[i]) << "no change of field " << i;
+    PipelineOptions options;
+    changes[i](part(options));
+    EXPECT_NE(agreed_values(options), defaults) << "field " << i;
+  }
+}
+
+TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
+  static_assert(fields_of<PipelineOptions>() == 6);
+  using Options = PipelineOptions;
+  expect_compared<Options::Shape>(
+      [](auto& o) -> auto& { return o.shape; },
+      {[](auto& o) { o.pipeline = 2; }, [](auto& o) { o.replicas = 2; },
+       [](auto& o) { o.rank_order = RankOrder::kReplicaFirst; }, [](auto& o) { o.edge_bytes = 1; },
+       [](auto& o) { o.gradient_bytes = 1; }, [](auto& o) { o.micro_batches = 2; },
+       [](auto& o) { o.micro_batch_size = 2; }, [](auto& o) { o.batch_size = 2; }});
+  expect_compared<Options::Order>(
+      [](auto& o) -> auto& { return o.order; },
+      {[](auto& o) { o.schedule = "gpipe"; }, [](auto& o) { o.chunks = 2; },
+       [](auto& o) {
+         o.given = std::make_shared<const Schedule>(empty_schedule("own", Placement::linear(1), 1));
+       }});
+  expect_compared<Options::Devices>(
+      [](auto& o) -> auto& { return o.devices; },
+      {[](auto& o) { o.choices = parse_devices("cpu,auto"); },
+       [](auto& o) { o.transport = TransportChoice::kMpi; }, [](auto& o) { o.threads = 2; },
+       [](auto& o) { o.progress_in_actions = false; }, [](auto& o) { o.tf32 = true; },
+       [](auto& o) { o.all_reduce = true; }, [](auto& o) { o.cuda_graphs = true; },
+       [](auto& o) { o.bucket_bytes = 1; }});
+  expect_compared<Options::Training>(
+      [](auto& o) -> auto& { return o.training; },
+      {[](auto& o) { o.seed = 2; }, [](auto& o) { o.optimizer = OptimizerConfig::sgd(); },
+       [](auto& o) {
+         o.make_optimizer = [](std::span<Parameter* const>, const DeviceMemory&) {
+           return std::unique_ptr<Optimizer>();
+         };
+       },
+       [](auto& o) { o.groups = {{.names = "*"}}; }, [](auto& o) { o.learning_rate.peak = 2; },
+       [](auto& o) { o.clip = 2; }, [](auto& o) { o.evaluations = {2}; },
+       [](auto& o) { o.inference = true; }, [](auto& o) { o.skip_nonfinite = true; },
+       [](auto& o) { o.save_copy = true; }});
+  expect_compared<OptimizerConfig>(
+      [](auto& o) -> auto& { return o.training.optimizer; },
+      {[](auto& o) { o.kind = OptimizerConfig::Kind::kSgd; }, [](auto& o) { o.beta1 = 0; },
+       [](auto& o) { o.beta2 = 0; }, [](auto& o) { o.epsilon = 1; },
+       [](auto& o) { o.momentum = 1; }, [](auto& o) { o.nesterov = true; },
+       [](auto& o) { o.weight_decay = 1; }, [](auto& o) { o.moments = DType::kBf16; }});
+  expect_compared<LearningRate>([](auto& o) -> auto& { return o.training.learning_rate; },
+                                {[](auto& o) { o.peak = 2; }, [](auto& o) { o.final_share = 1; },
+                                 [](auto& o) { o.warmup = 2; }, [](auto& o) { o.steps = 2; },
+                                 [](auto& o) { o.decay = LearningRate::Decay::kStep; },
+                                 [](auto& o) { o.factor = 1; }, [](auto& o) { o.every = 2; }});
+  expect_compared<Options::Checks>(
+      [](auto& o) -> auto& { return o.checks; },
+      {[](auto& o) { o.replicas_every = 2; }, [](auto& o) { o.trace = true; },
+       [](auto& o) {
+         o.configuration = {{"own", "value"}};
+       }});
+  expect_compared<Options::Watch>(
+      [](auto& o) -> auto& { return o.watch; },
+      {[](auto& o) { o.on = true; }, [](auto& o) { o.timeout = 2; },
+       [](auto& o) { o.action_timeout = 2; }, [](auto& o) { o.directory = "run"; },
+       [](auto& o) { o.ends_process = true; }, [](auto& o) { o.first_port = 2; },
+       [](auto& o) { o.last_port = 2; }});
 }
 
 TEST(ConfigurationTest, AnOrderThatNoFileCanHoldIsTheUsersMistake) {

@@ -1,11 +1,10 @@
-#include "runtime/report/operator_report.hpp"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
 #include <vector>
 
+#include "runtime/report/job_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
 
 namespace sluice {

@@ -1,10 +1,9 @@
 // The table of a job's ranks, as people read it.
-#include "runtime/report/rank_table.hpp"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "runtime/program/network_facts.hpp"
+#include "runtime/report/layout_report.hpp"
 
 namespace sluice {
 namespace {

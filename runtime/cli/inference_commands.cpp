@@ -1,12 +1,16 @@
+// `sluice generate` and `sluice evaluate`: what runs saved weights forward alone.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 
 #include <sluice/checkpoint.hpp>
 #include <sluice/compute.hpp>
@@ -21,6 +25,7 @@
 #include "comm/group/control.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/sampling.hpp"
+#include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/models/config_json.hpp"
@@ -29,12 +34,55 @@
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/report/metrics.hpp"
+#include "runtime/tokens/tokenizer_file.hpp"
 #include "runtime/tokens/token_decoder.hpp"
 #include "runtime/train/saved_run.hpp"
+#include "runtime/train/train_data.hpp"
 #include "runtime/train/train_options.hpp"
 
 namespace sluice {
 namespace {
+
+void add_weights(OptionTable& table, std::string& weights) {
+  table.add_text("weights", weights, "DIR",
+                 "what 'sluice train --save' wrote, or one step of it; required");
+}
+
+void add_pipeline_options(OptionTable& table, PipelineOptions& pipeline) {
+  pipeline.order.schedule = "forward-only";
+  pipeline.training.inference = true;
+  table.add_integer("pipeline", pipeline.shape.pipeline, 1, kMaxInt, "ranks; auto: all", "auto");
+  table.add_integer("threads", pipeline.devices.threads, 1, ComputeContext::kMostThreads,
+                    "per rank");
+  add_devices(table, pipeline.devices.choices, "as of 'sluice train'");
+  add_watch_options(table, pipeline.watch);
+}
+
+// A command on the newest save of `weights`. `check`: what its options must be.
+int run_on_weights(const std::string& command, int argc, char** argv, OptionTable& table,
+                   const std::string& weights, const std::function<void()>& check,
+                   const std::function<void(const std::filesystem::path&, Communicator&)>& body) {
+  const std::vector<std::string> arguments(argv, argv + argc);
+  return run_command(
+      command, argc, argv,
+      [&] {
+        table.parse(arguments);
+        if (table.help_wanted()) return table.help();
+        if (weights.empty()) {
+          throw_usage(
+              "option --weights is missing: give a directory that 'sluice train --save' wrote");
+        }
+        check();
+        return std::string();
+      },
+      [&](Communicator& world) {
+        const PlaceSignals place;
+        with_newest_save(weights, world,
+                         [&](const std::filesystem::path& save) { body(save, world); });
+        require_stdout();
+      });
+}
 
 constexpr const char* kAboutGenerate =
     "Goes on from a prompt with a model that 'sluice train --save DIR' wrote, as a pipeline over "
@@ -53,15 +101,12 @@ struct GenerateOptions {
   bool ids = false, special = false;
   int tokens = 256;
   SamplingOptions sampling;
-  int pipeline = 0, threads = 1;
-  std::string device = "auto", watchdog_ports;
-  PipelineOptions::Watch watch = program_watch();
+  PipelineOptions pipeline = program_pipeline();
 };
 
 OptionTable make_table(GenerateOptions& options) {
   OptionTable table("sluice generate --weights DIR [options]", kAboutGenerate);
-  table.add_text("weights", options.weights, "DIR",
-                 "what 'sluice train --save' wrote, or one step of it; required");
+  add_weights(table, options.weights);
   table.add_text("prompt", options.prompt, "TEXT", "where to start; default: a line's end (or 0)");
   table.add_text("prompt-ids", options.prompt_ids, "LIST",
                  "the same as token numbers, such as '5 17 3'; -: from standard input");
@@ -76,38 +121,8 @@ OptionTable make_table(GenerateOptions& options) {
                     "choose among the likeliest K tokens", "all");
   table.add_integer("seed", options.sampling.seed, 0, std::numeric_limits<std::uint64_t>::max(),
                     "another one gives another text");
-  table.add_integer("pipeline", options.pipeline, 1, kMaxInt, "ranks; auto: all", "auto");
-  table.add_integer("threads", options.threads, 1, ComputeContext::kMostThreads, "per rank");
-  table.add_text("device", options.device, "LIST", "as of 'sluice train'");
-  add_watch_options(table, options.watch, options.watchdog_ports);
+  add_pipeline_options(table, options.pipeline);
   return table;
-}
-
-// What all ranks agree on before the pipeline is built.
-struct Request {
-  TransformerConfig model;
-  std::vector<int> prompt, stop_ids;
-};
-
-PipelineOptions pipeline_options(const GenerateOptions& options, const Request& request) {
-  PipelineOptions result;
-  result.shape.pipeline = options.pipeline;
-  result.order.schedule = "forward-only";
-  result.shape.batch_size = 1;
-  result.devices.threads = options.threads;
-  result.devices.choices = parse_devices(options.device);
-  result.training.inference = true;
-  result.watch = options.watch;
-  const SamplingOptions& sampling = options.sampling;
-  result.checks.configuration = {{"weights", options.weights},
-                                 {"prompt", fmt::format("{}", fmt::join(request.prompt, " "))},
-                                 {"prompt-ids", options.prompt_ids},
-                                 {"stop-ids", fmt::format("{}", fmt::join(request.stop_ids, " "))},
-                                 {"tokens", fmt::format("{}", options.tokens)},
-                                 {"temperature", fmt::format("{}", sampling.temperature)},
-                                 {"top-k", fmt::format("{}", sampling.top_k)},
-                                 {"seed", fmt::format("{}", sampling.seed)}};
-  return result;
 }
 
 // A text that grows by one token at a time; every rank keeps the same.
@@ -186,6 +201,28 @@ class Printer {
   TokenText text_;
   std::unique_ptr<TokenDecoder> decoder_;
 };
+
+// What all ranks agree on before the pipeline is built.
+struct Request {
+  TransformerConfig model;
+  std::vector<int> prompt, stop_ids;
+  std::unique_ptr<Printer> printer;  // on rank 0
+};
+
+PipelineOptions pipeline_options(const GenerateOptions& options, const Request& request) {
+  PipelineOptions result = options.pipeline;
+  result.shape.batch_size = 1;
+  const SamplingOptions& sampling = options.sampling;
+  result.checks.configuration = {{"weights", options.weights},
+                                 {"prompt", fmt::format("{}", fmt::join(request.prompt, " "))},
+                                 {"prompt-ids", options.prompt_ids},
+                                 {"stop-ids", fmt::format("{}", fmt::join(request.stop_ids, " "))},
+                                 {"tokens", fmt::format("{}", options.tokens)},
+                                 {"temperature", fmt::format("{}", sampling.temperature)},
+                                 {"top-k", fmt::format("{}", sampling.top_k)},
+                                 {"seed", fmt::format("{}", sampling.seed)}};
+  return result;
+}
 
 std::string read_standard_input() {
   constexpr std::size_t kMost = std::size_t{1} << 24;
@@ -268,29 +305,17 @@ Request read_request(const std::filesystem::path& save, const GenerateOptions& o
     } else if (options.stop_ids != "none") {
       request.stop_ids = parse_tokens("--stop-ids", options.stop_ids, vocabulary);
     }
+    if (world.rank() != 0) return;
+    request.printer = std::make_unique<Printer>(tokenizer_of(save), options, vocabulary);
   });
   return request;
-}
-
-// On rank 0; throws on all ranks or on none.
-std::unique_ptr<Printer> make_printer(const std::filesystem::path& save,
-                                      const GenerateOptions& options, int vocabulary,
-                                      Communicator& world) {
-  const std::unique_ptr<Communicator> comm = world.duplicate();
-  ControlChannel control(*comm);
-  std::unique_ptr<Printer> printer;
-  guarded(control, world.rank(), [&] {
-    if (world.rank() != 0) return;
-    printer = std::make_unique<Printer>(tokenizer_of(save), options, vocabulary);
-  });
-  return printer;
 }
 
 void generate_text(const std::filesystem::path& save, const GenerateOptions& options,
                    Communicator& world) {
   const Request request = read_request(save, options, world);
   const TransformerConfig& model = request.model;
-  const std::unique_ptr<Printer> printer = make_printer(save, options, model.vocabulary, world);
+  Printer* const printer = request.printer.get();
   const std::unique_ptr<DataSource> source = make_token_shapes(model.context);
   Pipeline pipeline(world, pipeline_options(options, request), Transformer(model), *source);
   load_model(pipeline, save);
@@ -308,37 +333,129 @@ void generate_text(const std::filesystem::path& save, const GenerateOptions& opt
   pipeline.close();
 }
 
+constexpr const char* kAboutEvaluate =
+    "Prints the mean loss of what 'sluice train --save DIR' wrote over the validation part of a\n"
+    "file, as a pipeline over the ranks of an MPI job, or alone. It does not depend on the number\n"
+    "of ranks. Without --data and --validation-share these are the training's.\n"
+    "\n"
+    "  sluice evaluate --weights run";
+
+struct EvaluateOptions {
+  std::string weights, data;
+  double share = 0;
+  bool share_given = false;
+  std::int64_t samples = 0;
+  PipelineOptions pipeline = program_pipeline();
+};
+
+OptionTable make_table(EvaluateOptions& options) {
+  OptionTable table("sluice evaluate --weights DIR [options]", kAboutEvaluate);
+  add_weights(table, options.weights);
+  table.add_text("data", options.data, "FILE", "text or tokens; default: the training's").once();
+  table.add_real("validation-share", options.share, {.low = 0, .high = 1, .high_open = true},
+                 "last part of the data; default: the training's");
+  table.add_integer("validation-samples", options.samples, 1,
+                    std::numeric_limits<std::int64_t>::max(), "windows of it", "all");
+  table.add_integer("micro-batch-size", options.pipeline.shape.micro_batch_size, 1, kMaxInt,
+                    "samples");
+  add_pipeline_options(table, options.pipeline);
+  return table;
+}
+
+// A line where `file`, which the training read, holds something else now; empty where it does not.
+std::string change_since(const SaveState& saved, const TokenFile& file) {
+  const std::string path = file.path().string();
+  const auto trained_on = [&](const auto& option) {
+    return option.first == "data" && option.second == path;
+  };
+  if (std::none_of(saved.options.begin(), saved.options.end(), trained_on)) return "";
+  const std::string change = data_difference(saved.data, data_identity(file));
+  if (change.empty()) return "";
+  return fmt::format("sluice: warning: '{}' is not as the training read it: {}\n", path, change);
+}
+
+// Takes what is not given from the options that the save recorded.
+void complete_from(const OptionValues& saved, const std::filesystem::path& save,
+                   EvaluateOptions& options) {
+  for (const auto& [name, value] : saved) {
+    if (name == "data" && options.data.empty()) options.data = value;
+    if (name == "validation-share" && !options.share_given) options.share = std::stod(value);
+  }
+  if (options.data.empty()) {
+    throw_usage("option --data is missing: '{}' does not say what the weights were trained on",
+                save.string());
+  }
+}
+
+void evaluate(const std::filesystem::path& save, EvaluateOptions options, Communicator& world) {
+  const std::unique_ptr<Communicator> comm = world.duplicate();
+  ControlChannel control(*comm);
+  TransformerConfig model;
+  std::shared_ptr<TokenFile> file;
+  std::unique_ptr<DataSource> source;
+  std::int64_t windows = 0;
+  guarded(control, world.rank(), [&] {
+    model = read_model_config(save);
+    const SaveState saved = saved_state(save);
+    complete_from(saved.options, save, options);
+    file = std::make_shared<TokenFile>(options.data, options.share);
+    if (world.rank() == 0) fmt::print(stderr, "{}", change_since(saved, *file));
+    Collectives collectives(*comm, 0, &control);
+    require_same_configuration(collectives, file->identity("--data"));
+    require_same_tokenizer(*file, save);
+    windows = validation_samples(*file, model.context);
+    if (windows == 0) {
+      throw_error(ErrorCode::kData, "data file '{}': its last {} of {} tokens hold no window of {}",
+                  options.data, options.share, file->size(), model.context);
+    }
+    source = make_token_source(file, model.context, model.vocabulary, /*seed=*/1);
+  });
+  const std::int64_t samples = options.samples > 0 ? options.samples : windows;
+  const std::int64_t part =
+      validation_part(options.pipeline.shape.micro_batch_size, /*replicas=*/1);
+  options.pipeline.training.evaluations = validation_sizes(samples, part);
+  Pipeline pipeline(world, options.pipeline, Transformer(model), *source);
+  load_model(pipeline, save);
+  std::optional<Progress> progress;  // on a terminal
+  if (world.rank() == 0 && terminal_output()) progress.emplace(1, 1, /*terminal=*/true);
+  const auto shown = [&](std::int64_t done) {
+    if (progress) progress->validation(done, samples);
+    return true;
+  };
+  const double loss = *validate(pipeline, *source, samples, part, shown);
+  progress.reset();
+  if (world.rank() == 0) {
+    fmt::print("{}: loss {:.4f} nats, {:.4f} bits per {}, over {} of {} windows of '{}'\n",
+               save.filename().string(), loss, loss / std::log(2.0),
+               file->format() == TokenFormat::kText ? "byte" : "token", samples, windows,
+               options.data);
+  }
+  pipeline.close();
+}
+
 }  // namespace
 
 int generate_command(int argc, char** argv) {
   GenerateOptions options;
   OptionTable table = make_table(options);
-  const std::vector<std::string> arguments(argv, argv + argc);
-  return run_command(
-      "generate", argc, argv,
-      [&] {
-        table.parse(arguments);
-        if (table.help_wanted()) return table.help();
-        take_ports(options.watchdog_ports, options.watch);
-        if (options.weights.empty()) {
-          throw Error(ErrorCode::kUsage,
-                      "option --weights is missing: give a directory that 'sluice train --save' "
-                      "wrote");
-        }
-        if (!options.prompt.empty() && !options.prompt_ids.empty()) {
-          throw Error(ErrorCode::kUsage,
-                      "options --prompt and --prompt-ids are both given: legal "
-                      "is one of them");
-        }
-        return std::string();
-      },
-      [&](Communicator& world) {
-        const PlaceSignals place;
-        with_newest_save(options.weights, world, [&](const std::filesystem::path& save) {
-          generate_text(save, options, world);
-        });
-        require_stdout();
-      });
+  const auto check = [&] {
+    if (options.prompt.empty() || options.prompt_ids.empty()) return;
+    throw_usage("options --prompt and --prompt-ids are both given: legal is one of them");
+  };
+  return run_on_weights("generate", argc, argv, table, options.weights, check,
+                        [&](const std::filesystem::path& save, Communicator& world) {
+                          generate_text(save, options, world);
+                        });
+}
+
+int evaluate_command(int argc, char** argv) {
+  EvaluateOptions options;
+  OptionTable table = make_table(options);
+  const auto check = [&] { options.share_given = table.given("validation-share"); };
+  return run_on_weights("evaluate", argc, argv, table, options.weights, check,
+                        [&](const std::filesystem::path& save, Communicator& world) {
+                          evaluate(save, options, world);
+                        });
 }
 
 }  // namespace sluice
