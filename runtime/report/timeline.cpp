@@ -24,7 +24,6 @@
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
-#include "runtime/pipeline/call.hpp"
 
 namespace sluice {
 namespace {
