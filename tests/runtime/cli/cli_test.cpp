@@ -43,6 +43,8 @@ class RefusalTest : public CliTest, public ::testing::WithParamInterface<Refusal
     fs::create_directory(path("garbled"));
     fs::create_symlink("gone", path("dangling"));
     write("garbled/model.safetensors", "no header at all, but long enough to be read");
+    fs::copy(path("garbled"), path("damaged"));
+    write("damaged/config.json", "{}");
   }
 };
 
@@ -113,7 +115,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"MemoryLimitOfAll", "schedule compare --activation-bytes 2 --memory-limit 1", 2,
                 "--memory-limit"},
         Refusal{"ProfileMissing", "schedule --profile none.json", 3, "none.json"},
-        Refusal{"ProfileOfGarbage", "schedule --profile text.txt", 3, "neither a trace"},
+        Refusal{"ProfileOfGarbage", "schedule --profile text.txt", 3, "is no trace"},
         Refusal{"ProfileBesideTimes", "schedule --profile text.txt --forward-time 2", 2,
                 "--forward-time"},
         Refusal{"DigestOfNothing", "digest", 2, "DIR"},
@@ -148,8 +150,8 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"WeightsInAFile", small("--weights text.txt"), 5, "'text.txt' is no directory"},
         Refusal{"DigestOfAFile", "digest text.txt", 5, "'text.txt' is no directory"},
         Refusal{"VerifyOfAFile", "verify text.txt", 5, "'text.txt' is no directory"},
-        Refusal{"DigestOfGarbage", "digest garbled", 5, "model.safetensors"},
-        Refusal{"GenerateWithoutConfiguration", "generate --weights garbled", 5, "config.json"}),
+        Refusal{"DigestOfGarbage", "digest damaged", 5, "model.safetensors"},
+        Refusal{"GenerateWithoutConfiguration", "generate --weights garbled", 5, "holds no save"}),
     case_name);
 
 // --- training and its files ---
