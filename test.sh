@@ -36,4 +36,4 @@ if (($# == 0)); then
   nvidia-smi -L >/dev/null 2>&1 || left_out+='|gpu'
   set -- -LE "^($left_out)$"
 fi
-exec ctest --test-dir build/release --output-on-failure --parallel "$(nproc)" "$@"
+exec ctest --test-dir build/release --output-on-failure --parallel $((2 * $(nproc))) "$@" # the start of MPI waits more than it computes

@@ -313,8 +313,11 @@ fs::path newest_save(const fs::path& path) {
   const SaveSelection selection = select_saves(path);
   if (!selection.candidates.empty()) return selection.candidates.front().directory;
   std::error_code error;
-  // A model whose weights are missing or of another kind: the reader of config.json says so.
-  if (selection.broken.empty() && fs::is_regular_file(path / "config.json", error)) return path;
+  // A model that lacks a part: the reader of config.json says which.
+  if (selection.broken.empty() &&
+      (fs::exists(path / "config.json", error) || has_weights(path, "model"))) {
+    return path;
+  }
   throw_error(
       ErrorCode::kWeights,
       "'{}' {}; what 'sluice train --save' wrote, or a directory of Hugging Face, is needed",

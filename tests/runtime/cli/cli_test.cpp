@@ -150,8 +150,8 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"WeightsInAFile", small("--weights text.txt"), 5, "'text.txt' is no directory"},
         Refusal{"DigestOfAFile", "digest text.txt", 5, "'text.txt' is no directory"},
         Refusal{"VerifyOfAFile", "verify text.txt", 5, "'text.txt' is no directory"},
-        Refusal{"DigestOfGarbage", "digest damaged", 5, "model.safetensors"},
-        Refusal{"GenerateWithoutConfiguration", "generate --weights garbled", 5, "holds no save"}),
+        Refusal{"DigestOfGarbage", "digest damaged", 5, "config.json"},
+        Refusal{"GenerateWithoutConfiguration", "generate --weights garbled", 5, "config.json"}),
     case_name);
 
 // --- training and its files ---

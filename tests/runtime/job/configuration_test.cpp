@@ -57,9 +57,6 @@ TEST(SensibleOptionsTest, AnOptimizersNumbersAreOnesThatAStepCanWorkWith) {
     expect_refused("momentum",
                    {[&](auto& o) { o.training.optimizer = OptimizerConfig::sgd(bad); }});
   }
-  expect_refused("kind 9", {[](auto& o) {
-                   o.training.optimizer.kind = static_cast<OptimizerConfig::Kind>(9);
-                 }});
   for (const double bad : {-1.0, static_cast<double>(kNan)}) {
     expect_refused("clip", {[&](auto& o) { o.training.clip = bad; }});
   }

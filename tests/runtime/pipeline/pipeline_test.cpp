@@ -235,8 +235,7 @@ TEST(PipelineTest, OptionsThatCannotWorkAreRefusedOnAllRanks) {
       {"a learning rate of nan", [](auto& o) { o.training.learning_rate.peak = std::nan(""); }},
       {"clip is nan", [](auto& o) { o.training.clip = std::nan(""); }},
       {"momentum is nan", [](auto& o) { o.training.optimizer.momentum = std::nanf(""); }},
-      {"pipeline is -1", [](auto& o) { o.shape.pipeline = -1; }},
-      {"transport is 9", [](auto& o) { o.devices.transport = static_cast<TransportChoice>(9); }}};
+      {"pipeline is -1", [](auto& o) { o.shape.pipeline = -1; }}};
   for (const auto& [text, change] : wrong) {
     PipelineOptions options = sgd_options(2);
     change(options);
