@@ -161,6 +161,7 @@ HostTensor decode(const std::vector<std::byte>& values, const Shape& shape) {
   const std::size_t count = values.size() / sizeof(From);
   tensor.bytes.resize(count * sizeof(To));
   for (std::size_t i = 0; i < count; ++i) {
+    // NOLINTNEXTLINE(bugprone-signed-char-misuse): bytes with a sign are numbers.
     const auto value = static_cast<To>(big_endian<From>(values.data() + i * sizeof(From)));
     std::memcpy(tensor.bytes.data() + i * sizeof(To), &value, sizeof(To));
   }

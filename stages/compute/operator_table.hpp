@@ -26,12 +26,14 @@
 // clang-format on
 
 // A backend declares them in its namespace, and fills a table.
+// NOLINTNEXTLINE(bugprone-macro-parentheses): a name is declared.
 #define SLUICE_DECLARE(name) decltype(sluice::name) name;
 #define SLUICE_ENTRY(name) name,
 
 namespace sluice {
 
 struct OperatorTable {
+// NOLINTNEXTLINE(bugprone-macro-parentheses): a name is declared.
 #define SLUICE_POINTER(name) decltype(&sluice::name) name;
   SLUICE_OPERATORS(SLUICE_POINTER)
 #undef SLUICE_POINTER

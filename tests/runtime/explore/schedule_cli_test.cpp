@@ -1,4 +1,6 @@
 // `sluice schedule`, its `compare` and `auto`, as a user meets them.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -121,7 +123,8 @@ TEST_F(CliTest, ScheduleAndCompareHaveTheSameChunksAndUnits) {
   ASSERT_GE(rows.size(), 13U);
   for (const auto& row : rows) {
     const std::string name = row.at("schedule");
-    const auto alone = nlohmann::json::parse(sluice("schedule --schedule " + name + work).out);
+    const auto alone =
+        nlohmann::json::parse(sluice(fmt::format("schedule --schedule {}{}", name, work)).out);
     for (const char* key : {"chunks", "messages", "peak_bytes"}) {
       EXPECT_EQ(alone.at(key), row.at(key)) << name;
     }
