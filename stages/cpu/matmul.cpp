@@ -17,6 +17,7 @@
 #include "stages/cpu/library_call.hpp"
 #include "stages/cpu/parallel.hpp"
 #include "stages/cpu/widened.hpp"
+#include "stages/cpu_kernels/kernels.hpp"
 
 namespace sluice {
 

@@ -116,6 +116,7 @@ constexpr void find(std::span<const Rule> rules, std::size_t index, Dim& dim) {
 // Rules with a space between them, as a template's argument.
 template <std::size_t kSize>
 struct Text {
+  // NOLINTNEXTLINE(google-explicit-constructor): a literal is a template's argument.
   consteval Text(const char (&from)[kSize]) { std::copy_n(from, kSize, text); }
   char text[kSize] = {};
 };
