@@ -635,7 +635,7 @@ TEST_F(SaveLockTest, OfTwoJobsThatFindItStaleOneTakesIt) {
         mine.emplace(saves(), std::chrono::milliseconds(1));
         ++taken;
       } catch (const Error& error) {
-        EXPECT_THAT(error.what(), HasSubstr("in use by process"));
+        EXPECT_THAT(error.what(), HasSubstr("in use by "));
       }
       end.arrive_and_wait();
     };
