@@ -164,12 +164,6 @@ void WeightsDirectory::require_one_save() const {
   }
 }
 
-std::string WeightsDirectory::step() const {
-  if (files_.empty()) return "";  // an index of no tensors
-  const auto step = files_.front().metadata().find("step");
-  return step == files_.front().metadata().end() ? "" : step->second;
-}
-
 const SafetensorsFile::Entry* WeightsDirectory::find(const std::string& name) const {
   const auto found = by_name_.find(name);
   return found == by_name_.end() ? nullptr : found->second.entry;

@@ -80,8 +80,6 @@ class WeightsDirectory {
   [[nodiscard]] std::string file_of(const std::string& name) const;
   // As SafetensorsFile's.
   void release(const std::string& name) const;
-  // The metadata "step" of the parts; empty where they have none.
-  [[nodiscard]] std::string step() const;
 
  private:
   void require_one_save() const;

@@ -397,12 +397,11 @@ TEST(WeightsDirectoryTest, RefusesDirectoriesThatAreNoWholeSave) {
   refused(cut, "different steps");
 }
 
-TEST(WeightsDirectoryTest, AnIndexOfNoTensorsHasNoStep) {
+TEST(WeightsDirectoryTest, AnIndexOfNoTensorsHasNone) {
   const TemporaryDirectory dir;
   dir.write("model.safetensors.index.json", "{\"weight_map\":{}}");
   const WeightsDirectory weights(dir.path(), "model");
   EXPECT_TRUE(weights.names().empty());
-  EXPECT_EQ(weights.step(), "");
 }
 
 TEST(WeightsDirectoryTest, RefusesBadIndexFiles) {
