@@ -56,12 +56,10 @@ bool is_leftover_name(std::string_view name) {
   return false;
 }
 
-// A file that a start or a save of a job that was killed did not finish. Only the lock's holder
-// calls this; a job that still drafts its own lock tries again.
+// A file that a start or a save of a job that was killed did not finish.
 bool is_unfinished_file(std::string_view name) {
   return name == "latest.partial" || name == "options.conf.partial" ||
-         name.starts_with(kVisiblePrefix) || name.starts_with(kWritablePrefix) ||
-         (name.starts_with(".lock.") && name.ends_with(kPartial));
+         name.starts_with(kVisiblePrefix) || name.starts_with(kWritablePrefix);
 }
 
 bool is_own_file(std::string_view name) {

@@ -51,9 +51,9 @@ struct SaveScan {
 // nothing.
 [[nodiscard]] SaveScan scan_saves(const std::filesystem::path& directory);
 
-// What `--resume DIR`, `generate DIR` and the like mean: a step's directory (by a state.json of
-// format 2, or by its name) alone, else all of DIR's. Throws Error(kWeights) where DIR is something
-// else than a directory.
+// What `--resume DIR`, `generate DIR` and the like mean: a step's directory (by its name, or by
+// a state.json where it holds no steps) alone, else all of DIR's. Throws Error(kWeights) where DIR
+// is something else than a directory.
 struct SaveSelection {
   std::vector<Save> candidates;  // the newest first
   std::vector<std::string> broken;
@@ -62,8 +62,9 @@ struct SaveSelection {
 [[nodiscard]] SaveSelection select_saves(const std::filesystem::path& path);
 // The first candidate with optimizer state; the first where none has it. Requires a candidate.
 [[nodiscard]] const Save& newest_resumable(const SaveSelection& selection);
-// The newest candidate's directory, or DIR where it holds a config.json. Throws Error(kWeights)
-// where there is none, saying what is there instead. For reading weights (generate, digest).
+// The newest candidate's directory, or DIR where it holds a config.json or weights. Throws
+// Error(kWeights) where there is none, saying what is there instead. For reading weights (generate,
+// digest).
 [[nodiscard]] std::filesystem::path newest_save(const std::filesystem::path& path);
 
 // Creates DIR where it is missing. If scan_saves() finds the newest save without its name, it gets

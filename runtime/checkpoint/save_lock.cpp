@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <fmt/chrono.h>
 #include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,6 +28,8 @@ namespace fs = std::filesystem;
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr std::time_t kLatest = 253402300799;  // the last second of the year 9999
 
 struct Holder {
   std::string host;
@@ -75,7 +79,7 @@ Holder holder_in(const std::string& text) {
 std::string describe(const Holder& holder) {
   if (holder.host.empty()) return "a process that left no name";
   return fmt::format("process {} on host '{}' since {:%Y-%m-%d %H:%M:%S} UTC", holder.process,
-                     holder.host, fmt::gmtime(static_cast<std::time_t>(holder.since)));
+                     holder.host, fmt::gmtime(std::clamp<std::time_t>(holder.since, 0, kLatest)));
 }
 
 // Whether the process can be seen to live, or else the lock is renewed within `watch`.
@@ -103,9 +107,9 @@ bool is_alive(const fs::path& path, const Holder& holder, const Holder& me,
 bool create(const fs::path& path, const std::string& text) {
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd < 0 && errno == EEXIST) return false;
-  const bool whole =
-      fd >= 0 && ::write(fd, text.data(), text.size()) == static_cast<::ssize_t>(text.size());
-  const int error = errno;
+  const ::ssize_t written = fd < 0 ? -1 : ::write(fd, text.data(), text.size());
+  const bool whole = written == static_cast<::ssize_t>(text.size());
+  const int error = written < 0 ? errno : ENOSPC;
   if (fd >= 0) ::close(fd);
   if (whole) return true;
   if (fd >= 0) ::unlink(path.c_str());
@@ -113,19 +117,23 @@ bool create(const fs::path& path, const std::string& text) {
               std::generic_category().message(error));
 }
 
-// Of jobs that find a lock stale, one moves it away. What a slower one moves is the quicker one's
-// new lock, which goes back.
-void remove_stale(const fs::path& path, const std::string& theirs) {
-  const fs::path away = path.parent_path() / fmt::format(".lock.{}.partial", random_id());
-  if (text_of(path) != theirs) return;
-  std::error_code error;
-  fs::rename(path, away, error);
-  if (error == std::errc::no_such_file_or_directory) return;
-  if (!error && text_of(away) != theirs) return fs::rename(away, path);
-  if (!error) fs::remove(away, error);
-  if (!error) return;
+// Removes the lock if it still has this text. The kernel's lock on the file keeps two that do so
+// from removing what another job has made in between.
+void remove(const fs::path& path, const std::string& text) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0 && errno == ENOENT) return;
+  if (fd >= 0) ::flock(fd, LOCK_EX);  // where the file system has no such locks, the check remains
+  struct stat opened = {}, named = {};
+  bool removed = fd >= 0;
+  if (removed && ::fstat(fd, &opened) == 0 && ::stat(path.c_str(), &named) == 0 &&
+      opened.st_ino == named.st_ino && text_of(path) == text) {
+    removed = ::unlink(path.c_str()) == 0;
+  }
+  const int error = errno;
+  if (fd >= 0) ::close(fd);
+  if (removed) return;
   throw_error(ErrorCode::kIo, "cannot remove the stale lock '{}': {}", path.string(),
-              error.message());
+              std::generic_category().message(error));
 }
 
 }  // namespace
@@ -135,23 +143,22 @@ SaveLock::SaveLock(const fs::path& directory, std::chrono::milliseconds watch,
     : path_(directory / "lock") {
   const Holder me = this_process();
   text_ = nlohmann::json(me).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
-  // A job that takes over a stale lock may have moved this one's for a moment.
-  while (!create(path_, text_) || text_of(path_) != text_) {
+  while (!create(path_, text_)) {
     std::error_code error;
     const fs::file_status there = fs::symlink_status(path_, error);
-    if (fs::exists(there) && !fs::is_regular_file(there)) {  // a pipe would block who reads it
+    if (!fs::exists(there)) continue;   // released meanwhile
+    if (!fs::is_regular_file(there)) {  // a pipe would block who reads it
       throw_error(ErrorCode::kIo,
                   "'{}' is no file; a directory of saves needs that name for its lock",
                   path_.string());
     }
     const std::string theirs = text_of(path_);
-    if (theirs == text_) break;
     if (is_alive(path_, holder_in(theirs), me, watch, note)) {
       throw_error(ErrorCode::kIo,
                   "directory '{}' is in use by {}; two jobs cannot save into one directory",
                   directory.string(), describe(holder_in(text_of(path_))));
     }
-    remove_stale(path_, theirs);
+    remove(path_, theirs);
   }
   thread_ = start_thread("lock of the saves", [this] { renew(); });
 }
@@ -163,7 +170,10 @@ SaveLock::~SaveLock() {
   }
   ended_.notify_all();
   thread_.join();
-  if (text_of(path_) == text_) ::unlink(path_.c_str());
+  try {
+    remove(path_, text_);
+  } catch (const Error&) {  // stale soon
+  }
 }
 
 void SaveLock::renew() {

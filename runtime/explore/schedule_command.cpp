@@ -370,8 +370,11 @@ void run_compare(CompareOptions& options, const OptionTable& table) {
   options.costs.resolve_ranks(table, options.shape.ranks);
   std::vector<LoadedSchedule> files = files_of(options, table);
   OrderedJson left_out = OrderedJson::array(), remarks = OrderedJson::array();
-  OrderedJson rows =
-      rows_of(options, names_of(options, table.given("schedules")), std::move(files), left_out);
+  const std::vector<std::string> names = names_of(options, table.given("schedules"));
+  if (table.given("overlap-time") && std::find(names.begin(), names.end(), "auto") != names.end()) {
+    remarks.push_back("auto counts no --overlap-time: plans run a pair's actions one by one");
+  }
+  OrderedJson rows = rows_of(options, names, std::move(files), left_out);
   const std::string remark = remark_on_barrier(rows, "schedule");
   if (!remark.empty()) remarks.push_back(remark);
   for (const OrderedJson& row : rows) {

@@ -31,8 +31,9 @@ void require_writable_directory(const fs::path& directory) {
   };
   if (directory.empty()) fail("the name is empty");
   const fs::path there = nearest_existing(directory);
-  if (!fs::exists(there)) {
-    fail("it is a link to '" + fs::read_symlink(there).string() + "', which is not there");
+  std::error_code error;
+  if (!fs::exists(there, error)) {
+    fail("it is a link to '" + fs::read_symlink(there, error).string() + "', which is not there");
   }
   // Processes that check at the same time use different names.
   std::string probe = (there / kWritablePrefix).string() + "XXXXXX";

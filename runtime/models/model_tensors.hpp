@@ -1,5 +1,5 @@
-// The parameters of a model in a directory, whoever wrote it: one save of Sluice, of any version,
-// or a directory of Hugging Face; and digests, by which two of them are compared.
+// The parameters of a model in a directory, whoever wrote it: one save of Sluice, or a directory of
+// Hugging Face; and digests, by which two of them are compared.
 #pragma once
 
 #include <filesystem>

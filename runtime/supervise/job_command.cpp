@@ -68,7 +68,8 @@ JobCommand::JobCommand(std::vector<std::string> words) : words_(std::move(words)
     (void)replaced(word, [this](std::string_view name) {
       if (std::find(kNames.begin(), kNames.end(), name) != kNames.end()) used_.emplace(name);
       for (const std::string_view known : kNames) {
-        if (used_.contains(name) || !known.starts_with(name.substr(0, kSameLetters))) continue;
+        const bool near = known.substr(0, kSameLetters) == name.substr(0, kSameLetters);
+        if (used_.contains(name) || !near) continue;
         throw_usage(
             "unknown placeholder '{{{}}}'; did you mean '{}'? legal are {{ranks}}, {{hostfile}}, "
             "{{pipeline}} and {{replicas}}",

@@ -161,6 +161,7 @@ std::optional<JobEnd> JobProcess::check() {
   }
   const bool late = stage_ != Stage::kRunning && clock_seconds() >= deadline_;
   if (stage_ == Stage::kKilling) {
+    if (!end_) ::kill(-launcher_, SIGKILL);
     signal_children(SIGKILL);
     // Processes that cannot be killed hang in the kernel.
     if (late) return end_.value_or(JobEnd{128 + SIGKILL, true});

@@ -36,7 +36,6 @@ class JobWatch {
 
   Attempt run() {
     const double start = clock_seconds();
-    if (stops_.asked()) job_.stop();
     while (true) {
       heed_signals();
       read_text();
@@ -131,28 +130,36 @@ class JobWatch {
 }  // namespace
 
 StopRequests::StopRequests() {
-  sigset_t signals;
+  sigset_t signals, children;
   sigemptyset(&signals);
-  for (const int signal : {SIGTERM, SIGUSR1, SIGUSR2, SIGCHLD}) sigaddset(&signals, signal);
+  sigemptyset(&children);
+  sigaddset(&children, SIGCHLD);
+  for (const int signal : {SIGTERM, SIGUSR1, SIGUSR2}) sigaddset(&signals, signal);
   for (const int signal : {SIGINT, SIGHUP}) {
     if (!is_ignored(signal)) sigaddset(&signals, signal);
   }
   fd_ = ::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
-  if (fd_ < 0) {
+  children_fd_ = ::signalfd(-1, &children, SFD_CLOEXEC | SFD_NONBLOCK);
+  if (fd_ < 0 || children_fd_ < 0) {
     throw_error(ErrorCode::kInternal, "cannot wait for signals: {}", std::strerror(errno));
   }
   ::sigprocmask(SIG_BLOCK, &signals, nullptr);
+  ::sigprocmask(SIG_BLOCK, &children, nullptr);
   ::signal(SIGCHLD, SIG_DFL);  // where it is ignored, nobody learns how a child ended
   ::signal(SIGPIPE, SIG_IGN);
 }
 
-StopRequests::~StopRequests() { ::close(fd_); }
+StopRequests::~StopRequests() {
+  ::close(fd_);
+  ::close(children_fd_);
+}
 
 std::optional<StopRequests::Kind> StopRequests::take() {
   signalfd_siginfo info{};
+  while (::read(children_fd_, &info, sizeof info) > 0) {
+  }
   while (::read(fd_, &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
     const int signal = static_cast<int>(info.ssi_signo);
-    if (signal == SIGCHLD) continue;
     if (signal == SIGUSR2) return Kind::kTell;
     if (!first_) {
       first_ = clock_seconds();
@@ -169,12 +176,13 @@ Attempt watch_job(JobProcess& job, StopRequests& stops, JobOutput& out,
 }
 
 void wait_for(const StopRequests& stops, JobOutput& out, int also, std::optional<double> seconds) {
-  std::array<pollfd, 3> fds = {{{.fd = stops.fd(), .events = POLLIN, .revents = 0},
+  std::array<pollfd, 4> fds = {{{.fd = stops.fd(), .events = POLLIN, .revents = 0},
+                                {.fd = stops.children_fd(), .events = POLLIN, .revents = 0},
                                 {.fd = also, .events = POLLIN, .revents = 0},
                                 {.fd = out.fd(), .events = POLLOUT, .revents = 0}}};
   // An hour: a longer wait may not fit poll()'s milliseconds.
   const int most = seconds ? static_cast<int>(std::ceil(1000 * std::min(*seconds, 3600.0))) : -1;
-  if (::poll(fds.data(), fds.size(), most) > 0 && fds[2].revents != 0) out.write_some();
+  if (::poll(fds.data(), fds.size(), most) > 0 && fds[3].revents != 0) out.write_some();
 }
 
 }  // namespace sluice

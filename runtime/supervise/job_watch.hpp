@@ -23,8 +23,9 @@ class StopRequests {
   StopRequests(const StopRequests&) = delete;
   StopRequests& operator=(const StopRequests&) = delete;
 
-  // Becomes readable when a signal waits.
+  // Become readable when a request waits, and when a child has ended.
   [[nodiscard]] int fd() const { return fd_; }
+  [[nodiscard]] int children_fd() const { return children_fd_; }
 
   enum class Kind { kStop, kEndNow, kTell };
   // The next request that waits: the first stop, one after it, or SIGUSR2. None: nothing waits. A
@@ -34,7 +35,7 @@ class StopRequests {
   [[nodiscard]] bool asked() const { return first_.has_value(); }
 
  private:
-  int fd_ = -1;
+  int fd_ = -1, children_fd_ = -1;
   std::optional<double> first_;
 };
 

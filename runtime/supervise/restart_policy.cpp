@@ -168,7 +168,10 @@ std::vector<std::string> RestartPolicy::hosts_to_leave_out(const Attempt& attemp
   for (const std::string& host : lost) {
     if (++times_lost_[host] >= kTimesLost) candidates.push_back(host);
   }
-  missed_ = lost;
+  missed_.clear();
+  for (const std::string& host : lost) {
+    if (times_lost_[host] < kTimesLost) missed_.push_back(host);
+  }
 
   std::string ended;
   if (attempt.ended && lost.empty()) {

@@ -85,7 +85,7 @@ std::vector<std::string> own_environment() {
 class MemoryFile {
  public:
   explicit MemoryFile(const std::string& text) : fd_(::memfd_create("hosts", MFD_CLOEXEC)) {
-    if (::write(fd_, text.data(), text.size()) != static_cast<ssize_t>(text.size())) {
+    if (fd_ < 0 || ::write(fd_, text.data(), text.size()) != static_cast<ssize_t>(text.size())) {
       throw_error(ErrorCode::kInternal, "cannot make a host file: {}", std::strerror(errno));
     }
   }
@@ -163,8 +163,11 @@ class Supervisor {
                 {"pipeline", std::to_string(layout->pipeline)},
                 {"replicas", std::to_string(layout->replicas)}};
     }
-    const MemoryFile host_file(places_.host_file());
-    if (!options_.hosts.empty()) values.emplace("hostfile", host_file.path());
+    std::optional<MemoryFile> host_file;
+    if (!options_.hosts.empty()) {
+      host_file.emplace(places_.host_file());
+      values.emplace("hostfile", host_file->path());
+    }
     JobProcess job(command_.fill(values), environment_, options_.grace);
     return watch_job(job, stops_, out_);
   }

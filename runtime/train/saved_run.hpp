@@ -11,7 +11,6 @@
 
 #include <sluice/communicator.hpp>
 #include <sluice/data.hpp>
-#include <sluice/transformer.hpp>
 
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/options/option_table.hpp"

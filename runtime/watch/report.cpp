@@ -225,7 +225,8 @@ std::uint64_t step_of(const WatchView& view) {
 }
 
 std::string hang_event(const WatchView& view, const Verdict& verdict) {
-  const bool gone = !verdict.ranks.empty() && view.sightings[at(verdict.ranks.front())].gone;
+  const bool gone = std::all_of(verdict.ranks.begin(), verdict.ranks.end(),
+                                [&](int rank) { return view.sightings[at(rank)].gone; });
   const char* kind = verdict.kind == Verdict::Kind::kDeadlock ? "deadlock"
                      : verdict.kind == Verdict::Kind::kBusy   ? "busy"
                      : gone                                   ? "ended"

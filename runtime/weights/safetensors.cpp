@@ -68,7 +68,25 @@ struct UniqueKeys : std::map<Key, Value, Compare, Allocator> {
 };
 using Json = nlohmann::basic_json<UniqueKeys>;
 
+// A file from elsewhere must not take the memory of values that no header has.
+void require_shallow(std::string_view text) {
+  int depth = 0;
+  bool quoted = false;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (quoted && text[i] == '\\') {
+      ++i;
+    } else if (text[i] == '"') {
+      quoted = !quoted;
+    } else if (!quoted && (text[i] == '{' || text[i] == '[')) {
+      if (++depth > 4) refuse(fmt::format("is nested too deeply at byte {}", i));
+    } else if (!quoted && (text[i] == '}' || text[i] == ']')) {
+      --depth;
+    }
+  }
+}
+
 Json parse(std::string_view text) {
+  require_shallow(text);
   try {
     return Json::parse(text);
   } catch (const Json::exception& error) {

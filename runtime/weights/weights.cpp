@@ -173,11 +173,6 @@ std::string WeightsDirectory::file_of(const std::string& name) const {
   return file_names_[by_name_.at(name).file];
 }
 
-void WeightsDirectory::release(const std::string& name) const {
-  const Place& place = by_name_.at(name);
-  files_[place.file].release(*place.entry);
-}
-
 std::vector<std::string> WeightsDirectory::names() const {
   std::vector<std::string> names;
   for (const auto& [name, entry] : by_name_) names.push_back(name);

@@ -78,8 +78,6 @@ class WeightsDirectory {
   [[nodiscard]] std::vector<std::string> names() const;  // sorted
   // The name of the file that holds it. Requires find(name).
   [[nodiscard]] std::string file_of(const std::string& name) const;
-  // As SafetensorsFile's.
-  void release(const std::string& name) const;
 
  private:
   void require_one_save() const;

@@ -14,7 +14,7 @@ import re
 import signal
 import time
 
-from harness import (POLL, Job, Setup, arguments, losses_in, main, metrics_so_far, require, run_cases,
+from harness import (Job, Setup, arguments, losses_in, main, metrics_so_far, require, run_cases,
                      steps_in)
 
 SPLIT = ("--pipeline", "2", "--replicas", "2")
@@ -115,7 +115,7 @@ def stops(setup):
 
 
 def killed_supervisor(setup):
-    """kill -9 of `sluice run`: mpirun ends its ranks, and the same command goes on from the newest save."""
+    """kill -9 of `sluice run`: mpirun ends its ranks, nothing is left, and the newest save verifies."""
     run = Supervised(setup, "killed", 1000000)
     run.job.wait_for(lambda: steps_in(run.directory), "no save")
     run.job.signal(run.job.process.pid, signal.SIGKILL)
@@ -129,9 +129,11 @@ def second_stop(setup):
     run.job.wait_for(lambda: len(metrics_so_far(run.metrics)) > 5 and len(run.ranks()) == RANKS, "no step")
     stopped = next(pid for pid, rank in run.ranks().items() if rank == 1)
     run.job.signal(stopped, signal.SIGSTOP)
-    while "ending the job" not in run.job.output:
+    def asked_again():
         run.job.signal(run.job.process.pid, signal.SIGTERM)
-        time.sleep(POLL)
+        return "ending the job" in run.job.output
+
+    run.job.wait_for(asked_again, "the second request did nothing")
     output = run.job.output
     run.job.finish()
     require("stopping after this step" in output, output)

@@ -44,7 +44,7 @@ void require_written_equal(const WeightsDirectory& weights, const SafetensorsFil
   write_safetensors(one_file().path() / "again.safetensors", tensors, file.metadata());
   const WeightsDirectory again(one_file().path(), "again");
   require(SafetensorsFile(one_file().path() / "again.safetensors").metadata() == file.metadata());
-  require(again.step() == weights.step() && again.names() == weights.names());
+  require(again.names() == weights.names());
   for (const std::string& name : weights.names()) {
     require(equal(*weights.find(name), *again.find(name)));
   }
@@ -55,9 +55,6 @@ void use(const WeightsDirectory& weights) {
   for (const std::string& name : weights.names()) {
     const SafetensorsFile::Entry& entry = *weights.find(name);
     require(entry.bytes.size() == entry.spec.bytes());
-    const std::vector<std::byte> before(entry.bytes.begin(), entry.bytes.end());
-    weights.release(name);  // its pages come back
-    require(std::equal(before.begin(), before.end(), entry.bytes.begin()));
   }
 }
 
@@ -68,6 +65,11 @@ void feed_file(std::string_view bytes) {
     const WeightsDirectory weights(one_file().path(), "model");
     use(weights);
     require_written_equal(weights, file);
+    for (const SafetensorsFile::Entry& entry : file.entries()) {
+      const std::vector<std::byte> before(entry.bytes.begin(), entry.bytes.end());
+      file.release(entry);  // its pages come back
+      require(std::equal(before.begin(), before.end(), entry.bytes.begin()));
+    }
   });
 }
 
@@ -101,7 +103,6 @@ void feed_directory(std::string_view text) {
   accepts({ErrorCode::kWeights}, [] {
     const WeightsDirectory weights(parts().path(), "model");
     use(weights);
-    require(weights.step().size() < 100000);
   });
 }
 

@@ -243,6 +243,7 @@ TEST(SafetensorsCorruptionTest, NamesWhatIsWrongInTheHeader) {
   refused(" {}", 0, "does not begin with '{'");
   refused("{", 0, "is no JSON: wrong at byte");
   refused("{}{}", 0, "is no JSON: wrong at byte");
+  refused("{\"[[[[\":" + std::string(1 << 20, '['), 0, "is nested too deeply at byte 11");
   refused("{\"\xff\":1}", 0, "is no JSON: wrong at byte");
   refused("{" + good + "," + good + "}", 4, "the key 'a' comes twice");
   refused("{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\"}}", 4, "the key 'dtype' comes twice");

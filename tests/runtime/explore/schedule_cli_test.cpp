@@ -380,6 +380,8 @@ TEST_F(CliTest, ScheduleAutoTakesAListOfChunks) {
   EXPECT_EQ(chunks, (std::set<int>{1, 3}));
   expect_refusal(sluice("schedule auto --overlap-time 2"), 2,
                  "option --overlap-time: auto plans for training");
+  EXPECT_THAT(sluice("schedule compare --schedules auto,1f1b --overlap-time 2").out,
+              HasSubstr("auto counts no --overlap-time"));
   for (const char* wrong : {"0", "1,", ",1", "65", "two", "1.5", "-1", "''"}) {
     expect_refusal(sluice(std::string("schedule auto --chunks ") + wrong), 2, "option --chunks");
   }

@@ -34,6 +34,7 @@ TEST(JobCommandTest, LeavesOtherBracesAlone) {
                                           "}{",
                                           "{Ranks}",
                                           "{a b}",
+                                          "{p}",
                                           "$",
                                           "{x,y}",
                                           "{{"};

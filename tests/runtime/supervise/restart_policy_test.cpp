@@ -271,6 +271,7 @@ TEST(RestartPolicyTest, LeavesOutALostHostIfTheNextStartDoesNotBegin) {
   EXPECT_THAT(silent.after(attempt, kHosts).left_out, IsEmpty());
   EXPECT_THAT(silent.after(failed(), kHosts).left_out, ElementsAre("node2"));
   EXPECT_THAT(silent.after(attempt, kHosts).left_out, ElementsAre("node2"));
+  EXPECT_THAT(silent.after(failed(), kHosts).left_out, IsEmpty()) << "it is left out already";
   EXPECT_THAT(silent.after(failed(60), kHosts).left_out, IsEmpty()) << "it ran";
 }
 
