@@ -11,7 +11,7 @@ string(SHA256 digest "${digests}")
 string(SUBSTRING ${digest} 0 12 digest)
 file(
   CONFIGURE OUTPUT ${OUTPUT} CONTENT [[
-#include "runtime/job/build_name.hpp"
+#include "runtime/group/build_name.hpp"
 
 namespace sluice {
 std::string build_name() { return "@VERSION@ build @digest@ (@SETTINGS@)"; }

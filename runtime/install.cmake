@@ -69,7 +69,7 @@ install(DIRECTORY examples DESTINATION ${CMAKE_INSTALL_DOCDIR})
 foreach(folder comm runtime schedules stages)
   install(FILES ${folder}/README.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/${folder})
 endforeach()
-install(FILES runtime/ARCHITECTURE.md runtime/explore/schedule_output.schema.json
+install(FILES runtime/ARCHITECTURE.md runtime/program/explore/schedule_output.schema.json
         DESTINATION ${CMAKE_INSTALL_DOCDIR}/runtime)
 if(PROJECT_IS_TOP_LEVEL)
   include(runtime/package.cmake)

@@ -33,11 +33,12 @@ MOST_BEHIND = {"pipeline": 10}  # public headers that one pulls in, itself not c
 # Rooms of a folder, lowest first: a room may use those of the lines before its own.
 ORDER = {
     "comm": ("base", "device", "group", "mpi nccl"),
-    "schedules": ("model", "generate plan files lanes", "simulate", "verify draw", "search"),
-    "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
+    "schedules": ("model", "generate plan files", "simulate", "verify draw", "search"),
+    "stages": ("tensor", "compute", "cpu_kernels cuda_context", "cpu cuda_kernels", "cuda", "operators",
                "network", "gradient_check layers", "transformer"),
-    "runtime": ("files options", "data weights", "tokens", "layout", "job", "program engine", "watch gradients", "planning", "pipeline",
-                "checkpoint report", "models explore supervise", "doctor saves train", "cli start"),
+    "runtime": ("files process", "data weights", "layout", "group", "entry engine", "watch gradients", "planning",
+                "pipeline", "checkpoint report", "models"),
+    "runtime/program": ("options", "explore supervise", "doctor saves train", "cli start"),
 }
 
 # What a folder may use of another one, as folders or rooms.
@@ -46,20 +47,23 @@ ACROSS = {
     "schedules": (),
     "stages": ("comm/base", "comm/device"),
     "runtime": ("comm", "schedules", "stages"),
+    "runtime/program": ("comm", "schedules", "stages", "runtime"),
 }
 
 # Rooms that may use less than ORDER and ACROSS allow: `sluice schedule` and `sluice run` need neither MPI nor CUDA, and
 # an embedded pipeline no search, no drawing and no shipped model.
 ONLY = {
     "runtime/files": ("comm/base", "schedules/model"),
-    "runtime/options": ("comm/base",),
-    "runtime/supervise": ("comm/base", "runtime/files", "runtime/options"),
-    "runtime/explore": ("comm/base", "schedules", "runtime/files", "runtime/options"),
-    "runtime/start": ("comm/base", "runtime/explore", "runtime/supervise"),
+    "runtime/process": ("comm/base",),
+    "runtime/program/options": ("comm/base", "runtime/process"),
+    "runtime/program/supervise": ("comm/base", "runtime/files", "runtime/process", "runtime/program/options"),
+    "runtime/program/explore": ("comm/base", "schedules", "runtime/files", "runtime/process", "runtime/program/options"),
+    "runtime/program/start": ("comm/base", "runtime/program/explore", "runtime/program/supervise"),
 }
 NEVER = {
-    "runtime": {"schedules/search": ("explore", "train"), "schedules/draw": ("explore", "train"),
-                "stages/network": ("train", "cli"), "stages/gradient_check": (), "stages/layers": (), "stages/transformer": ("train", "cli", "models", "saves")},
+    "runtime": {"schedules/search": (), "schedules/draw": (), "stages/gradient_check": (), "stages/layers": (),
+                "stages/transformer": ("models",)},
+    "runtime/program": {"stages/gradient_check": (), "stages/layers": ()},
 }
 
 # Public headers without a source of their name.
@@ -78,7 +82,7 @@ HEADER_ROOMS = {
     "search": "schedules/search",
     "simulate": "schedules/simulate",
     "step_timeline": "runtime/report",
-    "torch": "stages/stage",
+    "torch": "stages/network",
 }
 
 # A foreign header, by its beginning, and the places that may include it.
@@ -89,7 +93,7 @@ FOREIGN = (
     (r"dnnl", r"(stages|tests)/"),
     (r"(torch|ATen|c10)/", r"stages/include/sluice/torch\.hpp$|examples/|tests/"),
     (r"boost/asio|boost/system", r"runtime/watch/|tests/"),
-    (r"boost/program_options", r"runtime/options/|tests/"),
+    (r"boost/program_options", r"runtime/program/options/|tests/"),
     (r"openssl/", r"runtime/files/|tests/"),
 )
 
@@ -102,7 +106,7 @@ PUBLIC = re.compile(r"(\w+)/include/sluice/(\w+)\.hpp$")
 
 def rooms_below(room):
     """The rooms that `room` may use, besides itself."""
-    folder, name = room.split("/")
+    folder, name = room.rsplit("/", 1)
     below, allowed = set(), set()
     for line in ORDER[folder]:
         names = line.split()
@@ -110,11 +114,16 @@ def rooms_below(room):
             allowed |= {f"{folder}/{other}" for other in below}
         below |= set(names)
     for across in ACROSS[folder]:
-        allowed |= {across} if "/" in across else all_rooms(across)
+        allowed |= all_rooms(across) if across in ORDER else {across}
     if room in ONLY:
         allowed = {other for other in allowed
-                   if other in ONLY[room] or other.split("/")[0] in ONLY[room]}
+                   if other in ONLY[room] or other.rsplit("/", 1)[0] in ONLY[room]}
     return {other for other in allowed if name in NEVER.get(folder, {}).get(other, (name,))}
+
+
+def name_in_page(room):
+    """As the page of its folder has it: "engine", "program/cli"."""
+    return room.split("/", 1)[1]
 
 
 def all_rooms(folder):
@@ -133,15 +142,14 @@ class Tree:
 
     def room_of(self, path):
         """"comm/group"; "examples" or "tests"; None outside of all rooms."""
-        parts = path.split("/")
-        if parts[0] in ("examples", "tests"):
-            return parts[0]
-        if parts[0] not in ORDER or len(parts) < 3:
-            return None
+        top = path.split("/")[0]
+        if top in ("examples", "tests"):
+            return top
         if match := PUBLIC.match(path):
             return self.public_unit(match)[0]
-        room = f"{parts[0]}/{parts[1]}"
-        return room if room in all_rooms(parts[0]) and len(parts) == 3 else None
+        room = path.rpartition("/")[0]
+        folder = room.rpartition("/")[0]
+        return room if folder in ORDER and room in all_rooms(folder) else None
 
     def public_unit(self, match):
         """Room and unit of a public header: those of the source of its name, else by the table."""
@@ -310,7 +318,8 @@ def read_objects(tree, build):
         inner = file.as_posix().split(".dir/", 1)[1].removesuffix(".o")
         path = f"{folder}/{inner}"
         if room := re.fullmatch("Unity/unity_(.*)_cxx.cxx", inner):
-            path = next((text for text in sorted(tree.texts) if text.startswith(f"{folder}/{room[1]}/")), path)
+            start = f"{folder}/{room[1].replace('-', '/')}/"
+            path = next((text for text in sorted(tree.texts) if text.startswith(start)), path)
         if path not in tree.texts or tree.room_of(path) in (None, "examples", "tests"):
             continue
         defined, undefined = set(), set()
@@ -351,7 +360,7 @@ BASE = {
     "stages/transformer/transformer.cpp": A,
     "runtime/include/sluice/pipeline.hpp": "#include <sluice/tensor.hpp>\n",
     "runtime/pipeline/pipeline.cpp": "#include <sluice/pipeline.hpp>\n#include <sluice/plan.hpp>\n",
-    "runtime/cli/job_main.cpp": "#include <sluice/pipeline.hpp>\n#include <sluice/transformer.hpp>\n",
+    "runtime/program/cli/job_main.cpp": "#include <sluice/pipeline.hpp>\n#include <sluice/transformer.hpp>\n",
     "examples/mlp.cpp": "#include <sluice/pipeline.hpp>\n",
     "tests/engine_test.cpp": '#include "comm/group/transport.hpp"\n',
 }
@@ -367,7 +376,7 @@ PLANTED = (
     ({"runtime/engine/a.cpp": "#include <mpi.h>\n"}, (), "does not belong"),
     ({"comm/group/a.cpp": "#include <mpi.h>\n"}, (), "does not belong"),
     ({"runtime/pipeline/a.cpp": "#include <sluice/transformer.hpp>\n"}, (), "runtime/pipeline must not"),
-    ({"runtime/explore/a.cpp": '#include "comm/group/transport.hpp"\n'}, (), "runtime/explore must not"),
+    ({"runtime/program/explore/a.cpp": '#include "comm/group/transport.hpp"\n'}, (), "runtime/program/explore must not"),
     ({"runtime/engine/a.cpp": '#include "tests/engine_test.cpp"\n'}, (), "must not include"),
     ({"runtime/engine/a.cpp": '#include "../b.hpp"\n'}, (), "not named from the root"),
     ({"runtime/engine/a.cpp": "#include <comm/base/cores.hpp>\n"}, (), "with quotes"),
@@ -418,11 +427,11 @@ def main():
     failures += size_violations(tree)
     failures += visibility_violations(tree)
     for folder in ORDER:
-        readme = root / folder / "README.md"
+        readme = root / folder.split("/")[0] / "README.md"
         lines = readme.read_text(encoding="utf-8") if readme.is_file() else ""
         for room in sorted(all_rooms(folder)):
-            if f"| `{room.split('/')[1]}/` |" not in lines:
-                failures.append(f"{folder}/README.md: no line says what `{room.split('/')[1]}/` is for")
+            if f"| `{name_in_page(room)}/` |" not in lines:
+                failures.append(f"{readme.relative_to(root)}: no line says what `{name_in_page(room)}/` is for")
 
     objects = []
     if len(sys.argv) > 2:

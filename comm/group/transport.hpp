@@ -1,5 +1,5 @@
 // Transport: tagged, self-describing messages of a plan's channels, receives posted ahead. Here
-// over a Communicator; runtime/job/nccl_routes.hpp has the one over NCCL.
+// over a Communicator; runtime/group/nccl_routes.hpp has the one over NCCL.
 //
 // Every message starts with a 64-byte header. The receiver compares it with what its plan expects;
 // a difference is an error that names both ends. Labels (step, phase, channel, slot) are opaque

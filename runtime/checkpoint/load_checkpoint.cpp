@@ -22,7 +22,7 @@
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/checkpoint/saved_tensors.hpp"
 #include "runtime/checkpoint/verify.hpp"
-#include "runtime/job/host_mirror.hpp"
+#include "runtime/group/host_mirror.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"

@@ -22,9 +22,9 @@
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
 #include "runtime/engine/steady_seconds.hpp"
-#include "runtime/job/activity.hpp"
-#include "runtime/job/guard.hpp"
-#include "runtime/job/host_mirror.hpp"
+#include "runtime/group/activity.hpp"
+#include "runtime/group/guard.hpp"
+#include "runtime/group/host_mirror.hpp"
 #include "stages/tensor/unwritten.hpp"
 
 namespace sluice {

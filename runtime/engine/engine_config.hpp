@@ -18,7 +18,7 @@
 
 namespace sluice {
 
-class ActivityBoard;  // runtime/job/activity.hpp
+class ActivityBoard;  // runtime/group/activity.hpp
 class DeviceBatch;    // runtime/engine/device_batch.hpp
 class SlotStore;      // runtime/engine/slots.hpp
 

@@ -13,7 +13,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/sample_specs.hpp"
-#include "runtime/job/guard.hpp"
+#include "runtime/group/guard.hpp"
 #include "stages/tensor/unwritten.hpp"
 
 namespace sluice {

@@ -15,9 +15,9 @@
 #include <sluice/stage.hpp>
 
 #include "runtime/engine/stage_binding.hpp"
-#include "runtime/job/host_mirror.hpp"
-#include "runtime/job/job_context.hpp"
-#include "runtime/job/nccl_routes.hpp"
+#include "runtime/group/host_mirror.hpp"
+#include "runtime/group/job_context.hpp"
+#include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/job_layout.hpp"
 
 namespace sluice {

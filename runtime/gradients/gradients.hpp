@@ -13,9 +13,9 @@
 #include "runtime/gradients/stage_optimizers.hpp"
 #include "runtime/gradients/step_record.hpp"
 #include "runtime/gradients/tied_uses.hpp"
-#include "runtime/job/host_mirror.hpp"
-#include "runtime/job/job_context.hpp"
-#include "runtime/job/nccl_routes.hpp"
+#include "runtime/group/host_mirror.hpp"
+#include "runtime/group/job_context.hpp"
+#include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/job_layout.hpp"
 
 namespace sluice {

@@ -10,8 +10,8 @@
 
 #include "runtime/engine/stage_binding.hpp"
 #include "runtime/gradients/tied_uses.hpp"
-#include "runtime/job/host_mirror.hpp"
-#include "runtime/job/job_context.hpp"
+#include "runtime/group/host_mirror.hpp"
+#include "runtime/group/job_context.hpp"
 
 namespace sluice {
 

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "comm/base/throw_error.hpp"
-#include "runtime/job/guard.hpp"
+#include "runtime/group/guard.hpp"
 
 namespace sluice {
 namespace {

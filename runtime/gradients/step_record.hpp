@@ -13,7 +13,7 @@
 #include <sluice/options.hpp>
 
 #include "runtime/engine/engine.hpp"
-#include "runtime/job/job_context.hpp"
+#include "runtime/group/job_context.hpp"
 #include "runtime/layout/job_layout.hpp"
 
 namespace sluice {

@@ -11,7 +11,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/sample_specs.hpp"
-#include "runtime/job/guard.hpp"
+#include "runtime/group/guard.hpp"
 #include "runtime/pipeline/call.hpp"
 
 namespace sluice {

@@ -13,7 +13,7 @@
 #include <sluice/error.hpp>
 
 #include "runtime/data/batch_loader.hpp"
-#include "runtime/job/job_context.hpp"
+#include "runtime/group/job_context.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/call.hpp"
 

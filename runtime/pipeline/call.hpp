@@ -9,7 +9,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/group/collectives.hpp"
-#include "runtime/job/configuration.hpp"
+#include "runtime/group/configuration.hpp"
 
 namespace sluice {
 

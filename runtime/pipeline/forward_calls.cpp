@@ -10,7 +10,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/named_calls.hpp"
-#include "runtime/job/guard.hpp"
+#include "runtime/group/guard.hpp"
 
 namespace sluice {
 

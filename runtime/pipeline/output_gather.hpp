@@ -9,7 +9,7 @@
 #include <sluice/data.hpp>
 #include <sluice/tensor.hpp>
 
-#include "runtime/job/job_context.hpp"
+#include "runtime/group/job_context.hpp"
 #include "runtime/layout/job_layout.hpp"
 
 namespace sluice {

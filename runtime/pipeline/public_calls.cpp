@@ -10,7 +10,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/named_calls.hpp"
-#include "runtime/job/configuration.hpp"
+#include "runtime/group/configuration.hpp"
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/forward_calls.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"

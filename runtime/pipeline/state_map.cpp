@@ -6,7 +6,7 @@
 #include <sluice/pipeline.hpp>
 
 #include "comm/base/throw_error.hpp"
-#include "runtime/job/host_mirror.hpp"
+#include "runtime/group/host_mirror.hpp"
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 

@@ -8,7 +8,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/engine/steady_seconds.hpp"
-#include "runtime/job/configuration.hpp"
+#include "runtime/group/configuration.hpp"
 #include "stages/compute/thread_team.hpp"
 
 namespace sluice {

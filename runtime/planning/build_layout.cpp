@@ -20,7 +20,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/files/sha256.hpp"
-#include "runtime/job/guard.hpp"
+#include "runtime/group/guard.hpp"
 #include "runtime/planning/memory_plan.hpp"
 #include "runtime/planning/stage_report.hpp"
 #include "runtime/planning/transport_plan.hpp"

@@ -11,7 +11,7 @@
 #include <sluice/options.hpp>
 #include <sluice/stage.hpp>
 
-#include "runtime/job/job_context.hpp"
+#include "runtime/group/job_context.hpp"
 #include "runtime/layout/job_layout.hpp"
 
 namespace sluice {

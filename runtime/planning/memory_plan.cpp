@@ -23,7 +23,7 @@
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
-#include "runtime/job/nccl_routes.hpp"
+#include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "stages/operators/context.hpp"
 #include "stages/operators/optimizer.hpp"

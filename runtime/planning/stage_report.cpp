@@ -15,7 +15,7 @@
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/transport.hpp"
-#include "runtime/job/guard.hpp"
+#include "runtime/group/guard.hpp"
 
 namespace sluice {
 

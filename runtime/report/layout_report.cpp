@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "comm/base/cores.hpp"
-#include "runtime/program/network_facts.hpp"
+#include "runtime/entry/network_facts.hpp"
 
 namespace sluice {
 

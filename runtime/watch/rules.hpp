@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/job/activity.hpp"
+#include "runtime/group/activity.hpp"
 
 namespace sluice {
 

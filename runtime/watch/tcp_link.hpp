@@ -22,8 +22,8 @@
 #include <string_view>
 #include <vector>
 
+#include "runtime/entry/network_facts.hpp"
 #include "runtime/files/sha256.hpp"
-#include "runtime/program/network_facts.hpp"
 
 namespace sluice {
 

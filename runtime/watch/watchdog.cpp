@@ -23,7 +23,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
-#include "runtime/program/network_facts.hpp"
+#include "runtime/entry/network_facts.hpp"
 #include "runtime/watch/tcp_link.hpp"
 
 namespace sluice {

@@ -21,7 +21,7 @@
 
 #include "comm/base/index.hpp"
 #include "runtime/engine/steady_seconds.hpp"
-#include "runtime/options/supervisor_events.hpp"
+#include "runtime/process/supervisor_events.hpp"
 
 namespace sluice {
 namespace {

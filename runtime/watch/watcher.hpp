@@ -13,7 +13,7 @@
 
 #include <sluice/options.hpp>
 
-#include "runtime/job/activity.hpp"
+#include "runtime/group/activity.hpp"
 #include "runtime/watch/report.hpp"
 #include "runtime/watch/rules.hpp"
 #include "runtime/watch/scribe.hpp"

@@ -7,9 +7,9 @@
 
 #include <sluice/plan.hpp>
 
-#include "schedules/lanes/lane_queues.hpp"
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/model/lane_queues.hpp"
 #include "schedules/model/text.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
 

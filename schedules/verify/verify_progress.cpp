@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "schedules/lanes/lane_queues.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/model/lane_queues.hpp"
 #include "schedules/model/text.hpp"
 #include "schedules/verify/verify_trace.hpp"
 

@@ -14,7 +14,7 @@
 
 #include "runtime/engine/engine.hpp"
 #include "runtime/engine/steady_seconds.hpp"
-#include "runtime/job/activity.hpp"
+#include "runtime/group/activity.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice::benchmarks {

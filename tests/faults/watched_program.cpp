@@ -35,7 +35,7 @@
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
 #include "runtime/engine/engine.hpp"
-#include "runtime/job/job_context.hpp"
+#include "runtime/group/job_context.hpp"
 #include "runtime/watch/watchdog.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 

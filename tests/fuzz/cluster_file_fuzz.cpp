@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "runtime/explore/cluster_file.hpp"
+#include "runtime/program/explore/cluster_file.hpp"
 #include "tests/fuzz/fuzz_tools.hpp"
 
 namespace sluice {

@@ -9,7 +9,7 @@
 #include <limits>
 #include <string>
 
-#include "runtime/options/option_table.hpp"
+#include "runtime/program/options/option_table.hpp"
 #include "tests/fuzz/fuzz_tools.hpp"
 
 namespace sluice {

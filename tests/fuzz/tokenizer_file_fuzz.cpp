@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "runtime/tokens/token_decoder.hpp"
+#include "runtime/models/token_decoder.hpp"
 #include "tests/fuzz/fuzz_tools.hpp"
 
 namespace sluice {

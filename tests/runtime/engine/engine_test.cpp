@@ -17,7 +17,7 @@
 #include <sluice/verify.hpp>
 
 #include "comm/group/control.hpp"
-#include "runtime/job/guard.hpp"
+#include "runtime/group/guard.hpp"
 #include "runtime/pipeline/programs.hpp"
 #include "runtime/planning/transport_plan.hpp"
 #include "tests/allocation_counter.hpp"

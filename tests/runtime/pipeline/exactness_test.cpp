@@ -12,7 +12,7 @@
 
 #include <sluice/generate.hpp>
 
-#include "runtime/explore/schedule_report.hpp"
+#include "runtime/program/explore/schedule_report.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {

@@ -10,7 +10,7 @@
 #include <sluice/tensor.hpp>
 
 #include "runtime/files/sha256.hpp"
-#include "runtime/job/host_mirror.hpp"
+#include "runtime/group/host_mirror.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/weights/weights.hpp"

@@ -2,7 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "runtime/program/network_facts.hpp"
+#include "runtime/entry/network_facts.hpp"
 #include "runtime/report/layout_report.hpp"
 
 namespace sluice {

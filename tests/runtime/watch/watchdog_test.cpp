@@ -18,8 +18,8 @@
 
 #include <sluice/error.hpp>
 
-#include "runtime/doctor/live_status.hpp"
-#include "runtime/job/activity.hpp"
+#include "runtime/group/activity.hpp"
+#include "runtime/program/doctor/live_status.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 

@@ -1,0 +1,192 @@
+#include "runtime/group/activity.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+#include <sluice/schedule.hpp>
+
+namespace sluice {
+namespace {
+
+constexpr std::uint64_t kStepBits = 56;
+
+// The boards of this process. Boards beyond these have no lines in signal handlers.
+constexpr std::size_t kMostBoards = 64;
+constinit std::array<std::atomic<ActivityBoard*>, kMostBoards> boards = {};
+constinit std::atomic<int> lookers = 0;  // in for_each() now
+
+template <std::size_t kSize>
+void put(std::array<char, kSize>& field, std::string_view text) {
+  const std::size_t size = std::min(text.size(), kSize - 1);
+  std::memcpy(field.data(), text.data(), size);
+  field[size] = '\0';
+}
+
+const char* name_of(Doing doing) {
+  switch (doing) {
+    case Doing::kOutside:
+      return "its own program";
+    case Doing::kSettingUp:
+      return "the making of the pipeline";
+    case Doing::kCalling:
+      return "the pipeline, between two actions";
+    case Doing::kLoading:
+      return "the loading of a batch";
+    case Doing::kOperation:
+      return "an action";
+    case Doing::kComparing:
+      return "the comparison of replicas";
+    case Doing::kSaving:
+      return "a save";
+    case Doing::kRestoring:
+      return "the loading of a save";
+    case Doing::kClosing:
+      return "the end of the pipeline";
+    case Doing::kFailing:
+      return "the report of an error";
+  }
+  return "an unknown action";
+}
+
+}  // namespace
+
+static_assert(std::atomic<ActivityBoard*>::is_always_lock_free);
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(std::atomic<double>::is_always_lock_free);
+
+std::string_view describe_doing(const Activity& activity, std::array<char, 96>& into) noexcept {
+  std::string_view text = name_of(activity.doing);
+  if (activity.doing != Doing::kOperation) return text;
+  if (activity.kind == OpKind::kOptimizer) return "the update of parameters";
+  if (activity.kind == OpKind::kReduceTied) return "the sum over tied parameters";
+  try {
+    const auto name = name_of(activity.action);
+    const auto result =
+        activity.micro_batch < 0
+            ? fmt::format_to_n(into.data(), into.size(), "{}{}", activity.stage, name)
+            : fmt::format_to_n(into.data(), into.size(), "{}{}{}", activity.stage, name,
+                               activity.micro_batch);
+    text = {into.data(), std::min(result.size, into.size())};
+  } catch (...) {  // a format that cannot fail
+  }
+  return text;
+}
+
+ActivityBoard::ActivityBoard(int rank, std::string_view host) : rank_(rank) {
+  put(host_, host);
+  for (; place_ < kMostBoards; ++place_) {
+    ActivityBoard* none = nullptr;
+    if (boards[place_].compare_exchange_strong(none, this)) break;
+  }
+}
+
+ActivityBoard::~ActivityBoard() {
+  if (place_ == kMostBoards) return;
+  boards[place_] = nullptr;
+  while (lookers > 0) std::this_thread::yield();
+}
+
+void ActivityBoard::for_each(Look look, void* with) noexcept {
+  ++lookers;
+  for (std::atomic<ActivityBoard*>& each : boards) {
+    if (ActivityBoard* const board = each) look(*board, with);
+  }
+  --lookers;
+}
+
+void ActivityBoard::set_stages(std::string_view stages) noexcept { put(stages_, stages); }
+
+void ActivityBoard::enter(Doing doing) noexcept {
+  doing_ = doing;
+  write([&](Words& words) {
+    words[0].store(pack(doing, OpKind::kCompute, ActionKind::kForward, 0, -1),
+                   std::memory_order_relaxed);
+  });
+}
+
+void ActivityBoard::begin_run(RunPhase phase, std::uint64_t step) noexcept {
+  ++run_;
+  if (phase == RunPhase::kTrain) step_ = step;
+  write([&](Words& words) {
+    words[1].store(pair(0, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
+    words[2].store(static_cast<std::uint64_t>(phase) << kStepBits | step_,
+                   std::memory_order_relaxed);
+  });
+}
+
+void ActivityBoard::begin_wait(const WaitSubject& subject, WaitGroup group) noexcept {
+  write([&](Words& words) {
+    words[3].store(std::uint64_t{1} << 63 | static_cast<std::uint64_t>(subject.what) << 40 |
+                       static_cast<std::uint64_t>(group) << 32 |
+                       static_cast<std::uint32_t>(subject.peer),
+                   std::memory_order_relaxed);
+    words[4].store(pair(subject.tag, subject.needed_op), std::memory_order_relaxed);
+    words[5].store(subject.bytes, std::memory_order_relaxed);
+  });
+}
+
+void ActivityBoard::end_wait() noexcept {
+  write([&](Words& words) { words[3].store(0, std::memory_order_relaxed); });
+}
+
+void ActivityBoard::step_ended(double seconds) noexcept {
+  const std::uint64_t steps = steps_.load(std::memory_order_relaxed);
+  recent_[steps % recent_.size()].store(seconds, std::memory_order_relaxed);
+  steps_.store(steps + 1, std::memory_order_release);
+}
+
+StepPace ActivityBoard::pace() const noexcept {
+  StepPace pace{.steps = steps_.load(std::memory_order_acquire)};
+  for (const auto& each : recent_) {
+    pace.slowest = std::max(pace.slowest, each.load(std::memory_order_relaxed));
+  }
+  return pace;
+}
+
+Activity ActivityBoard::read() const noexcept {
+  std::array<std::uint64_t, std::tuple_size_v<Words>> words{};
+  std::uint64_t begun = 0;
+  do {  // repeats only when another write begins meanwhile
+    begun = sequence_.load(std::memory_order_acquire);
+    const Words& copy = copies_[begun % copies_.size()];
+    for (std::size_t i = 0; i < words.size(); ++i) {
+      words[i] = copy[i].load(std::memory_order_relaxed);
+    }
+    std::atomic_thread_fence(std::memory_order_acquire);
+  } while (sequence_.load(std::memory_order_relaxed) != begun);
+  Activity activity;
+  const auto bits = [&](int from, int until) {
+    return words[0] >> from & ((std::uint64_t{1} << (until - from)) - 1);
+  };
+  activity.doing = static_cast<Doing>(bits(kDoingShift, 64));
+  activity.kind = static_cast<OpKind>(bits(kKindShift, kDoingShift));
+  activity.action = static_cast<ActionKind>(bits(kActionShift, kKindShift));
+  activity.stage = static_cast<std::int32_t>(words[0] >> 32 & 0xffff);
+  activity.micro_batch = static_cast<std::int32_t>(words[0]);
+  activity.op = static_cast<std::int32_t>(words[1] >> 32);
+  activity.run = static_cast<std::uint32_t>(words[1]);
+  activity.phase = static_cast<RunPhase>(words[2] >> kStepBits);
+  activity.step = words[2] & ((std::uint64_t{1} << kStepBits) - 1);
+  activity.waits = words[3] >> 63 != 0;
+  activity.subject.what = static_cast<WaitSubject::What>(words[3] >> 40 & 0xff);
+  activity.group = static_cast<WaitGroup>(words[3] >> 32 & 0xff);
+  activity.subject.peer = static_cast<std::int32_t>(words[3]);
+  activity.subject.tag = static_cast<std::int32_t>(words[4] >> 32);
+  activity.subject.needed_op = static_cast<std::int32_t>(words[4]);
+  activity.subject.bytes = words[5];
+  activity.moves = begun / copies_.size();
+  return activity;
+}
+
+void ActivityBoard::interrupt_with(std::function<void()> act) {
+  if (interrupted()) return;
+  act_ = std::move(act);
+  interrupted_.store(true, std::memory_order_release);
+}
+
+}  // namespace sluice

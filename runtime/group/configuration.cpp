@@ -1,0 +1,221 @@
+#include "runtime/group/configuration.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <stdexcept>
+#include <type_traits>
+
+#include <sluice/compute.hpp>
+#include <sluice/error.hpp>
+#include <sluice/schedule_file.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "runtime/files/sha256.hpp"
+#include "runtime/group/build_name.hpp"
+#include "stages/operators/optimizer.hpp"
+
+namespace sluice {
+
+using Json = nlohmann::json;
+
+namespace {
+
+template <typename Value>
+std::string text_of(const Value& value) {
+  if constexpr (std::is_enum_v<Value>) return fmt::format("{}", static_cast<int>(value));
+  if constexpr (!std::is_enum_v<Value>) return fmt::format("{}", value);
+}
+
+std::string text_of(TransportChoice choice) { return name_of(choice); }
+std::string text_of(DType type) { return name_of(type); }
+std::string text_of(const std::vector<DeviceChoice>& choices) { return to_string(choices); }
+std::string text_of(const std::vector<std::int64_t>& numbers) {
+  return fmt::format("{}", fmt::join(numbers, ","));
+}
+// What it makes cannot be compared.
+std::string text_of(const OptimizerFactory& make) { return make ? "own" : "none"; }
+
+std::string text_of(const std::vector<ParameterGroup>& groups) {
+  std::string text;
+  for (const auto& [names, learning_rate_scale, weight_decay, frozen] : groups) {
+    text += fmt::format("{} {} {} {}; ", names, learning_rate_scale,
+                        weight_decay ? fmt::format("{}", *weight_decay) : "-", frozen);
+  }
+  return text;
+}
+
+// Of the program's own order, which no file has checked.
+std::string text_of(const std::shared_ptr<const Schedule>& given) {
+  if (given == nullptr) return "none";
+  try {
+    const std::string text = to_schedule_json(*given);
+    return sha256_hex(std::as_bytes(std::span<const char>(text)));
+  } catch (const std::invalid_argument& error) {
+    throw_usage("options.order.given: {}", error.what());
+  }
+}
+
+// A name for each of the fields.
+template <typename... Fields>
+void add(NamedValues& values, const std::array<const char*, sizeof...(Fields)>& names,
+         const Fields&... fields) {
+  const char* const* name = names.data();
+  (values.emplace_back(*name++, text_of(fields)), ...);
+}
+
+void add_training(const PipelineOptions::Training& all, NamedValues& values) {
+  const auto& [seed, optimizer, make_optimizer, groups, rate, clip, evaluations, inference, skip,
+               save_copy] = all;
+  add(values,
+      {"seed", "own optimizer", "groups of parameters", "clip", "evaluations", "inference",
+       "skip-nonfinite", "save-copy"},
+      seed, make_optimizer, groups, clip, evaluations, inference, skip, save_copy);
+  const auto& [kind, beta1, beta2, epsilon, momentum, nesterov, weight_decay, moments] = optimizer;
+  add(values,
+      {"optimizer", "beta1", "beta2", "epsilon", "momentum", "nesterov", "weight-decay",
+       "moment-precision"},
+      kind, beta1, beta2, epsilon, momentum, nesterov, weight_decay, moments);
+  const auto& [peak, final_share, warmup, steps, decay, factor, every] = rate;
+  add(values,
+      {"learning-rate", "final-learning-rate-share", "warmup", "steps", "learning-rate-decay",
+       "learning-rate factor", "learning-rate falls every"},
+      peak, final_share, warmup, steps, decay, factor, every);
+}
+
+constexpr double kMostRate = std::numeric_limits<float>::max();
+
+bool is_number_from_0(double value) { return std::isfinite(value) && value >= 0; }
+
+// The largest of the groups' factors; at least 1, that of parameters without a group.
+double largest_factor(std::span<const ParameterGroup> groups) {
+  double most = 1;
+  for (const ParameterGroup& group : groups) most = std::max(most, group.learning_rate_scale);
+  return most;
+}
+
+void require_sensible_groups(const PipelineOptions::Training& training) {
+  for (const ParameterGroup& group : training.groups) {
+    if (!is_number_from_0(group.learning_rate_scale)) {
+      throw_usage("group '{}' has a factor of {} for the learning rate; legal are numbers from 0",
+                  group.names, group.learning_rate_scale);
+    }
+    if (!group.weight_decay) continue;
+    if (!is_number_from_0(*group.weight_decay)) {
+      throw_usage("group '{}' has a weight decay of {}; legal are numbers from 0", group.names,
+                  *group.weight_decay);
+    }
+    if (training.make_optimizer) {
+      throw_usage("group '{}' has a weight decay, which an optimizer of one's own does not get",
+                  group.names);
+    }
+  }
+}
+
+void require_sensible_training(const PipelineOptions::Training& training) {
+  if (!training.make_optimizer) require_sensible(training.optimizer);
+  require_sensible_groups(training);
+  require_sensible(training.learning_rate, training.groups);
+  if (training.clip >= 0) return;
+  throw_usage("options.training.clip is {}; legal are numbers from 0, and 0 for no clipping",
+              training.clip);
+}
+
+}  // namespace
+
+void require_sensible(const PipelineOptions& options) {
+  if (options.shape.pipeline < 0) {
+    throw_usage(
+        "options.shape.pipeline is {}; legal are numbers of ranks, and 0 for all ranks / replicas",
+        options.shape.pipeline);
+  }
+  if (options.devices.threads < 1 || options.devices.threads > ComputeContext::kMostThreads) {
+    throw_usage("options.devices.threads is {}; legal are 1 to {}", options.devices.threads,
+                ComputeContext::kMostThreads);
+  }
+  require_sensible_training(options.training);
+}
+
+void require_sensible(const LearningRate& rate, std::span<const ParameterGroup> groups) {
+  if (!is_number_from_0(rate.peak) || !is_number_from_0(rate.final_share) ||
+      !is_number_from_0(rate.factor)) {
+    throw_usage("a learning rate of {} (final share {}, factor {}); legal are numbers from 0",
+                rate.peak, rate.final_share, rate.factor);
+  }
+  const double factor = largest_factor(groups);
+  if (rate.peak * factor <= kMostRate) return;
+  throw_usage(
+      "a learning rate of {}, times up to {} for groups of parameters; legal are at most {}",
+      rate.peak, factor, kMostRate);
+}
+
+void require_sensible_at(std::uint64_t step, const LearningRate& rate,
+                         std::span<const ParameterGroup> groups) {
+  const double here = rate.at(step), factor = largest_factor(groups);
+  if (is_number_from_0(here) && here * factor <= kMostRate) return;
+  throw_usage(
+      "the learning rate of step {} is {}, times up to {} for groups of parameters; legal are 0 to "
+      "{}",
+      step, here, factor, kMostRate);
+}
+
+// The bindings name every field: a new one does not compile before it stands here.
+NamedValues agreed_values(const PipelineOptions& options) {
+  const auto& [shape, order, devices, training, checks, watch] = options;
+  const auto& [replicas_every, trace, configuration] = checks;
+  NamedValues values = configuration;
+  add(values, {"build of Sluice", "comparison of replicas every", "trace"}, build_name(),
+      replicas_every, trace);
+  const auto& [pipeline, replicas, rank_order, edge_bytes, gradient_bytes, micro_batches,
+               micro_batch_size, batch_size] = shape;
+  add(values,
+      {"pipeline", "replicas", "rank-order", "bytes between stages", "bytes of a rank's gradients",
+       "micro-batches", "micro-batch-size", "batch-size"},
+      pipeline, replicas, rank_order, edge_bytes, gradient_bytes, micro_batches, micro_batch_size,
+      batch_size);
+  const auto& [schedule, chunks, given] = order;
+  add(values, {"schedule", "chunks", "SHA-256 of the schedule"}, schedule, chunks, given);
+  const auto& [choices, transport, threads, progress, tf32, all_reduce, cuda_graphs, bucket_bytes] =
+      devices;
+  add(values,
+      {"device", "transport", "threads", "progress", "tf32", "all-reduce", "cuda-graphs",
+       "bucket-bytes"},
+      choices, transport, threads, progress, tf32, all_reduce, cuda_graphs, bucket_bytes);
+  add_training(training, values);
+  const auto& [on, timeout, action_timeout, directory, ends_process, first_port, last_port] = watch;
+  add(values,
+      {"watchdog", "timeout", "action-timeout", "watchdog's directory", "watchdog ends the process",
+       "watchdog-ports, first", "watchdog-ports, last"},
+      on, timeout, action_timeout, directory, ends_process, first_port, last_port);
+  return values;
+}
+
+void require_same_configuration(Collectives& comm, const NamedValues& values) {
+  // CBOR carries any bytes: a path is not always UTF-8.
+  const std::vector<std::uint8_t> mine = Json::to_cbor(Json(values));
+  const auto all = comm.all_gather_strings(std::string(mine.begin(), mine.end()));
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    const Json first = Json::from_cbor(all[0]);
+    const Json other = Json::from_cbor(all[rank]);
+    for (std::size_t i = 0; i < std::min(first.size(), other.size()); ++i) {
+      if (first[i] == other[i]) continue;
+      throw_error(ErrorCode::kMismatch,
+                  "ranks disagree about '{}': rank 0 has '{}', rank {} has '{}'",
+                  first[i][0].get<std::string>(), first[i][1].get<std::string>(), rank,
+                  other[i][1].get<std::string>());
+    }
+    throw_error(ErrorCode::kMismatch, "ranks disagree: rank 0 has {} settings, rank {} has {}",
+                first.size(), rank, other.size());
+  }
+}
+
+}  // namespace sluice

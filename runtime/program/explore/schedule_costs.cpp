@@ -1,0 +1,344 @@
+#include "runtime/program/explore/schedule_costs.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include <sluice/search.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "runtime/process/process.hpp"
+#include "runtime/program/explore/cluster_file.hpp"
+#include "runtime/program/explore/measured_costs.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr double kMostBytes = 9007199254740992.0;  // 2^53: whole numbers a double counts exactly
+constexpr const char* kNumbers = "X[,X...]";
+
+// Numbers from 0 up with commas between them; nothing where the text is anything else.
+std::optional<std::vector<double>> numbers_of(const std::string& text) {
+  std::vector<double> values;
+  for (const std::string& part : parts_of(text)) {
+    double& value = values.emplace_back();
+    if (!read_number(part, value) || !std::isfinite(value) || value < 0) return std::nullopt;
+  }
+  return values.empty() ? std::nullopt : std::optional(values);
+}
+
+std::vector<double> times_of(const char* option, const std::string& text) {
+  const auto values = numbers_of(text);
+  if (values) return *values;
+  throw_usage("option --{}: '{}' is not a list of numbers from 0 up, separated by commas", option,
+              text);
+}
+
+std::vector<double> bytes_of(const char* option, const std::string& text) {
+  const auto values = numbers_of(text);
+  const auto countable = [](double value) {
+    return value <= kMostBytes && std::floor(value) == value;
+  };
+  if (values && std::all_of(values->begin(), values->end(), countable)) return *values;
+  throw_usage(
+      "option --{}: '{}' is not a list of whole numbers of bytes from 0 to 2^53, separated by "
+      "commas",
+      option, text);
+}
+
+// One of "FROM-TO:LATENCY[:BANDWIDTH]".
+RankLink link_of(const std::string& text) {
+  RankLink result;
+  LinkCost& link = result.link;
+  const std::vector<std::string> ends_and_costs = parts_of(text, ':');
+  const std::vector<std::string> ends =
+      parts_of(ends_and_costs.empty() ? "" : ends_and_costs[0], '-');
+  const std::size_t costs = ends_and_costs.size();
+  const bool legal =
+      ends.size() == 2 && read_number(ends[0], result.from) && read_number(ends[1], result.to) &&
+      (costs == 2 || costs == 3) && read_number(ends_and_costs[1], link.latency) &&
+      (costs == 2 || read_number(ends_and_costs[2], link.bandwidth)) && link.latency >= 0 &&
+      link.bandwidth >= 0 && std::isfinite(link.latency + link.bandwidth);
+  if (legal) return result;
+  throw_usage(
+      "option --links: '{}' is not FROM-TO:LATENCY or FROM-TO:LATENCY:BANDWIDTH, e.g. "
+      "3-4:0.5:1e9",
+      text);
+}
+
+}  // namespace
+
+std::vector<std::string> parts_of(std::string_view text, char separator) {
+  std::vector<std::string> parts;
+  for (bool more = !text.empty(); more;) {
+    const std::size_t end = text.find(separator);
+    more = end != std::string_view::npos;
+    parts.emplace_back(text.substr(0, end));
+    if (more) text.remove_prefix(end + 1);
+  }
+  return parts;
+}
+
+void Costs::add_list(OptionTable& table, List list, const std::string& help) {
+  table.add_text(kNames[list], texts_[list], kNumbers, help);
+}
+
+void Costs::add_options(OptionTable& table, CostsOf scope) {
+  constexpr RealRange kFromZero = {.low = 0, .high = std::numeric_limits<double>::infinity()};
+  const std::string of = "of one micro-batch on one rank";
+  table.heading("Costs");
+  add_list(table, kForward,
+           of + (scope == CostsOf::kStage ? ", in equal parts on its stages; several: one a stage"
+                                          : ""));
+  add_list(table, kBackwardInput, "likewise");
+  add_list(table, kBackwardWeight, "likewise");
+  table.add_text(
+      kNames[kOverlap], texts_[kOverlap], "sum|X[,X...]",
+      "of a forward and a backward that overlap, " + of + "; sum: they run one after the other");
+  table.add_text("profile", profile_, "FILE",
+                 "times in milliseconds from what 'sluice train' wrote for --trace");
+  table.add_real(
+      "input-share", input_share_, {.low = 0, .high = 1},
+      "of a whole backward in the profile that is its input half, recomputation included");
+  table.add_real("message-time", common_.message, kFromZero, "latency of a message between ranks");
+  table.add_real("bandwidth", common_.bandwidth, kFromZero,
+                 "bytes per unit of time from one rank to another; 0: without limit");
+  table.add_integer("ranks-per-node", common_.ranks_per_node, 0, std::numeric_limits<int>::max(),
+                    "0: all ranks share a node");
+  table.add_real("node-message-time", common_.between_nodes.latency, kFromZero,
+                 "latency of a message between nodes; not given: message-time");
+  table.add_real("node-bandwidth", common_.between_nodes.bandwidth, kFromZero,
+                 "between two ranks of different nodes; not given: bandwidth");
+  table.add_text("cluster", cluster_, "FILE",
+                 "links from what 'sluice doctor' wrote for --output, in place of the options "
+                 "above and --links; those that it lacks count as its slowest; times are "
+                 "milliseconds then, and --ranks is the file's unless given");
+  table.add_text("links", links_, "FROM-TO:LATENCY[:BANDWIDTH],...",
+                 "links between ranks that differ from all that");
+  table.add_choice("queues", common_.queues,
+                   {{"none", MessageQueues::kNone},
+                    {"nccl", MessageQueues::kPerRank},
+                    {"nccl-edges", MessageQueues::kPerPair}},
+                   "in-order queues of messages, as NCCL's: one per rank, or per pair of ranks");
+  add_list(table, kOutput, "of a stage's output for one micro-batch");
+  add_list(table, kOutputGradient, "of what comes back for it; not given: as much");
+  add_list(table, kUntilInput, "kept from F until I or B has ended, " + of);
+  add_list(table, kUntilWeight, "kept from F until W or B has ended, " + of);
+  add_list(table, kResident, "held all the time (parameters, gradients, optimizer) by one rank");
+  table.add_text("memory-limit", limit_, kNumbers,
+                 "bytes that a rank may hold at most; without bytes, micro-batches in flight; one "
+                 "number for all ranks, or one per rank");
+  add_list(table, kReduce, "sum of the gradients of one rank over replicas");
+  add_list(table, kReduced, "that one replica moves for it; added to reduce-time");
+  table.add_real("reduce-bandwidth", common_.reduce_link.bandwidth, kFromZero,
+                 "for reduce-bytes; 0: without limit");
+  table.add_flag("reduce-overlap", common_.reduce_overlap,
+                 "reduce a stage concurrently with compute, once its last W or B has ended");
+}
+
+void Costs::resolve(const OptionTable& table, CostsOf scope) {
+  scope_ = scope;
+  for (std::size_t list = 0; list < kLists; ++list) {
+    const bool bytes = list >= kOutput;
+    if (bytes && texts_[list].empty()) continue;
+    if (list == kOverlap && texts_[list] == "sum") continue;
+    values_[list] = (bytes ? bytes_of : times_of)(kNames[list], texts_[list]);
+    has_bytes_ = has_bytes_ || bytes;
+  }
+  for (const std::string& link : parts_of(links_)) common_.links.push_back(link_of(link));
+  if (!limit_.empty()) read_memory_limit();
+  if (!profile_.empty()) read_profile(table);
+  if (!cluster_.empty()) use_cluster(table);
+  LinkCost& between = common_.between_nodes;
+  if (!table.given("node-message-time")) between.latency = common_.message;
+  if (!table.given("node-bandwidth")) between.bandwidth = common_.bandwidth;
+  messages_free_ = common_.message == 0 && between.latency == 0 && common_.links.empty() &&
+                   !table.given("message-time") && !(has_bytes_ && common_.bandwidth > 0);
+}
+
+void Costs::read_profile(const OptionTable& table) {
+  for (const List list : {kForward, kBackwardInput, kBackwardWeight}) {
+    if (!table.given(kNames[list])) continue;
+    throw_usage("option --{}: --profile determines it; give one of the two", kNames[list]);
+  }
+  MeasuredCosts measured = read_measured_costs(profile_, input_share_);
+  measured_ = std::move(measured.stages);
+  layers_ = std::move(measured.layers);
+  source_ = std::move(measured.source);
+  if (!table.given("message-time")) common_.message = measured.message;
+}
+
+void Costs::use_cluster(const OptionTable& table) {
+  for (const char* name : {"message-time", "bandwidth", "ranks-per-node", "node-message-time",
+                           "node-bandwidth", "links"}) {
+    if (!table.given(name)) continue;
+    throw_usage("option --{}: --cluster determines it; give one of the two", name);
+  }
+  const Cluster cluster = read_cluster(cluster_);
+  PipelineLinks links = pipeline_links(cluster);
+  cluster_ranks_ = cluster.pipeline;
+  common_.message = links.slowest.latency;
+  common_.bandwidth = links.slowest.bandwidth;
+  common_.links = std::move(links.links);
+  if (!table.given("reduce-bandwidth")) common_.reduce_link.bandwidth = links.replicas.bandwidth;
+  if (!source_.empty()) source_ += "; ";
+  source_ += fmt::format("{}: {} measured links of a pipeline of {}, in milliseconds", cluster_,
+                         common_.links.size(), cluster.pipeline);
+}
+
+void Costs::read_memory_limit() {
+  if (has_bytes_) {
+    for (const double limit : bytes_of("memory-limit", limit_)) {
+      byte_limit_.push_back(std::llround(limit));
+    }
+    return;
+  }
+  const auto limits = numbers_of(limit_);
+  if (!limits || *std::min_element(limits->begin(), limits->end()) < 1) {
+    throw_usage(
+        "option --memory-limit: '{}' is not a number from 1 up, or several, separated by commas; "
+        "without bytes of activations they count micro-batches in flight",
+        limit_);
+  }
+  in_flight_limit_ = *limits;
+}
+
+void Costs::require_limits_of(int ranks) const {
+  const std::size_t limits = std::max(byte_limit_.size(), in_flight_limit_.size());
+  if (limits <= 1 || static_cast<std::int64_t>(limits) == ranks) return;
+  throw_usage("option --memory-limit: {} numbers; legal is one number, or {} of them, one per rank",
+              limits, ranks);
+}
+
+const std::vector<std::int64_t>& Costs::byte_limit(int ranks) const {
+  require_limits_of(ranks);
+  return byte_limit_;
+}
+
+const std::vector<double>& Costs::in_flight_limit(int ranks) const {
+  require_limits_of(ranks);
+  return in_flight_limit_;
+}
+
+SimulationTimes Costs::of_pieces(int pieces, double parts) const {
+  std::size_t entries = 1;
+  for (std::size_t list = 0; list < kLists; ++list) {
+    const std::size_t size = values_[list].size();
+    if (size > 1 && static_cast<std::int64_t>(size) != pieces) {
+      throw_usage("option --{}: {} numbers; legal is one number, or {} of them, one per {}",
+                  kNames[list], size, pieces,
+                  scope_ == CostsOf::kStage ? "stage" : "rank's share of the model");
+    }
+    entries = std::max(entries, size);
+  }
+  SimulationTimes times = common_;
+  for (std::size_t i = 0; i < entries; ++i) {
+    const auto at = [&](List list) {
+      const std::vector<double>& values = values_[list];
+      if (values.size() != 1) return values.empty() ? 0 : values[i];
+      return list == kOutput || list == kOutputGradient ? values[0] : values[0] / parts;
+    };
+    const auto bytes_at = [&](List list) { return std::int64_t{std::llround(at(list))}; };
+    times.stages.push_back({.forward = at(kForward),
+                            .backward_input = at(kBackwardInput),
+                            .backward_weight = at(kBackwardWeight),
+                            .reduce = at(kReduce),
+                            .overlap = values_[kOverlap].empty() ? -1 : at(kOverlap)});
+    if (!has_bytes_) continue;
+    times.bytes.push_back(
+        {.until_input = bytes_at(kUntilInput),
+         .until_weight = bytes_at(kUntilWeight),
+         .output = bytes_at(kOutput),
+         .output_gradient = values_[kOutputGradient].empty() ? -1 : bytes_at(kOutputGradient),
+         .resident = bytes_at(kResident),
+         .reduced = bytes_at(kReduced)});
+  }
+  return times;
+}
+
+void Costs::require_cluster_of(int ranks) const {
+  if (!cluster_ranks_ || *cluster_ranks_ == ranks) return;
+  throw_usage(
+      "option --cluster: '{}' has the links of a pipeline of {} ranks, the schedule has {}; start "
+      "'sluice doctor --pipeline {} --output FILE' on the cluster",
+      cluster_, *cluster_ranks_, ranks, ranks);
+}
+
+void Costs::resolve_ranks(const OptionTable& table, int& ranks) const {
+  if (cluster_ranks_ && !table.given("ranks")) ranks = *cluster_ranks_;
+  require_cluster_of(ranks);
+}
+
+SimulationTimes Costs::with(const std::vector<StageTimes>& measured, SimulationTimes times) {
+  std::vector<StageTimes> stages = measured;
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    const StageTimes& given = times.stages[i % times.stages.size()];
+    stages[i].reduce = given.reduce;
+    stages[i].overlap = given.overlap;
+  }
+  times.stages = std::move(stages);
+  return times;
+}
+
+SimulationTimes Costs::times(const Placement& placement,
+                             const std::vector<int>& first_layer) const {
+  const int ranks = placement.ranks(), stages = placement.stages();
+  require_cluster_of(ranks);
+  return usage_errors([&] {
+    SimulationTimes times = scope_ == CostsOf::kRankShare
+                                ? recut(of_pieces(ranks, 1), ranks, stages)
+                                : of_pieces(stages, static_cast<double>(stages) / ranks);
+    if (measured_.empty()) return times;
+    SimulationTimes measured;
+    measured.stages = measured_;
+    if (!layers_.empty()) {
+      measured.stages = layers_;
+      const bool fits =
+          !first_layer.empty() && first_layer.back() == static_cast<int>(layers_.size());
+      if (fits) return with(join_layers(measured, first_layer).stages, std::move(times));
+      if (static_cast<int>(measured_.size()) == stages) return with(measured_, std::move(times));
+      return with(cut_layers(measured, placement).times.stages, std::move(times));
+    }
+    measured = recut(measured, static_cast<int>(measured_.size()), stages);
+    return with(measured.stages, std::move(times));
+  });
+}
+
+SimulationTimes Costs::of_shares(int ranks) const { return times(Placement::linear(ranks)); }
+
+SimulationTimes Costs::of_layers(int ranks, int layers) const {
+  require_cluster_of(ranks);
+  return usage_errors([&] {
+    SimulationTimes times = of_pieces(layers, 1);
+    if (times.stages.size() == 1) {
+      times.stages.assign(static_cast<std::size_t>(layers), times.stages.front());
+    }
+    if (measured_.empty()) return times;
+    SimulationTimes measured;
+    measured.stages = layers_.empty() ? measured_ : layers_;
+    measured = recut(measured, static_cast<int>(measured.stages.size()), layers);
+    return with(measured.stages, std::move(times));
+  });
+}
+
+std::vector<std::string> Costs::remarks(const Placement& placement) const {
+  std::vector<std::string> remarks;
+  const int layers = measured_layers(), stages = placement.stages();
+  if (layers > 0 && stages > layers) {
+    remarks.push_back(fmt::format(
+        "the profile's model has {} layers, embedding and head included, so {} of {} stages are "
+        "empty: they compute nothing and cost messages",
+        layers, stages - layers, stages));
+  }
+  if (messages_free_ && placement.ranks() > 1) {
+    remarks.emplace_back(
+        "messages take no time here, which favours many chunks: --message-time, --bandwidth with "
+        "--message-bytes, --cluster or a --profile that has messages says what they take");
+  }
+  return remarks;
+}
+
+}  // namespace sluice

@@ -1,0 +1,173 @@
+#include "runtime/program/train/schedule_choice.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include <sluice/error.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/schedule_file.hpp>
+#include <sluice/search.hpp>
+
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
+#include "comm/group/collectives.hpp"
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::int64_t kSearchEffort = 5'000'000;  // of annealing, a quarter of the default
+
+std::vector<double> layer_work(const TransformerConfig& model) {
+  std::vector<double> work;
+  for (const StageTimes& times : layer_times(model)) {
+    work.push_back(times.forward + times.backward_input + times.backward_weight);
+  }
+  return work;
+}
+
+SearchRequest request_of(const TrainOptions& options, int ranks) {
+  SearchRequest request;
+  request.ranks = ranks;
+  request.micro_batches = options.pipeline.shape.micro_batches;
+  request.model.stages = layer_times(options.model);
+  request.whole_layers = true;
+  if (options.pipeline.order.chunks > 0) request.chunks = {options.pipeline.order.chunks};
+  request.in_flight_limit = {static_cast<double>(ranks)};
+  request.effort = kSearchEffort;
+  return request;
+}
+
+std::string searched(const TrainOptions& options, int ranks) {
+  const SearchResult result = [&] {
+    try {
+      return search_schedule(request_of(options, ranks));
+    } catch (const std::invalid_argument& error) {
+      throw_usage("option --schedule: auto: {}", error.what());
+    }
+  }();
+  const std::string remark = fmt::format(
+      "schedule auto: {}, {} placement, {} stages a rank; simulated step {:.1f} % above the lower "
+      "bound (a heuristic search, within the micro-batches in flight of 1f1b)",
+      result.chosen.origin, result.chosen.placement, result.chosen.chunks,
+      100 * (result.ratio - 1));
+  return Json{{"order", to_schedule_json(result.schedule)},
+              {"first", result.first_layer},
+              {"remark", remark}}
+      .dump();
+}
+
+// Simulated with the costs of layers: messages take no time.
+StepPromise promise_of(const TrainOptions& options, const Schedule& order,
+                       const Partition& partition) {
+  const std::vector<StageTimes> layers = layer_times(options.model);
+  SimulationTimes times;
+  for (int s = 0; s < partition.stages(); ++s) {
+    StageTimes& stage = times.stages.emplace_back(StageTimes{0, 0, 0});
+    for (int layer = partition.first[at(s)]; layer < partition.first[at(s) + 1]; ++layer) {
+      stage.forward += layers[at(layer)].forward;
+      stage.backward_input += layers[at(layer)].backward_input;
+      stage.backward_weight += layers[at(layer)].backward_weight;
+    }
+  }
+  return {.bubble = simulate(order, times, {.timeline = false}).bubble_makespan,
+          .source = "layer costs"};
+}
+
+ScheduleChoice search(const TrainOptions& options, int ranks, Collectives& world) {
+  std::string text;
+  if (world.communicator().rank() == 0) text = searched(options, ranks);
+  const Json json = Json::parse(world.broadcast_string(text, 0));
+  ScheduleChoice choice{.order = std::make_shared<const Schedule>(
+                            parse_schedule_json(json.at("order").get<std::string>()).schedule),
+                        .partition = {json.at("first").get<std::vector<int>>()},
+                        .remark = json.at("remark").get<std::string>()};
+  choice.promise = promise_of(options, *choice.order, choice.partition);
+  return choice;
+}
+
+// Once every layer, embedding and head included, has its own stage, more chunks only add stages
+// without layers. A schedule's own number of chunks is accepted.
+void require_layers_for_chunks(const TrainOptions& options, int ranks) {
+  const std::int64_t most =
+      std::max(options.model.layers + 2, stages_of(options.pipeline.order.schedule, {ranks, 1}));
+  if (std::int64_t{ranks} * options.pipeline.order.chunks <= most) return;
+  throw_usage(
+      "option --chunks: {} on {} rank{} make {} stages, but --layers {} with "
+      "embedding and head fill at most {}; the nearest legal value is {}",
+      options.pipeline.order.chunks, ranks, ranks == 1 ? "" : "s",
+      std::int64_t{ranks} * options.pipeline.order.chunks, options.model.layers,
+      options.model.layers + 2, most / ranks);
+}
+
+// The layers of the file's stages where it says them for this model. Else `remark` says why not.
+std::optional<Partition> partition_of_file(const TrainOptions& options, std::string& remark) {
+  if (!options.made_for || options.made_for->first_layer.empty()) return std::nullopt;
+  if (options.partition != "auto") return std::nullopt;
+  const std::vector<int>& first = options.made_for->first_layer;
+  const int layers = options.model.layers + 2;
+  if (first.back() == layers) {
+    if (first[1] > 0 && first[first.size() - 2] < layers) return Partition{first};
+    throw_usage(
+        "option --schedule-file: '{}' leaves its first or last stage without layers, but these "
+        "have "
+        "the embedding and the head; legal is a first_layer in which both have some",
+        options.schedule_file);
+  }
+  remark = fmt::format(
+      "warning: the schedule of '{}' was searched for a model of {} layers, embedding and head "
+      "included; this one has {}, so its layers are placed by cost and its promise does not hold",
+      options.schedule_file, first.back(), layers);
+  return std::nullopt;
+}
+
+ScheduleChoice given_order(const TrainOptions& options) {
+  ScheduleChoice choice{.order = options.pipeline.order.given};
+  const auto partition = partition_of_file(options, choice.remark);
+  choice.partition = partition ? *partition
+                               : parse_partition(options.partition, layer_work(options.model),
+                                                 choice.order->placement.stages());
+  if (check(*choice.order)) return choice;  // making the pipeline refuses it
+  if (partition && options.made_for->milliseconds) {
+    choice.promise = {.bubble = options.made_for->bubble,
+                      .milliseconds = options.made_for->makespan,
+                      .source = "the schedule file"};
+  } else {
+    choice.promise = promise_of(options, *choice.order, choice.partition);
+  }
+  return choice;
+}
+
+}  // namespace
+
+std::vector<StageTimes> layer_times(const TransformerConfig& model) {
+  const std::vector<double> again = recompute_costs(model);
+  std::vector<StageTimes> times;
+  for (const double cost : layer_costs(model)) {
+    times.push_back(
+        {.forward = cost, .backward_input = cost + again[times.size()], .backward_weight = cost});
+  }
+  return times;
+}
+
+ScheduleChoice choose_schedule(const TrainOptions& options, int ranks, Collectives& world) {
+  try {
+    if (options.pipeline.order.given == nullptr && options.pipeline.order.schedule == "auto") {
+      return search(options, ranks, world);
+    }
+    if (options.pipeline.order.given != nullptr) return given_order(options);
+    const int stages = stages_of(
+        options.pipeline.order.schedule,
+        {ranks, std::max(options.pipeline.shape.micro_batches, 1), options.pipeline.order.chunks});
+    require_layers_for_chunks(options, ranks);
+    return {.partition = parse_partition(options.partition, layer_work(options.model), stages)};
+  } catch (const std::invalid_argument& error) {
+    throw Error(ErrorCode::kUsage, error.what());
+  }
+}
+
+}  // namespace sluice

@@ -1,0 +1,536 @@
+#include "runtime/program/train/training.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/checkpoint.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/program.hpp>
+
+#include "comm/base/cores.hpp"
+#include "comm/mpi/mpi_session.hpp"
+#include "runtime/group/activity.hpp"
+#include "runtime/group/configuration.hpp"
+#include "runtime/group/guard.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/process/process.hpp"
+#include "runtime/program/train/run_start.hpp"
+#include "runtime/program/train/schedule_choice.hpp"
+#include "runtime/program/train/step_reports.hpp"
+#include "runtime/program/train/train_data.hpp"
+#include "runtime/program/train/train_options.hpp"
+#include "runtime/report/layout_report.hpp"
+#include "runtime/report/timeline.hpp"
+#include "stages/cpu/cpu_report.hpp"
+
+namespace sluice {
+namespace {
+
+// A request to stop by a signal, which may come before there is a saver.
+// Without begin(), signals have their default action.
+class StopRequest {
+ public:
+  StopRequest() = default;
+  ~StopRequest() { signals_.reset(); }  // before what its handler uses
+  StopRequest(const StopRequest&) = delete;
+  StopRequest& operator=(const StopRequest&) = delete;
+
+  void begin() {
+    signals_.emplace([this]() noexcept {
+      asked_ = true;
+      ActivityBoard::for_each([](ActivityBoard& board, void*) noexcept { board.expect_end(); },
+                              nullptr);
+      if (Checkpointer* saver = saver_) saver->request_stop();
+    });
+  }
+  // Null before the saver goes.
+  void set_saver(Checkpointer* saver) {
+    saver_ = saver;
+    if (saver != nullptr && asked_) saver->request_stop();
+  }
+  [[nodiscard]] bool asked() const { return asked_; }
+  void describe(std::uint64_t step, const std::filesystem::path& save) {
+    if (signals_) signals_->describe(step, save);
+  }
+
+ private:
+  std::atomic<bool> asked_ = false;
+  std::atomic<Checkpointer*> saver_ = nullptr;
+  std::optional<StopSignals> signals_;
+};
+
+class Training {
+ public:
+  // `world`, `options` and `stop` outlive this.
+  Training(Communicator& world, const TrainOptions& options, StopRequest& stop);
+  ~Training();
+  Training(const Training&) = delete;
+  Training& operator=(const Training&) = delete;
+
+  void run();
+  // Whether the run was asked to stop before its last step. The same on all ranks.
+  [[nodiscard]] bool stopped() const { return stopped_; }
+
+ private:
+  [[nodiscard]] bool first() const { return world_.rank() == 0; }
+  [[nodiscard]] int job_ranks() const;
+  [[nodiscard]] int pipeline_depth() const;
+  [[nodiscard]] bool keeps_replicas_together() const;
+  [[nodiscard]] LayerTable layers() const;
+  [[nodiscard]] StageFactory stages() const;
+  void require_same_options(Collectives& job) const;
+  bool prepare();
+  void plan_pipeline();
+  void dry_run(Communicator& comm, ControlChannel& control);
+  void make_pipeline();
+  void open_metrics();
+  void open_saver();
+  [[nodiscard]] std::string describe_ranks(Collectives& job, const JobLayout& layout) const;
+  void describe(const JobLayout& layout, const std::string& ranks) const;
+  void steps();
+  void one_step();
+  [[nodiscard]] std::filesystem::path last_resumable() const;
+  [[nodiscard]] bool asked_anywhere();
+  void validate(std::int64_t samples);
+
+  Communicator& world_;
+  const TrainOptions& options_;
+  StopRequest& stop_;
+  ScheduleChoice choice_;
+  TrainData data_;
+  PipelineOptions pipeline_options_;
+  std::unique_ptr<Pipeline> pipeline_;
+  RunStart start_;
+  std::optional<StepReports> reports_;
+  std::optional<LastSteps> last_steps_;
+  std::optional<Checkpointer> saver_;
+  bool stopped_ = false;
+};
+
+// A step's messages between stages, [samples, context, width] there and back, and a rank's part of
+// the gradients.
+void set_traffic(PipelineOptions::Shape& shape, const TransformerConfig& model, int ranks) {
+  const double samples =
+      shape.batch_size > 0
+          ? static_cast<double>(shape.batch_size) / shape.replicas
+          : static_cast<double>(shape.micro_batches) * static_cast<double>(shape.micro_batch_size);
+  shape.edge_bytes = 2 * static_cast<double>(size_of(model.stream_precision)) * samples *
+                     model.context * model.width;
+  shape.gradient_bytes =
+      sizeof(float) * static_cast<double>(parameter_count(model)) * shape.replicas / ranks;
+}
+
+// Sizes that always give the same order, in which a host's ranks hold whole stages if they can.
+void keep_replicas_together(PipelineOptions::Shape& shape) {
+  shape.edge_bytes = 0;
+  shape.gradient_bytes = 1;
+}
+
+// What a run prints at its end, on rank 0.
+struct RunEnd {
+  const TrainOptions& options;
+  const TrainData& data;
+  const ScheduleChoice& choice;
+  const StepReports& reports;
+  const LastSteps& last_steps;
+  Communicator& world;
+  const Pipeline& pipeline;
+  bool stopped;                               // asked to, before the last step
+  std::optional<std::filesystem::path> save;  // the last one; nothing without --save
+};
+
+void print_row(const char* name, const std::string& text) {
+  fmt::print("  {:<18} {}\n", name, text);
+}
+
+void print_head(const RunEnd& run) {
+  const TrainOptions& options = run.options;
+  if (!run.stopped) {
+    fmt::print("\nDone: {} step{}\n", options.steps, options.steps == 1 ? "" : "s");
+    return;
+  }
+  std::string saved;
+  if (!run.save) {
+    saved = "; nothing is saved";
+  } else if (!options.checkpoint.weights_only) {
+    saved = fmt::format("; resume with --resume {} (or auto)", options.save);
+  }
+  fmt::print("\nstopped as asked after step {}{}\n", run.pipeline.step(), saved);
+}
+
+void print_losses(const RunEnd& run) {
+  const char* unit = run.data.file->format() == TokenFormat::kText ? "byte" : "token";
+  const auto in_units = [&](double nats) {
+    return fmt::format("{:.4f} nats, {:.4f} bits per {}", nats, nats / std::log(2.0), unit);
+  };
+  const StepReports& reports = run.reports;
+  if (reports.sums().steps > 0) print_row("training loss", in_units(reports.train_loss()));
+  if (reports.validation_loss() && !run.stopped) {
+    const std::int64_t samples = run.data.last_validation, windows = run.data.windows;
+    print_row("validation loss",
+              in_units(*reports.validation_loss()) +
+                  (samples < windows ? fmt::format(" ({} of {} windows)", samples, windows) : ""));
+  }
+  if (!reports.skipped().empty()) {
+    print_row("skipped steps",
+              fmt::format("{}: the loss or a gradient was not finite", reports.skipped().size()));
+  }
+}
+
+// Beside what the run measured.
+void print_promise(const StepPromise& promise, const StepReports::Sums& sums) {
+  const auto steps = static_cast<double>(sums.steps);
+  std::string text = fmt::format("bubble {:.1f} % promised by {}, {:.1f} % measured",
+                                 100 * promise.bubble, promise.source, 100 * sums.bubble / steps);
+  if (promise.milliseconds > 0) {
+    text += fmt::format("; step {:.4g} ms promised, {:.4g} ms measured", promise.milliseconds,
+                        1000 * sums.seconds / steps);
+  }
+  print_row("schedule", text);
+}
+
+void print_speed(const RunEnd& run) {
+  const StepReports::Sums& sums = run.reports.sums();
+  if (sums.steps == 0) return;
+  print_row("speed", fmt::format("{:.0f} tokens/s", sums.tokens / sums.seconds));
+  const int ranks = run.world.local_size(), cores = host_cores();
+  const bool sliced = ranks > cores;
+  print_row("bubble",
+            fmt::format("{:.1f} % measured, {:.1f} % ideal{}",
+                        100 * sums.bubble / static_cast<double>(sums.steps),
+                        100 * PipelineAccess::layout(run.pipeline).plans.bubble_ideal,
+                        sliced ? fmt::format(" (measured includes time-slicing: {} ranks share {} "
+                                             "cores)",
+                                             ranks, cores)
+                               : ""));
+  if (run.choice.promise) print_promise(*run.choice.promise, sums);
+}
+
+void print_files(const RunEnd& run) {
+  const TrainOptions& options = run.options;
+  if (run.save) {
+    print_row("weights", (std::filesystem::path(options.save) / run.save->filename()).string());
+    if (!options.checkpoint.weights_only && !run.stopped) {
+      print_row("to go on", fmt::format("train --resume {} --steps N (N above {})", options.save,
+                                        options.steps));
+    }
+  }
+  if (!options.metrics.empty()) print_row("metrics", options.metrics);
+  if (run.stopped || options.trace.empty()) return;
+  print_row("trace", options.trace + " (open it at ui.perfetto.dev)");
+  if (run.world.size() == 1) return;
+  print_row("trace clock", fmt::format("ranks agree with rank 0 within {:.0f} us",
+                                       std::ceil(run.last_steps.clock_error() * 1e6)));
+}
+
+void print_summary(const RunEnd& run) {
+  print_head(run);
+  print_losses(run);
+  print_speed(run);
+  print_files(run);
+  if (run.stopped) return;
+  fmt::print("{}", run.last_steps.operators(run.reports.card()));
+}
+
+Training::Training(Communicator& world, const TrainOptions& options, StopRequest& stop)
+    : world_(world), options_(options), stop_(stop) {}
+
+Training::~Training() { stop_.set_saver(nullptr); }
+
+void Training::run() {
+  if (!prepare()) return;
+  make_pipeline();
+  steps();
+  if (!stopped_) {
+    last_steps_->sum_operators();
+    if (data_.last_validation > 0) validate(data_.last_validation);
+    last_steps_->write_timeline(layers());
+  }
+  pipeline_->close();
+  if (!first()) return;
+  print_summary({.options = options_,
+                 .data = data_,
+                 .choice = choice_,
+                 .reports = *reports_,
+                 .last_steps = *last_steps_,
+                 .world = world_,
+                 .pipeline = *pipeline_,
+                 .stopped = stopped_,
+                 .save = saver_ ? std::optional(saver_->last_save()) : std::nullopt});
+}
+
+// Whether there is something to train. All that can be refused before memory is taken is.
+bool Training::prepare() {
+  const std::unique_ptr<Communicator> comm = world_.duplicate();
+  ControlChannel control(*comm);
+  bool complete = false;
+  guarded(control, world_.rank(), [&] {
+    Collectives job(*comm, 0, &control);
+    require_same_options(job);
+    complete = already_complete(options_, job);
+    if (complete) {
+      if (first()) tidy_complete_run(options_);
+      return;
+    }
+    if (options_.resume.from) require_steps_left(options_, options_.resume.from->step);
+    choice_ = choose_schedule(options_, pipeline_depth(), job);
+  });
+  if (complete) {
+    if (first()) {
+      fmt::print("already complete: {} has done all {} steps\n", options_.save, options_.steps);
+    }
+    return false;
+  }
+  guarded(control, world_.rank(), [&] {
+    Collectives job(*comm, 0, &control);
+    data_ = open_data(options_, job);
+  });
+  guarded(control, world_.rank(), [&] {
+    if (first()) require_writable_outputs(options_);
+  });
+  plan_pipeline();
+  if (!options_.dry_run) return true;
+  dry_run(*comm, control);
+  require_stdout();
+  return false;
+}
+
+// One process plans the job that the options say.
+int Training::job_ranks() const {
+  const PipelineOptions::Shape& shape = options_.pipeline.shape;
+  if (!options_.dry_run || world_.size() > 1) return world_.size();
+  const std::int64_t ranks = std::int64_t{std::max(shape.pipeline, 1)} * shape.replicas;
+  return static_cast<int>(std::min<std::int64_t>(ranks, std::numeric_limits<int>::max()));
+}
+
+// A size that cannot work ends here.
+int Training::pipeline_depth() const {
+  const PipelineOptions::Shape& shape = options_.pipeline.shape;
+  const int depth = shape.pipeline > 0 ? shape.pipeline : std::max(job_ranks() / shape.replicas, 1);
+  if (job_ranks() == world_.size()) {
+    (void)make_topology(world_.size(), depth, shape.replicas, shape.rank_order);
+  }
+  return depth;
+}
+
+// Whether a host's directory must hold whole stages.
+bool Training::keeps_replicas_together() const {
+  return options_.checkpoint.local && options_.pipeline.shape.replicas > 1;
+}
+
+LayerTable Training::layers() const {
+  return {choice_.partition.first, layer_times(options_.model)};
+}
+
+StageFactory Training::stages() const {
+  return [this, model = Transformer(options_.model)](int stage, int) {
+    return model.stage_of(choice_.partition, stage);
+  };
+}
+
+void Training::require_same_options(Collectives& job) const {
+  OptionValues values = options_.pipeline.checks.configuration;
+  if (options_.resume.automatic) {
+    values.emplace_back("saves in " + options_.save, options_.resume.from ? "found" : "none");
+  }
+  require_same_configuration(job, values);
+}
+
+void Training::plan_pipeline() {
+  pipeline_options_ = options_.pipeline;
+  pipeline_options_.training.evaluations = evaluation_sizes(options_, data_);
+  pipeline_options_.order.given = choice_.order;
+  pipeline_options_.shape.pipeline = pipeline_depth();
+  set_traffic(pipeline_options_.shape, options_.model, job_ranks());
+  if (keeps_replicas_together()) keep_replicas_together(pipeline_options_.shape);
+  if (first() && !choice_.remark.empty()) fmt::print("{}\n", choice_.remark);
+}
+
+void Training::dry_run(Communicator& comm, ControlChannel& control) {
+  const JobLayout layout =
+      PipelineAccess::plan_layout(world_, pipeline_options_, stages(), *data_.source);
+  std::string ranks;
+  guarded(control, world_.rank(), [&] {
+    Collectives job(comm, 0, &control);
+    ranks = describe_ranks(job, layout);
+    if (first()) require_room(options_, layout);
+    start_ = plan_start(layout, options_, data_.identity, /*reads_save=*/first());
+  });
+  if (!first()) return;
+  describe(layout, ranks);
+  if (job_ranks() == world_.size()) return;
+  fmt::print(
+      "planned in one process: {} ranks, each with a device like this one's; memory of hosts was "
+      "not compared\n",
+      job_ranks());
+}
+
+void Training::make_pipeline() {
+  pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, stages(), *data_.source);
+  start_ = load_start(*pipeline_, options_, data_.identity);
+  reports_.emplace(*pipeline_, world_, options_, start_.skipped);
+  open_metrics();
+  open_saver();
+  const JobLayout& layout = PipelineAccess::layout(*pipeline_);
+  const std::string ranks = describe_ranks(PipelineAccess::world(*pipeline_), layout);
+  if (first()) describe(layout, ranks);
+}
+
+void Training::open_metrics() {
+  PipelineAccess::guarded(*pipeline_, [&] {
+    if (!first() || options_.metrics.empty()) return;
+    nlohmann::ordered_json run;
+    for (const auto& [key, value] : options_.pipeline.checks.configuration) {
+      run["options"][key] = value;
+    }
+    run["layers"] = nlohmann::ordered_json::parse(to_json_text(layers()));
+    run["ranks"] = world_.size();
+    run["kernels"] = kernel_set();
+    run["matmul"] = matmul_library();
+    run["mpi"] = mpi_info().library;
+    reports_->open_metrics(run.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+                           start_.resumed ? std::optional(start_.resumed->step) : std::nullopt);
+  });
+}
+
+void Training::open_saver() {
+  if (options_.save.empty()) {
+    PipelineAccess::set_step_flags(*pipeline_, [this] { return stop_.asked() ? 1U : 0U; });
+    return;
+  }
+  CheckpointOptions checkpoint;
+  PipelineAccess::guarded(*pipeline_, [&] {
+    checkpoint = checkpoint_options(options_, data_, start_, /*writes=*/first());
+  });
+  saver_.emplace(*pipeline_, std::move(checkpoint),
+                 [this](const std::string& line) { reports_->note(line); });
+  stop_.set_saver(&*saver_);
+  PipelineAccess::guarded(*pipeline_, [&] {
+    const std::string remark = first() ? write_options(options_) : "";
+    if (!remark.empty()) reports_->note(remark);
+  });
+}
+
+// Collective. Where each rank runs, and its place; empty for one rank.
+std::string Training::describe_ranks(Collectives& job, const JobLayout& layout) const {
+  if (world_.size() == 1) return "";
+  const std::string reason = keeps_replicas_together() && !layout.place.order_reason.empty()
+                                 ? "the replicas of a stage share hosts, as --save-local needs"
+                                 : layout.place.order_reason;
+  return (reason.empty() ? "" : fmt::format("  order of ranks: {}\n", reason)) +
+         gather_rank_table(job, layout, options_.pipeline.devices.threads, "  ");
+}
+
+// A job that is refused has not come here, and prints only its error.
+void Training::describe(const JobLayout& layout, const std::string& ranks) const {
+  fmt::print("{}{}{}{}", describe_configuration(options_.pipeline.checks.configuration),
+             describe_layout(layout, choice_.partition), ranks, describe_start(start_, options_));
+  if (options_.save.empty() && !options_.dry_run) fmt::print("nothing is saved: give --save DIR\n");
+  std::fflush(stdout);
+}
+
+// The newest save that a run can go on from, where this rank knows it.
+std::filesystem::path Training::last_resumable() const {
+  return saver_ && !options_.checkpoint.weights_only ? saver_->last_save()
+                                                     : std::filesystem::path();
+}
+
+void Training::steps() {
+  reports_->begin(last_resumable());
+  last_steps_.emplace(*pipeline_, options_);
+  while (pipeline_->step() < options_.steps && !stopped_) one_step();
+  reports_->steps_done();
+  if (saver_) saver_->save_now();
+  reports_->saved(last_resumable());
+  reports_->end();
+}
+
+void Training::one_step() {
+  stop_.describe(pipeline_->step() + 1, saver_ ? saver_->last_save() : std::filesystem::path());
+  last_steps_->before_step();
+  const StepReport step = pipeline_->train_step();
+  last_steps_->after_step(step);
+  reports_->step(step);
+  const bool last = step.step == options_.steps;
+  if (options_.validate_every > 0 && step.step % options_.validate_every == 0 && !last) {
+    validate(data_.between_validation);
+  }
+  if (saver_) {
+    saver_->after_step(step);
+    reports_->saved(last_resumable());
+  }
+  const bool asked =
+      saver_ ? saver_->stop_requested() : PipelineAccess::step_flags(*pipeline_) != 0;
+  stopped_ = asked && !last;
+}
+
+// Collective. Whether a signal asked any rank to stop.
+bool Training::asked_anywhere() {
+  bool asked = false;
+  PipelineAccess::guarded(*pipeline_, [&] {
+    Collectives& world = PipelineAccess::world(*pipeline_);
+    for (const std::string& each : world.all_gather_strings(stop_.asked() ? "stop" : "")) {
+      asked = asked || !each.empty();
+    }
+  });
+  return asked;
+}
+
+// A stop ends it without a loss.
+void Training::validate(std::int64_t samples) {
+  const auto goes_on = [&](std::int64_t done) {
+    const bool stop = asked_anywhere();
+    reports_->validation(stop ? samples : done, samples);
+    return !stop;
+  };
+  reports_->validated(
+      sluice::validate(*pipeline_, *data_.source, samples, part_of_validation(options_), goes_on),
+      samples);
+}
+
+}  // namespace
+
+int train_command(int argc, char** argv) {
+  constexpr int kStopped = 12;  // the exit code of a run that was asked to stop
+  const std::vector<std::string> arguments(argv, argv + argc);
+  TrainOptions options;
+  bool stopped = false;
+  StopRequest stop;
+  const int code = run_command(
+      "train", argc, argv,
+      [&] {
+        options = parse_train_options(arguments);
+        // A reader of the output that goes, and a file that may not grow, are errors of writing.
+        for (const int each : {SIGPIPE, SIGXFSZ}) (void)std::signal(each, SIG_IGN);
+        if (!options.dry_run && options.help.empty()) stop.begin();
+        return options.help;
+      },
+      [&](Communicator& world) {
+        // Not every launcher tells the number of ranks before MPI starts.
+        if (options.resume.from && world.size() != launched_size()) {
+          options = parse_train_options(arguments, world.size());
+        }
+        const PlaceSignals place;
+        Training training(world, options, stop);
+        training.run();
+        stopped = training.stopped();
+      });
+  return code == 0 && stopped ? kStopped : code;
+}
+
+}  // namespace sluice

@@ -1,0 +1,450 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/error.hpp>
+
+#include "runtime/data/batch_shape.hpp"
+#include "runtime/program/options/option_table.hpp"
+#include "runtime/program/train/train_options.hpp"
+#include "tests/runtime/expect_error.hpp"
+
+namespace sluice {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::Pair;
+
+TrainOptions parse(std::vector<std::string> arguments) {
+  arguments.emplace_back("--dry-run");
+  return parse_train_options(arguments);
+}
+
+// The message of the usage error that these arguments end in.
+std::string refusal(std::vector<std::string> arguments) {
+  try {
+    parse(std::move(arguments));
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
+    return error.what();
+  }
+  return "accepted";
+}
+
+class ConfigFileTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    path_ = std::filesystem::temp_directory_path() /
+            ("sluice_options_test_" + std::to_string(::getpid()) + ".conf");
+  }
+  void TearDown() override { std::filesystem::remove(path_); }
+  std::string write(const std::string& text) {
+    std::ofstream(path_) << text;
+    return path_.string();
+  }
+  std::filesystem::path path_;
+};
+
+TEST(OptionsTest, DefaultsAreASmallModelOfBytes) {
+  const TrainOptions options = parse({});
+  EXPECT_EQ(options.model.layers, 4);
+  EXPECT_EQ(options.model.width, 256);
+  EXPECT_EQ(options.model.vocabulary, 256);
+  EXPECT_TRUE(options.model.tied);
+  EXPECT_EQ(options.pipeline.order.schedule, "1f1b");
+  EXPECT_EQ(options.pipeline.shape.batch_size * options.model.context, 1024);
+  EXPECT_EQ(options.steps, 2000U);
+  EXPECT_EQ(options.pipeline.training.learning_rate.warmup, 100U);
+  EXPECT_EQ(options.pipeline.training.learning_rate.steps, 2000U);
+}
+
+TEST(OptionsTest, ReadsEveryKindOfValue) {
+  const TrainOptions options =
+      parse({"--model", "llama", "--layers=3", "--seed", "18446744073709551615", "--learning-rate",
+             "2.5e-4", "--untie", "--precision", "bf16", "--rank-order", "replica-first",
+             "--dropout", "0.1", "--optimizer", "sgd", "--validation-samples", "7"});
+  EXPECT_EQ(options.model.kind, TransformerKind::kLlama);
+  EXPECT_EQ(options.model.layers, 3);
+  EXPECT_EQ(options.pipeline.training.seed, 18446744073709551615U);
+  EXPECT_EQ(options.pipeline.training.learning_rate.peak, 2.5e-4);
+  EXPECT_FALSE(options.model.tied);
+  EXPECT_EQ(options.model.precision, DType::kBf16);
+  EXPECT_EQ(options.pipeline.shape.rank_order, RankOrder::kReplicaFirst);
+  EXPECT_EQ(options.model.dropout, 0.1F);
+  EXPECT_EQ(options.pipeline.training.optimizer.kind, OptimizerConfig::Kind::kSgd);
+  EXPECT_EQ(options.validation_samples, 7);
+}
+
+TEST(OptionsTest, ABf16StreamNeedsBf16Products) {
+  EXPECT_EQ(parse({"--precision", "bf16"}).model.stream_precision, DType::kF32);
+  EXPECT_EQ(parse({"--precision", "bf16", "--stream-precision", "bf16"}).model.stream_precision,
+            DType::kBf16);
+  for (const char* precision : {"fp32", "tf32"}) {
+    EXPECT_THAT(refusal({"--precision", precision, "--stream-precision", "bf16"}),
+                HasSubstr("--stream-precision bf16 with --precision f32; legal: f32, and bf16"));
+  }
+}
+
+TEST(OptionsTest, RecomputesWhatIsNamed) {
+  EXPECT_EQ(parse({}).model.recompute, Recompute::kNone);
+  EXPECT_EQ(parse({"--recompute", "none"}).model.recompute, Recompute::kNone);
+  EXPECT_EQ(parse({"--recompute", "attention"}).model.recompute, Recompute::kAttention);
+  EXPECT_EQ(parse({"--recompute", "block"}).model.recompute, Recompute::kBlock);
+  EXPECT_THAT(refusal({"--recompute", "full"}),
+              AllOf(HasSubstr("'full'"), HasSubstr("none, attention, block")));
+}
+
+TEST(OptionsTest, TheLastOfRepeatedOptionsCounts) {
+  EXPECT_EQ(parse({"--steps", "5", "--steps", "9"}).steps, 9U);
+}
+
+TEST(OptionsTest, RefusesASecondFileOfData) {
+  EXPECT_THAT(refusal({"--data", "a.txt", "--seed", "1", "--data=b.txt"}),
+              AllOf(HasSubstr("--data: 'b.txt' after 'a.txt'"), HasSubstr("legal is one")));
+}
+
+TEST(OptionsTest, RefusesNumbersThatAreNotWholeAndInRange) {
+  for (const char* value :
+       {"0", "-1", "4x", "", " 4", "4.0", "0x4", "2147483648", "99999999999999999999999", "four"}) {
+    EXPECT_THAT(refusal({"--layers", value}),
+                AllOf(HasSubstr("--layers"), HasSubstr("'" + std::string(value) + "'"),
+                      HasSubstr("from 1 to 65536")))
+        << value;
+  }
+  EXPECT_THAT(refusal({"--seed", "18446744073709551616"}), HasSubstr("--seed"));
+  EXPECT_THAT(refusal({"--seed", "-1"}), HasSubstr("from 0 to 18446744073709551615"));
+}
+
+TEST(OptionsTest, RefusesRealNumbersOutsideTheirRange) {
+  EXPECT_THAT(refusal({"--learning-rate", "0"}), HasSubstr("above 0"));
+  EXPECT_THAT(refusal({"--learning-rate", "nan"}), HasSubstr("--learning-rate"));
+  EXPECT_THAT(refusal({"--learning-rate", "inf"}), HasSubstr("--learning-rate"));
+  EXPECT_THAT(refusal({"--dropout", "1"}), HasSubstr("from 0 to below 1"));
+  EXPECT_THAT(refusal({"--clip", "-1"}), HasSubstr("from 0 up"));
+  EXPECT_THAT(refusal({"--weight-decay", "1e"}), HasSubstr("'1e'"));
+}
+
+TEST(OptionsTest, WatchesUnlessToldNotTo) {
+  const PipelineOptions::Watch usual = parse({"--save", "run"}).pipeline.watch;
+  EXPECT_TRUE(usual.on && usual.ends_process);
+  EXPECT_EQ(usual.timeout, 0);
+  EXPECT_EQ(usual.action_timeout, 0);
+  EXPECT_EQ(usual.directory, "run");
+  const PipelineOptions::Watch given =
+      parse({"--timeout", "2.5", "--action-timeout", "600", "--watchdog-ports", "46300-46399"})
+          .pipeline.watch;
+  EXPECT_EQ(given.timeout, 2.5);
+  EXPECT_EQ(given.action_timeout, 600);
+  EXPECT_EQ(given.first_port, 46300);
+  EXPECT_EQ(given.last_port, 46399);
+  EXPECT_FALSE(parse({"--watchdog", "off"}).pipeline.watch.on);
+  EXPECT_EQ(parse({"--timeout", "auto", "--watchdog-ports", "7"}).pipeline.watch.last_port, 7);
+}
+
+TEST(OptionsTest, RefusesLimitsAndPortsThatCannotWork) {
+  EXPECT_THAT(refusal({"--timeout", "0.5"}), AllOf(HasSubstr("--timeout"), HasSubstr("'auto'")));
+  EXPECT_THAT(refusal({"--action-timeout", "-1"}), HasSubstr("'none'"));
+  EXPECT_THAT(refusal({"--watchdog", "maybe"}), HasSubstr("on, off"));
+  for (const char* ports : {"0", "x", "5-", "9-8", "1-65536", "1-2-3", "-5", "1 -2"}) {
+    EXPECT_THAT(refusal({"--watchdog-ports", ports}), HasSubstr("no range of ports")) << ports;
+  }
+}
+
+TEST(OptionsTest, RefusesUnknownNamesWithTheNearest) {
+  EXPECT_THAT(refusal({"--layer", "3"}), AllOf(HasSubstr("'--layer'"), HasSubstr("'--layers'")));
+  EXPECT_THAT(refusal({"--mikro-batches", "3"}), HasSubstr("'--micro-batches'"));
+  EXPECT_THAT(refusal({"--qqqqqqqqqq"}),
+              AllOf(HasSubstr("unknown option '--qqqqqqqqqq'"), Not(HasSubstr("did you mean"))));
+  EXPECT_THAT(refusal({"--max-epochs", "3"}), Not(HasSubstr("did you mean")));
+  EXPECT_THAT(refusal({"text.txt"}), HasSubstr("unexpected argument 'text.txt'"));
+  EXPECT_THAT(refusal({"--schedule", "1b1f"}),
+              AllOf(HasSubstr("1b1f"), HasSubstr("gpipe"), HasSubstr("did you mean '1f1b'")));
+  EXPECT_THAT(refusal({"--schedule", "forward-only"}), HasSubstr("forward-only"));
+  EXPECT_THAT(refusal({"--model", "gpt3"}), HasSubstr("gpt2, llama"));
+}
+
+TEST(OptionsTest, NamesTheOptionThatOtherProgramsCallSo) {
+  const std::vector<std::pair<std::string, std::string>> names = {
+      {"lr", "learning-rate"},
+      {"pp", "pipeline"},
+      {"dp", "replicas"},
+      {"grad-accum", "micro-batches"},
+      {"gradient-accumulation-steps", "micro-batches"},
+      {"seq-len", "context"},
+      {"seq-length", "context"},
+      {"max-steps", "steps"},
+      {"train-iters", "steps"},
+      {"global-batch-size", "batch-size"},
+      {"mbs", "micro-batch-size"},
+      {"wd", "weight-decay"},
+      {"fp16", "precision bf16"},
+      {"activation-checkpointing", "recompute block"}};
+  for (const auto& [name, here] : names) {
+    EXPECT_THAT(refusal({"--" + name, "1"}),
+                HasSubstr("unknown option '--" + name + "'; did you mean '--" + here + "'?"));
+  }
+}
+
+TEST(OptionsTest, RefusesAnOptionWithoutItsValueAndAFlagWithOne) {
+  EXPECT_THAT(refusal({"--steps"}), HasSubstr("--steps"));
+  EXPECT_THAT(refusal({"--steps", "--seed", "3"}), HasSubstr("--steps"));
+  EXPECT_THAT(refusal({"--untie=3"}), HasSubstr("--untie"));
+}
+
+TEST(OptionsTest, RefusesNamesThatBoostWouldReplaceForEver) {
+  for (const char* name : {"--%canonical_option%=", "--%option%", "--%prefix%=", "--%value%=x"}) {
+    EXPECT_THAT(refusal({name}), HasSubstr("unknown option '--%"));
+  }
+}
+
+TEST(OptionsTest, DoesNotGuessAbbreviations) {
+  EXPECT_THAT(refusal({"--vocab", "256"}), HasSubstr("unknown option '--vocab'"));
+}
+
+TEST(OptionsTest, RefusesAWidthThatHeadsDoNotDivide) {
+  EXPECT_THAT(refusal({"--width", "250", "--heads", "4"}),
+              AllOf(HasSubstr("250"), HasSubstr("heads")));
+}
+
+TEST(OptionsTest, RefusesAWarmupLongerThanTheRun) {
+  EXPECT_THAT(refusal({"--steps", "10", "--warmup", "11"}),
+              AllOf(HasSubstr("--warmup"), HasSubstr("at most 10")));
+  const TrainOptions automatic = parse({"--steps", "50"});
+  EXPECT_EQ(automatic.pipeline.training.learning_rate.warmup, 5U);
+  EXPECT_THAT(automatic.checkpoint.options, Contains(Pair("warmup", "auto")));
+  EXPECT_THAT(automatic.checkpoint.options, Contains(Pair("chunks", "auto")));
+  EXPECT_EQ(parse({"--warmup", "0"}).pipeline.training.learning_rate.warmup, 0U);
+  const LearningRate constant =
+      parse({"--steps", "50", "--learning-rate-decay", "constant"}).pipeline.training.learning_rate;
+  EXPECT_EQ(constant.steps, 0U);
+  EXPECT_EQ(constant.warmup, 5U);
+}
+
+TEST(OptionsTest, WantsDataUnlessDry) {
+  try {
+    (void)parse_train_options({});
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("--data"));
+  }
+  EXPECT_EQ(parse_train_options({"--data", "text.txt"}).data, "text.txt");
+}
+
+TEST(OptionsTest, WhatOnlySavesUseIsRefusedWithoutSave) {
+  for (const char* name : {"save-every", "keep", "keep-every"}) {
+    EXPECT_THAT(refusal({std::string("--") + name, "3"}), HasSubstr("without --save DIR"));
+  }
+  EXPECT_THAT(refusal({"--overwrite"}), HasSubstr("without --save DIR"));
+  EXPECT_EQ(parse({"--save", "run", "--keep", "3"}).checkpoint.keep, 3);
+  EXPECT_EQ(parse({"--save", ""}).save, "");
+}
+
+TEST(OptionsTest, HelpNamesEveryOptionAndChecksNothing) {
+  const TrainOptions options = parse_train_options({"--layers", "0", "--help"});
+  for (const char* name : {"--layers", "--micro-batch-size", "--check-replicas", "--config"}) {
+    EXPECT_THAT(options.help, HasSubstr(name));
+  }
+}
+
+TEST(OptionsTest, AnOptionFileGivesBackEveryText) {
+  const std::filesystem::path path = std::filesystem::temp_directory_path() /
+                                     ("sluice_texts_" + std::to_string(::getpid()) + ".conf");
+  const OptionValues texts = {{"data", "a#b"},           {"save", " edges "},
+                              {"metrics", "\"quoted\""}, {"trace", "two\nlines"},
+                              {"partition", "\\\"#"},    {"device", "a = b"},
+                              {"config", "plain text"}};
+  std::ofstream(path) << to_config_text(texts);
+  EXPECT_EQ(read_option_file(path.string()), texts);
+  std::ofstream(path) << "data = \"a # b\"  # comment\nsave=x # \"y\"\n# a = b\n";
+  EXPECT_EQ(read_option_file(path.string()), (OptionValues{{"data", "a # b"}, {"save", "x"}}));
+  for (const char* wrong :
+       {"data = \"open", "data = \"a\" b", "data = \"\\x\"", "data # = b", "data"}) {
+    std::ofstream(path) << wrong;
+    expect_error(ErrorCode::kUsage, {"line 1"}, [&] { (void)read_option_file(path.string()); });
+  }
+  std::filesystem::remove(path);
+  expect_error(ErrorCode::kUsage, {"/dev/zero", "more than"},
+               [] { (void)read_option_file("/dev/zero"); });
+}
+
+TEST(OptionsTest, ResolvedValuesGiveTheSameOptionsAgain) {
+  const TrainOptions first = parse_train_options(
+      {"--dry-run", "--batch-size", "12", "--micro-batch-size", "5", "--learning-rate", "0.1",
+       "--beta2", "0.95", "--untie", "--weight-decay", "0.1"});
+  const std::filesystem::path path = std::filesystem::temp_directory_path() /
+                                     ("sluice_resolved_" + std::to_string(::getpid()) + ".conf");
+  std::ofstream(path) << to_config_text(first.pipeline.checks.configuration);
+  const TrainOptions second = parse_train_options({"--config", path.string()});
+  std::filesystem::remove(path);
+  EXPECT_EQ(first.pipeline.checks.configuration, second.pipeline.checks.configuration);
+  EXPECT_THAT(first.pipeline.checks.configuration, Contains(Pair("micro-batches", "3")));
+  EXPECT_THAT(first.pipeline.checks.configuration, Contains(Pair("learning-rate", "0.1")));
+  EXPECT_THAT(first.pipeline.checks.configuration, Contains(Pair("beta2", "0.95")));
+}
+
+TEST_F(ConfigFileTest, TheCommandLineWins) {
+  const std::string path = write("# a run\nsteps = 30\n\nlayers=2 # few\nuntie = true\n");
+  const TrainOptions options = parse({"--config", path, "--steps", "7"});
+  EXPECT_EQ(options.steps, 7U);
+  EXPECT_EQ(options.model.layers, 2);
+  EXPECT_FALSE(options.model.tied);
+}
+
+TEST_F(ConfigFileTest, RefusalsNameTheFileAndTheKey) {
+  EXPECT_THAT(
+      refusal({"--config", write("layer = 2\n")}),
+      AllOf(HasSubstr(path_.string()), HasSubstr("unknown key 'layer'"), HasSubstr("'layers'")));
+  EXPECT_THAT(refusal({"--config", write("lr = 2\n")}), HasSubstr("did you mean 'learning-rate'"));
+  EXPECT_THAT(refusal({"--config", write("layers = two\n")}),
+              AllOf(HasSubstr(path_.string()), HasSubstr("key layers"), HasSubstr("'two'")));
+  EXPECT_THAT(refusal({"--config", write("nonsense\n")}),
+              AllOf(HasSubstr(path_.string()), HasSubstr("nonsense")));
+  EXPECT_THAT(refusal({"--config", write("[section]\n")}), HasSubstr("line 1 is '[section]'"));
+  EXPECT_THAT(refusal({"--config", write("# none\n a %invalid_line% # b\n")}),
+              HasSubstr("line 2 is 'a %invalid_line% # b'"));
+  EXPECT_THAT(refusal({"--config", write("config = x\n")}), HasSubstr("unknown key 'config'"));
+  EXPECT_THAT(refusal({"--config", write("lay\x1b\rers = 2\n")}), HasSubstr("key 'lay??ers'"));
+  EXPECT_THAT(refusal({"--config", write(std::string(1'000'000, 'y') + " = 2\n")}),
+              HasSubstr("yyy'; 'sluice train --help' lists all"));
+  EXPECT_THAT(refusal({"--config", "/no/such/file"}), HasSubstr("/no/such/file"));
+  EXPECT_THAT(refusal({"--config", "/tmp"}), HasSubstr("/tmp"));
+}
+
+TEST_F(ConfigFileTest, ABatchOptionOnTheCommandLineChangesASavedRun) {
+  const std::string path =
+      write("micro-batches = 4\nmicro-batch-size = 2\nbatch-size = 8\nreplicas = 1\n");
+  EXPECT_EQ(parse({"--config", path}).pipeline.shape.micro_batches, 4);
+  EXPECT_EQ(parse({"--config", path, "--batch-size", "12"}).pipeline.shape.micro_batches, 6);
+  EXPECT_EQ(parse({"--config", path, "--micro-batches", "8"}).pipeline.shape.batch_size, 16);
+  EXPECT_EQ(parse({"--config", path, "--replicas", "2"}).pipeline.shape.micro_batches, 2);
+}
+
+// --- a schedule from a file ---
+
+const std::string kTwoRanks = SLUICE_SCHEDULE_SAMPLES "/older_alphabet.csv";  // 2 micro-batches
+
+TEST(ScheduleFileOptionTest, TheFileFixesDepthAndMicroBatches) {
+  const TrainOptions options = parse({"--schedule-file", kTwoRanks, "--micro-batch-size", "3"});
+  ASSERT_NE(options.pipeline.order.given, nullptr);
+  EXPECT_EQ(options.pipeline.shape.pipeline, 2);
+  EXPECT_EQ(options.pipeline.shape.micro_batches, 2);
+  EXPECT_EQ(options.pipeline.shape.batch_size, 6);
+}
+
+TEST(ScheduleFileOptionTest, RefusalsNameTheOptionAndWhatIsLegal) {
+  EXPECT_THAT(refusal({"--schedule-file", kTwoRanks, "--micro-batches", "3"}),
+              AllOf(HasSubstr("--micro-batches: 3"), HasSubstr("legal is 2")));
+  EXPECT_THAT(refusal({"--schedule-file", kTwoRanks, "--pipeline", "4"}),
+              AllOf(HasSubstr("--pipeline: 4"), HasSubstr("legal is 2")));
+  EXPECT_THAT(refusal({"--schedule-file", kTwoRanks, "--schedule", "gpipe"}),
+              AllOf(HasSubstr("--schedule:"), HasSubstr("one of the two")));
+  EXPECT_THAT(refusal({"--schedule-file", kTwoRanks, "--chunks", "2"}), HasSubstr("--chunks:"));
+}
+
+TEST(ScheduleFileOptionTest, ASearchPlacesTheLayersItself) {
+  EXPECT_EQ(parse({"--schedule", "auto"}).pipeline.order.schedule, "auto");
+  EXPECT_THAT(refusal({"--schedule", "auto", "--partition", "2,2"}), HasSubstr("--partition:"));
+}
+
+TEST_F(ConfigFileTest, ASavedScheduleFileGivesWayToTheCommandLine) {
+  const TrainOptions saved =
+      parse_train_options({"--dry-run", "--schedule-file", kTwoRanks, "--batch-size", "6"});
+  const std::string path = write(to_config_text(saved.pipeline.checks.configuration));
+  EXPECT_NE(parse({"--config", path}).pipeline.order.given, nullptr);
+  EXPECT_EQ(parse({"--config", path, "--replicas", "3"}).pipeline.shape.micro_batches, 2);
+  const TrainOptions other = parse({"--config", path, "--schedule", "gpipe"});
+  EXPECT_EQ(other.pipeline.order.given, nullptr);
+  EXPECT_EQ(other.pipeline.order.schedule, "gpipe");
+}
+
+// --- batch size, micro-batch size, number of micro-batches ---
+
+BatchShape resolve(std::int64_t batch, std::int64_t size, std::int64_t count,
+                   std::int64_t replicas = 1) {
+  return complete_batch_shape(
+      {.batch_size = batch, .micro_batch_size = size, .micro_batches = count, .replicas = replicas},
+      1000);
+}
+
+std::string batch_refusal(std::int64_t batch, std::int64_t size, std::int64_t count,
+                          std::int64_t replicas = 1) {
+  try {
+    (void)resolve(batch, size, count, replicas);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    return error.what();
+  }
+  return "accepted";
+}
+
+TEST(BatchOptionsTest, AnyTwoGiveTheThird) {
+  EXPECT_EQ(resolve(0, 3, 4, 2).batch_size, 24);
+  EXPECT_EQ(resolve(24, 3, 0, 2).micro_batches, 4);
+  EXPECT_EQ(resolve(24, 0, 4, 2).micro_batch_size, 3);
+}
+
+TEST(BatchOptionsTest, TheLastMicroBatchMayBeSmaller) {
+  EXPECT_EQ(resolve(11, 4, 0).micro_batches, 3);
+  EXPECT_EQ(resolve(11, 0, 3).micro_batch_size, 4);
+  EXPECT_EQ(resolve(11, 4, 3).batch_size, 11);
+}
+
+TEST(BatchOptionsTest, DefaultsServeEveryReplicaAlike) {
+  for (std::int64_t replicas = 1; replicas <= 9; ++replicas) {
+    const BatchShape batch = resolve(0, 0, 0, replicas);
+    EXPECT_GE(batch.batch_size, 4);
+    EXPECT_EQ(batch.batch_size, replicas * batch.micro_batches * batch.micro_batch_size);
+  }
+}
+
+TEST(BatchOptionsTest, EveryAcceptedShapeLeavesNoMicroBatchEmpty) {
+  for (std::int64_t batch = 1; batch <= 12; ++batch) {
+    for (std::int64_t count = 1; count <= 12; ++count) {
+      for (std::int64_t replicas = 1; replicas <= 3; ++replicas) {
+        BatchShape result;
+        try {
+          result = resolve(batch, 0, count, replicas);
+        } catch (const Error&) {
+          continue;
+        }
+        const std::int64_t smallest = batch / replicas;
+        const std::int64_t largest = (batch + replicas - 1) / replicas;
+        EXPECT_GT(smallest, (result.micro_batches - 1) * result.micro_batch_size);
+        EXPECT_LE(largest, result.micro_batches * result.micro_batch_size);
+      }
+    }
+  }
+}
+
+TEST(BatchOptionsTest, RefusalsGiveTheNearestLegalValues) {
+  // Pieces of 2, 2, 1 and none.
+  EXPECT_THAT(batch_refusal(5, 0, 4),
+              HasSubstr("nearest legal: 3 or 5 micro-batches, or batch size 4"));
+  EXPECT_THAT(batch_refusal(5, 0, 9), HasSubstr("nearest legal: 5 micro-batches"));
+  // One replica gets 4 samples, the other 5.
+  EXPECT_THAT(batch_refusal(9, 4, 0, 2), HasSubstr("batch size 8 or 10"));
+  EXPECT_THAT(batch_refusal(3, 0, 0, 4), HasSubstr("nearest legal: batch size 4 or 3 replicas"));
+  EXPECT_THAT(batch_refusal(20, 4, 4), HasSubstr("nearest legal batch size is 16"));
+  EXPECT_THAT(batch_refusal(5000, 1, 0), HasSubstr("micro-batch size 5"));
+}
+
+TEST(BatchOptionsTest, RefusesProductsBeyondAnyNumber) {
+  const std::int64_t huge = std::int64_t{1} << 40;
+  EXPECT_THAT(batch_refusal(0, huge, 1000, huge), HasSubstr("1000 micro-batches"));
+  EXPECT_THAT(batch_refusal(huge, huge, 1000, 2147483647), HasSubstr("batch size"));
+  EXPECT_THAT(batch_refusal(0, huge, 0, huge), HasSubstr("batch"));
+}
+
+}  // namespace
+}  // namespace sluice
