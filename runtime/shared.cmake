@@ -36,6 +36,7 @@ foreach(box IN LISTS boxes)
   list(FILTER links EXCLUDE REGEX "LINK_ONLY|NOTFOUND")
   list(FILTER definitions EXCLUDE REGEX NOTFOUND)
   list(TRANSFORM links REPLACE "^Sluice::(.*)$" "sluice_\\1_of_shared")
+  list(TRANSFORM links REPLACE "^sluice_error_of_shared$" Sluice::error) # a header alone
   add_library(sluice_${box}_of_shared INTERFACE)
   set_target_properties(sluice_${box}_of_shared PROPERTIES EXPORT_NAME ${box} VERIFY_INTERFACE_HEADER_SETS OFF)
   target_sources(sluice_${box}_of_shared INTERFACE FILE_SET HEADERS BASE_DIRS ${folders} FILES ${headers})

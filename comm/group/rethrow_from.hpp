@@ -1,16 +1,10 @@
-// Exceptions of any type as an Error, and of what function of the program they came from.
+// Of what function of the program an exception came.
 #pragma once
 
 #include <string>
 #include <type_traits>
 
-#include <sluice/error.hpp>
-
 namespace sluice {
-
-// Called in a handler: its exception as an Error whose message starts with `prefix`, of rank
-// `rank`. An Error that names a rank is not changed.
-[[nodiscard]] Error caught_error(const std::string& prefix = "", int rank = -1);
 
 // Called in a handler: throws its exception again, as caught_error() with "<where>: ". OutOfMemory
 // keeps its type.

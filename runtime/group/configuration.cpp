@@ -59,7 +59,7 @@ std::string text_of(const std::shared_ptr<const Schedule>& given) {
   try {
     const std::string text = to_schedule_json(*given);
     return sha256_hex(std::as_bytes(std::span<const char>(text)));
-  } catch (const std::invalid_argument& error) {
+  } catch (const Error& error) {
     throw_usage("options.order.given: {}", error.what());
   }
 }

@@ -35,11 +35,7 @@ Placement stage_placement(const PipelineOptions& options, int depth) {
                 given->placement.ranks(), depth);
   }
   const std::string name = options.training.inference ? "forward-only" : options.order.schedule;
-  try {
-    return placement_of(name, {depth, options.shape.micro_batches, options.order.chunks});
-  } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kUsage, error.what());
-  }
+  return placement_of(name, {depth, options.shape.micro_batches, options.order.chunks});
 }
 
 // Refuses more than what one process plans in seconds.

@@ -40,18 +40,14 @@ void require_fitting(const Schedule& order, const ScheduleShape& shape) {
 }
 
 Schedule order_of(const PipelineOptions& options, const ScheduleShape& shape) {
-  try {
-    if (options.order.given == nullptr) {
-      const std::string name = options.training.inference ? "forward-only" : options.order.schedule;
-      require_plannable(stages_of(name, shape), shape.micro_batches);
-      return generate(name, shape);
-    }
-    require_plannable(options.order.given->placement.stages(), shape.micro_batches);
-    if (options.training.inference) {
-      return generate_forward_only(options.order.given->placement, shape.micro_batches);
-    }
-  } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kUsage, error.what());
+  if (options.order.given == nullptr) {
+    const std::string name = options.training.inference ? "forward-only" : options.order.schedule;
+    require_plannable(stages_of(name, shape), shape.micro_batches);
+    return generate(name, shape);
+  }
+  require_plannable(options.order.given->placement.stages(), shape.micro_batches);
+  if (options.training.inference) {
+    return generate_forward_only(options.order.given->placement, shape.micro_batches);
   }
   require_fitting(*options.order.given, shape);
   return *options.order.given;

@@ -8,11 +8,12 @@
 #include <cstdlib>
 #include <initializer_list>
 #include <iostream>
-#include <new>
 #include <string_view>
 #include <system_error>
 
 #include <sluice/error.hpp>
+
+#include "comm/base/caught_error.hpp"
 
 namespace sluice {
 
@@ -30,18 +31,12 @@ void require_stdout() {
 Error current_error() {
   try {
     throw;
-  } catch (const Error& error) {
-    return error;
-  } catch (const std::bad_alloc&) {
-    return {ErrorCode::kDevice, "out of host memory"};
   } catch (const std::system_error& error) {
     // fmt::print() throws where the output takes no more.
-    if (std::ferror(stdout) == 0) return {code_of_foreign(error), error.what()};
+    if (std::ferror(stdout) == 0) return caught_error();
     return {ErrorCode::kIo, "cannot write to standard output: " + error.code().message()};
-  } catch (const std::exception& error) {
-    return {code_of_foreign(error), error.what()};
   } catch (...) {
-    return {ErrorCode::kUser, "an exception of unknown type"};
+    return caught_error();
   }
 }
 

@@ -3,30 +3,18 @@
 #pragma once
 
 #include <functional>
-#include <stdexcept>
 #include <string>
 
 #include <sluice/error.hpp>
 
 namespace sluice {
 
-// Call from a catch clause: the exception as an Error. One that is no Error gets the code of
-// code_of_foreign().
+// As caught_error(). Standard output that cannot be written is kIo.
 [[nodiscard]] Error current_error();
 
 // Runs `body`, which needs no MPI. Returns the exit code and prints an error, as run_main() does.
 // Standard output that cannot be written is Error(kIo).
 int run_guarded(const std::function<void()>& body);
-
-// The result of body(); a std::invalid_argument that it throws becomes Error(kUsage).
-template <typename Body>
-auto usage_errors(const Body& body) {
-  try {
-    return body();
-  } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kUsage, error.what());
-  }
-}
 
 // Empties the buffers of standard output.
 void flush_stdout();

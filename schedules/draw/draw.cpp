@@ -2,11 +2,11 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <sluice/draw.hpp>
+#include <sluice/error.hpp>
 
 #include "schedules/model/dataflow.hpp"
 #include "schedules/model/index.hpp"
@@ -179,8 +179,8 @@ std::string describe(const Schedule& schedule, const Violation& violation) {
 std::string draw_timeline(const Schedule& schedule, const Simulation& simulation, int columns) {
   if (columns < 1) refuse("a timeline of ", columns, " columns; at least 1 is legal");
   if (simulation.timeline.size() != at(schedule.placement.ranks())) {
-    throw std::invalid_argument("timeline of '" + schedule.name +
-                                "': the simulation has none, or one of other ranks");
+    throw Error(ErrorCode::kUsage, "timeline of '" + schedule.name +
+                                       "': the simulation has none, or one of other ranks");
   }
   const std::size_t label = std::to_string(simulation.timeline.size() - 1).size();
   const double scale = simulation.makespan > 0 ? columns / simulation.makespan : 0;

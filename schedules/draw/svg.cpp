@@ -3,7 +3,6 @@
 #include <charconv>
 #include <cmath>
 #include <limits>
-#include <stdexcept>
 
 #include <sluice/draw.hpp>
 

@@ -1,7 +1,6 @@
 #include "schedules/files/file_text.hpp"
 
 #include <algorithm>
-#include <stdexcept>
 
 #include <sluice/schedule_file.hpp>
 

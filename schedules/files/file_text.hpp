@@ -15,7 +15,7 @@ namespace sluice {
 // Could be a step's text form: 1 to 64 printable bytes without a blank.
 [[nodiscard]] bool is_action_text(std::string_view text);
 
-// All throw std::invalid_argument beginning with `reader`, e.g. "schedule file".
+// All throw Error(kUsage) beginning with `reader`, e.g. "schedule file".
 void require_file_size(std::string_view reader, std::string_view text);
 void require_action_count(std::string_view reader, std::int64_t actions);
 // Every pair of stage and micro-batch needs an action of its own: bounds what check() allocates.

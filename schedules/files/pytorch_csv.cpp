@@ -2,11 +2,11 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <stdexcept>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include <sluice/error.hpp>
 #include <sluice/schedule_file.hpp>
 
 #include "schedules/files/file_text.hpp"
@@ -237,7 +237,7 @@ class CsvReader {
       } else {
         step = parse_step(cell);
       }
-    } catch (const std::invalid_argument& error) {
+    } catch (const Error& error) {
       fail_at(at, error.what());
     }
     if (!known_to_pytorch(step.action.kind)) {
@@ -304,8 +304,9 @@ class CsvReader {
       if (!computes) fail_at({rank + 1, 1}, "the row computes nothing; every rank needs a stage");
     }
     if (computes_ == 0)
-      throw std::invalid_argument(std::string(kCsvReader) +
-                                  ": the text is empty: there is no such file, or nothing in it");
+      throw Error(
+          ErrorCode::kUsage,
+          std::string(kCsvReader) + ": the text is empty: there is no such file, or nothing in it");
     require_enough_actions(kCsvReader, static_cast<std::int64_t>(stage_to_rank_.size()),
                            schedule.micro_batches, computes_);
     schedule.placement =
@@ -325,7 +326,7 @@ class CsvReader {
   void check_messages() {
     if (const auto violation = check(result_.schedule)) {
       if (violation->rank < 0 || violation->position < 0) {
-        throw std::invalid_argument(std::string(kCsvReader) + ": " + violation->message);
+        throw Error(ErrorCode::kUsage, std::string(kCsvReader) + ": " + violation->message);
       }
       fail_at(position_of(*violation), violation->message);
     }
@@ -370,8 +371,8 @@ class Row {
   void add(const Step& step) {
     const Action& action = step.action;
     if (!known_to_pytorch(action.kind) || action.copy != 0 || action.to_stage >= 0) {
-      throw std::invalid_argument("schedule '" + std::string(schedule_) +
-                                  "': PyTorch has no action " + to_string(action));
+      throw Error(ErrorCode::kUsage, "schedule '" + std::string(schedule_) +
+                                         "': PyTorch has no action " + to_string(action));
     }
     const std::string cell = to_string(step);
     put(alphabet_ == CsvAlphabet::kOlder ? renamed(cell, "I", "B", "B", "BW") : cell);

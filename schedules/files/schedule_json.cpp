@@ -5,10 +5,10 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include <sluice/error.hpp>
 #include <sluice/schedule_file.hpp>
 
 #include "schedules/files/file_text.hpp"
@@ -133,7 +133,7 @@ Step step_of(const Json& value, const std::string& place) {
   Step step;
   try {
     step = parse_step(value.get_ref<const std::string&>());
-  } catch (const std::invalid_argument& error) {
+  } catch (const Error& error) {
     fail(place + ": " + error.what());
   }
   if (is_compute(step.action.kind) || is_sharding(step.action.kind)) return step;
@@ -209,7 +209,7 @@ ScheduleFile parse_schedule_json(std::string_view text) {
   require_enough_actions(kJsonReader, stages, schedule.micro_batches, computes);
   try {
     schedule.placement = Placement::custom(ranks, std::move(placement));
-  } catch (const std::invalid_argument& error) {
+  } catch (const Error& error) {
     fail(error.what());
   }
   find_forward_only(schedule);
@@ -247,10 +247,10 @@ std::string to_schedule_json(const Schedule& schedule, const std::optional<MadeF
     for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
       const Step& step = schedule.ranks[rank][i];
       if (!is_compute(step.action.kind) && !is_sharding(step.action.kind)) {
-        throw std::invalid_argument(
-            "schedule '" + schedule.name + "': " + to_string(step) +
-            " does not compute; a schedule file holds F, B, I, W, UNSHARD, RESHARD and "
-            "REDUCE_GRAD");
+        throw Error(ErrorCode::kUsage,
+                    "schedule '" + schedule.name + "': " + to_string(step) +
+                        " does not compute; a schedule file holds F, B, I, W, UNSHARD, RESHARD and "
+                        "REDUCE_GRAD");
       }
       text += i == 0 ? "\"" : ", \"";
       text += to_string(step);

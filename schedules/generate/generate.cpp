@@ -1,8 +1,8 @@
 #include <array>
 #include <cstdint>
 #include <limits>
-#include <stdexcept>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 
 #include "schedules/generate/generators.hpp"
@@ -49,7 +49,8 @@ const GeneratorRow& row_of(std::string_view name) {
   }
   std::string known;
   for (const std::string& each : schedule_names()) known += (known.empty() ? "" : ", ") + each;
-  throw std::invalid_argument("unknown schedule '" + std::string(name) + "'; known are " + known);
+  throw Error(ErrorCode::kUsage,
+              "unknown schedule '" + std::string(name) + "'; known are " + known);
 }
 
 void require_positive(std::string_view what, int value) {

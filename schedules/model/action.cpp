@@ -1,9 +1,9 @@
 #include <array>
 #include <charconv>
 #include <limits>
-#include <stdexcept>
 #include <system_error>
 
+#include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
 #include "schedules/model/index.hpp"
@@ -88,9 +88,9 @@ class ActionReader {
 
  private:
   [[noreturn]] void fail(const std::string& why) const {
-    throw std::invalid_argument("action '" + std::string(text_) + "': " + why +
-                                "; legal is <stage><KIND>[micro_batch], e.g. 2F0, 3SEND_B1, "
-                                "0REDUCE_GRAD");
+    throw Error(ErrorCode::kUsage, "action '" + std::string(text_) + "': " + why +
+                                       "; legal is <stage><KIND>[micro_batch], e.g. 2F0, 3SEND_B1, "
+                                       "0REDUCE_GRAD");
   }
 
   bool take(char c) {
@@ -163,16 +163,16 @@ Step parse_step(std::string_view text) {
   const std::string legal = "; legal is (<action>;<action>)OVERLAP_F_B, e.g. (0F7;7B3)OVERLAP_F_B";
   const std::size_t middle = text.find(';');
   if (!text.ends_with(kOverlapSuffix) || middle == std::string_view::npos) {
-    throw std::invalid_argument("step '" + std::string(text) + "' is not an overlapped pair" +
-                                legal);
+    throw Error(ErrorCode::kUsage,
+                "step '" + std::string(text) + "' is not an overlapped pair" + legal);
   }
   const std::size_t end = text.size() - kOverlapSuffix.size();
   Step step{parse_action(text.substr(1, middle - 1)),
             parse_action(text.substr(middle + 1, end - middle - 1))};
   for (const Action& action : {step.action, *step.overlapped}) {
     if (!is_compute(action.kind)) {
-      throw std::invalid_argument("step '" + std::string(text) + "': " + to_string(action) +
-                                  " does not compute, only F, B, I and W overlap" + legal);
+      throw Error(ErrorCode::kUsage, "step '" + std::string(text) + "': " + to_string(action) +
+                                         " does not compute, only F, B, I and W overlap" + legal);
     }
   }
   return step;

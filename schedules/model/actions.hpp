@@ -48,7 +48,7 @@ namespace sluice {
          placement.rank_of(neighbour) != placement.rank_of(stage);
 }
 
-// Throws std::invalid_argument where the placement does not have the stage.
+// Throws Error(kUsage) where the placement does not have the stage.
 inline void require_stage(const Placement& placement, int stage) {
   if (stage >= 0 && stage < placement.stages()) return;
   refuse("an action of stage ", stage, "; legal: 0 to ", placement.stages() - 1);

@@ -1,10 +1,10 @@
 // Builds the text of messages.
 #pragma once
 
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 
+#include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
 namespace sluice {
@@ -27,10 +27,10 @@ template <class... Parts>
   return text;
 }
 
-// Throws std::invalid_argument with that text.
+// Throws Error(kUsage) with that text.
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
-  throw std::invalid_argument(concat(parts...));
+  throw Error(ErrorCode::kUsage, concat(parts...));
 }
 
 }  // namespace sluice

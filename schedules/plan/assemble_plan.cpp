@@ -1,5 +1,4 @@
 #include <map>
-#include <stdexcept>
 #include <string>
 #include <utility>
 

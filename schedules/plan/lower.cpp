@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <iterator>
 #include <span>
-#include <stdexcept>
 #include <string>
 
+#include <sluice/error.hpp>
 #include <sluice/plan.hpp>
 
 #include "schedules/model/actions.hpp"
@@ -16,7 +16,7 @@ namespace {
 void require_tied_groups(const std::vector<TiedStages>& tied, int stages) {
   for (const TiedStages& group : tied) {
     if (group.stages.empty()) {
-      throw std::invalid_argument("a tied parameter names no stage; it needs at least one");
+      throw Error(ErrorCode::kUsage, "a tied parameter names no stage; it needs at least one");
     }
     for (std::size_t i = 0; i < group.stages.size(); ++i) {
       const int stage = group.stages[i];

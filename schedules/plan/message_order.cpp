@@ -2,8 +2,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
-#include <stdexcept>
 #include <tuple>
+
+#include <sluice/error.hpp>
 
 #include "schedules/model/dataflow.hpp"
 #include "schedules/model/index.hpp"
@@ -58,8 +59,8 @@ struct UnitTime {
       if (step.overlapped) clock += units(*step.overlapped);
     });
     if (!finished) {
-      throw std::invalid_argument("plan of '" + lowered.name +
-                                  "': the schedule cannot run to its end; check() says why");
+      throw Error(ErrorCode::kUsage, "plan of '" + lowered.name +
+                                         "': the schedule cannot run to its end; check() says why");
     }
   }
 };

@@ -36,13 +36,13 @@ struct PlanMessages {
   std::vector<std::vector<Issue>> issues;  // [rank]; empty: MessageOrder::kReceivesAhead
 };
 
-// Sets neither depths nor issues. Requires: stages in range. Throws std::invalid_argument where a
+// Sets neither depths nor issues. Requires: stages in range. Throws Error(kUsage) where a
 // channel's messages are not all sent.
 [[nodiscard]] PlanMessages find_messages(const Schedule& lowered);
 
 // [rank] What assemble_plan() says of MessageOrder::kGlobal. Both ends of a message find it in
 // groups of the same messages. Requires: assemble_plan()'s requirements, and `messages` found in
-// the same schedule. Throws std::invalid_argument for a schedule that cannot run to its end.
+// the same schedule. Throws Error(kUsage) for a schedule that cannot run to its end.
 [[nodiscard]] std::vector<std::vector<Issue>> global_issue_order(const Schedule& lowered,
                                                                  const PlanMessages& messages);
 
@@ -59,7 +59,7 @@ struct PlannedRank {
 };
 
 // Requires: assemble_plan()'s requirements, and `messages` found in the same schedule. Throws
-// std::invalid_argument for actions a plan cannot carry and for receives that are not all there.
+// Error(kUsage) for actions a plan cannot carry and for receives that are not all there.
 [[nodiscard]] PlannedRank plan_rank(const Schedule& lowered, const PlanMessages& messages,
                                     const std::vector<TiedStages>& tied, const PlanOptions& options,
                                     int rank);

@@ -2,7 +2,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,7 +45,7 @@ struct Demand {
 // A receive can be waited for only when all before it in the channel are posted too, and where the
 // order is global, all before it in that order. So a pool needs, at each wait, a slot for every
 // message up to the furthest one that must be posted and is not released. Throws
-// std::invalid_argument for receives that are not all there.
+// Error(kUsage) for receives that are not all there.
 class ReceiveFinder {
  public:
   ReceiveFinder(const Schedule& lowered, const PlanMessages& messages, const PlanOptions& options,

@@ -5,10 +5,10 @@
 #include <limits>
 #include <optional>
 #include <set>
-#include <stdexcept>
 #include <tuple>
 #include <utility>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 
 #include "schedules/model/index.hpp"
@@ -165,7 +165,7 @@ class Collector {
       Schedule schedule;
       try {
         schedule = generate(name, {request.ranks, request.micro_batches, place.chunks});
-      } catch (const std::invalid_argument&) {
+      } catch (const Error&) {
         continue;  // not of this many chunks or micro-batches
       }
       if (schedule.placement != place.placement) continue;
@@ -237,9 +237,10 @@ class Collector {
       if (bytes) return digits + " bytes";
       return digits + (value == 1 ? " micro-batch in flight" : " micro-batches in flight");
     };
-    throw std::invalid_argument("schedule search: nothing fits a limit of " +
-                                text(*std::min_element(limit.begin(), limit.end())) +
-                                " per rank; the nearest legal limit is " + text(least_limit_));
+    throw Error(ErrorCode::kUsage, "schedule search: nothing fits a limit of " +
+                                       text(*std::min_element(limit.begin(), limit.end())) +
+                                       " per rank; the nearest legal limit is " +
+                                       text(least_limit_));
   }
 
   const SearchSpace& space_;

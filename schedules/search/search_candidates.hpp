@@ -25,7 +25,7 @@ struct StageMap {
 };
 
 // The maps for the request, fewest chunks first. Numbers of chunks that the layers do not
-// allow leave a sentence in `left_out`. Throws std::invalid_argument where none is left.
+// allow leave a sentence in `left_out`. Throws Error(kUsage) where none is left.
 [[nodiscard]] std::vector<StageMap> stage_maps_of(const SearchRequest& request,
                                                   std::vector<std::string>& left_out);
 
@@ -81,7 +81,7 @@ struct SearchSpace {
 };
 
 // Every generator that applies, the best of greedy insertion and the best of the list scheduler, on
-// each stage map. Throws std::invalid_argument, with the least limit that would do, where nothing
+// each stage map. Throws Error(kUsage), with the least limit that would do, where nothing
 // fits the memory.
 [[nodiscard]] std::vector<Candidate> collect_candidates(const SearchSpace& space);
 

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <deque>
-#include <stdexcept>
 #include <tuple>
 
 #include "schedules/model/index.hpp"

@@ -85,7 +85,7 @@ struct Memory {
 };
 
 // Bytes: activations; what a rank holds all the time counts against its limit, and so do
-// `tensors_moving` outputs and as many gradients of its largest stage. Throws std::invalid_argument
+// `tensors_moving` outputs and as many gradients of its largest stage. Throws Error(kUsage)
 // as simulate() does.
 [[nodiscard]] Problem make_problem(const Placement& placement, int micro_batches, bool split,
                                    const SimulationTimes& times, const Memory& memory,

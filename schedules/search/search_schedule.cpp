@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <limits>
 #include <set>
-#include <stdexcept>
 #include <utility>
 
+#include <sluice/error.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/search.hpp>
 #include <sluice/verify.hpp>
@@ -111,7 +111,7 @@ SearchResult search_schedule(const SearchRequest& request) {
   for (const search::Candidate& each : candidates) {
     if (search::accept(space, each, result)) return result;
   }
-  throw std::invalid_argument("schedule search: verify() refuses all that was found");
+  throw Error(ErrorCode::kUsage, "schedule search: verify() refuses all that was found");
 }
 
 double makespan_lower_bound(const Placement& placement, int micro_batches,

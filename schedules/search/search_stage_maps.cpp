@@ -2,10 +2,11 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
+
+#include <sluice/error.hpp>
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
@@ -85,7 +86,7 @@ std::vector<int> smallest_largest(const std::vector<double>& prefix, int stages)
 }
 
 void require(bool legal, const std::string& message) {
-  if (!legal) throw std::invalid_argument("schedule search: " + message);
+  if (!legal) throw Error(ErrorCode::kUsage, "schedule search: " + message);
 }
 
 void check_request(const SearchRequest& request) {

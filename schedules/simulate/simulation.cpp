@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 
+#include <sluice/error.hpp>
 #include <sluice/simulate.hpp>
 
 #include "schedules/model/actions.hpp"
@@ -151,8 +151,8 @@ class Simulator {
     const bool finished =
         dataflow.run([this](int rank, int, const Step& step) { visit(at(rank), step); });
     if (!finished) {
-      throw std::invalid_argument("simulation of '" + schedule_.name +
-                                  "': the schedule cannot run to its end; check() says why");
+      throw Error(ErrorCode::kUsage, "simulation of '" + schedule_.name +
+                                         "': the schedule cannot run to its end; check() says why");
     }
     if (!schedule_.forward_only) reduce();
     if (memory_) memory_->finish(result_, detail_.memory);

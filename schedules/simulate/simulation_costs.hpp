@@ -24,7 +24,7 @@ template <class T>
   return bytes.output_gradient < 0 ? bytes.output : bytes.output_gradient;
 }
 
-// Throws std::invalid_argument as simulate() does for costs that do not fit the schedule.
+// Throws Error(kUsage) as simulate() does for costs that do not fit the schedule.
 void require_costs(const SimulationTimes& times, const Schedule& schedule);
 
 // Seconds that the bytes occupy the link, without its latency.
@@ -77,7 +77,7 @@ struct LaneTimes {
 // queue's order.
 //
 // `schedule`: compute actions alone; their pairs run one after the other. Throws
-// std::invalid_argument where the schedule cannot run.
+// Error(kUsage) where the schedule cannot run.
 [[nodiscard]] LaneTimes lane_times(const Schedule& schedule, const SimulationTimes& times);
 
 }  // namespace sluice

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 

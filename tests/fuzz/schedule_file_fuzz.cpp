@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include <sluice/draw.hpp>
+#include <sluice/error.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/schedule_file.hpp>
 #include <sluice/simulate.hpp>
@@ -55,7 +56,7 @@ void feed(const Read& read) {
   Schedule schedule;
   try {
     schedule = read();
-  } catch (const std::invalid_argument& refusal) {
+  } catch (const Error& refusal) {
     require_one_printable_line(refusal.what());
     return;
   }

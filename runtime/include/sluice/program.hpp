@@ -26,7 +26,7 @@ namespace sluice {
 // job, by the rank that saw it first. Where every rank throws the same Error(kUsage), all of them
 // return its exit code and MPI ends normally; any other error ends the job on every rank within
 // about two seconds by MPI_Abort with exit_code(code). An exception that is no Error has the code
-// of code_of_foreign(). Nothing escapes.
+// kUser; std::filesystem::filesystem_error has kIo. Nothing escapes.
 int run_main(int argc, char** argv, const std::function<void(Communicator& world)>& body);
 
 // run_main() for a command line. `parse` runs before MPI is up. A text that it returns (help) is

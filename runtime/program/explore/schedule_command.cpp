@@ -138,7 +138,7 @@ Found find_schedule(const Costs& costs, SearchRequest request, int layers,
       layers > 0 ? costs.of_layers(request.ranks, layers) : costs.of_shares(request.ranks);
   request.byte_limit = costs.byte_limit(request.ranks);
   request.in_flight_limit = costs.in_flight_limit(request.ranks);
-  Found found{usage_errors([&] { return search_schedule(request); }), {}};
+  Found found{search_schedule(request), {}};
   const SearchResult& result = found.result;
   const SearchCandidate& chosen = result.chosen;
   const std::string source = fmt::format(

@@ -287,41 +287,37 @@ SimulationTimes Costs::times(const Placement& placement,
                              const std::vector<int>& first_layer) const {
   const int ranks = placement.ranks(), stages = placement.stages();
   require_cluster_of(ranks);
-  return usage_errors([&] {
-    SimulationTimes times = scope_ == CostsOf::kRankShare
-                                ? recut(of_pieces(ranks, 1), ranks, stages)
-                                : of_pieces(stages, static_cast<double>(stages) / ranks);
-    if (measured_.empty()) return times;
-    SimulationTimes measured;
-    measured.stages = measured_;
-    if (!layers_.empty()) {
-      measured.stages = layers_;
-      const bool fits =
-          !first_layer.empty() && first_layer.back() == static_cast<int>(layers_.size());
-      if (fits) return with(join_layers(measured, first_layer).stages, std::move(times));
-      if (static_cast<int>(measured_.size()) == stages) return with(measured_, std::move(times));
-      return with(cut_layers(measured, placement).times.stages, std::move(times));
-    }
-    measured = recut(measured, static_cast<int>(measured_.size()), stages);
-    return with(measured.stages, std::move(times));
-  });
+  SimulationTimes times = scope_ == CostsOf::kRankShare
+                              ? recut(of_pieces(ranks, 1), ranks, stages)
+                              : of_pieces(stages, static_cast<double>(stages) / ranks);
+  if (measured_.empty()) return times;
+  SimulationTimes measured;
+  measured.stages = measured_;
+  if (!layers_.empty()) {
+    measured.stages = layers_;
+    const bool fits =
+        !first_layer.empty() && first_layer.back() == static_cast<int>(layers_.size());
+    if (fits) return with(join_layers(measured, first_layer).stages, std::move(times));
+    if (static_cast<int>(measured_.size()) == stages) return with(measured_, std::move(times));
+    return with(cut_layers(measured, placement).times.stages, std::move(times));
+  }
+  measured = recut(measured, static_cast<int>(measured_.size()), stages);
+  return with(measured.stages, std::move(times));
 }
 
 SimulationTimes Costs::of_shares(int ranks) const { return times(Placement::linear(ranks)); }
 
 SimulationTimes Costs::of_layers(int ranks, int layers) const {
   require_cluster_of(ranks);
-  return usage_errors([&] {
-    SimulationTimes times = of_pieces(layers, 1);
-    if (times.stages.size() == 1) {
-      times.stages.assign(static_cast<std::size_t>(layers), times.stages.front());
-    }
-    if (measured_.empty()) return times;
-    SimulationTimes measured;
-    measured.stages = layers_.empty() ? measured_ : layers_;
-    measured = recut(measured, static_cast<int>(measured.stages.size()), layers);
-    return with(measured.stages, std::move(times));
-  });
+  SimulationTimes times = of_pieces(layers, 1);
+  if (times.stages.size() == 1) {
+    times.stages.assign(static_cast<std::size_t>(layers), times.stages.front());
+  }
+  if (measured_.empty()) return times;
+  SimulationTimes measured;
+  measured.stages = layers_.empty() ? measured_ : layers_;
+  measured = recut(measured, static_cast<int>(measured.stages.size()), layers);
+  return with(measured.stages, std::move(times));
 }
 
 std::vector<std::string> Costs::remarks(const Placement& placement) const {

@@ -306,15 +306,13 @@ void write_report(const ScheduleReport& report, const ScheduleOutput& output) {
       put(to_schedule_json(report.schedule, report.made_for));
     }
   };
-  usage_errors([&] {
-    if (output.path.empty()) {
-      body([](std::string_view text) { fmt::print("{}", text); });
-      return;
-    }
-    AtomicFile file(output.path);
-    body([&file](std::string_view text) { file.write(text); });
-    file.commit();
-  });
+  if (output.path.empty()) {
+    body([](std::string_view text) { fmt::print("{}", text); });
+    return;
+  }
+  AtomicFile file(output.path);
+  body([&file](std::string_view text) { file.write(text); });
+  file.commit();
 }
 
 std::string to_text(const OrderedJson& json, const Schedule* drawn) {

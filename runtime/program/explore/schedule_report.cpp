@@ -186,42 +186,40 @@ LoadedSchedule load_schedule(const std::filesystem::path& path, CsvAlphabet alph
         looks_like_json(text) ? load_json(text) : load_csv(text, path, alphabet);
     loaded.source = fmt::format("{}: {}", path.string(), loaded.source);
     return loaded;
-  } catch (const std::invalid_argument& error) {
+  } catch (const Error& error) {
     throw_error(ErrorCode::kPlan, "{}: {}", path.string(), error.what());
   }
 }
 
 LoadedSchedule generate_schedule(std::string_view name, const ScheduleShape& shape) {
   require_small_enough(std::int64_t{shape.ranks} * std::max(shape.chunks, 1), shape.micro_batches);
-  return usage_errors([&] { return LoadedSchedule{generate(name, shape), ""}; });
+  return LoadedSchedule{generate(name, shape), ""};
 }
 
 ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
                                const SimulationDetail& detail, const SimulationTimes* known) {
   require_small_enough(loaded.schedule.placement.stages(), loaded.schedule.micro_batches);
-  return usage_errors([&] {
-    ScheduleReport report;
-    report.schedule = std::move(loaded.schedule);
-    const Placement& placement = report.schedule.placement;
-    const SimulationTimes times =
-        known != nullptr ? *known
-                         : costs.times(placement, loaded.made_for ? loaded.made_for->first_layer
-                                                                  : std::vector<int>{});
-    if (const auto violation = check(report.schedule)) {
-      throw_error(ErrorCode::kPlan, "{}", describe(report.schedule, *violation));
-    }
-    require_plan_for_queues(placement, report.schedule.micro_batches, times);
-    report.simulation = simulate(report.schedule, times, detail);
-    report.json = to_json(report.schedule, report.simulation, loaded.source, times.reduce_overlap);
-    if (!costs.source().empty()) report.json["times"] = costs.source();
-    const std::vector<std::string> remarks = costs.remarks(placement);
-    if (!remarks.empty()) report.json["remarks"] = remarks;
-    add_lists(report.json, "timeline", report.simulation.timeline);
-    add_lists(report.json, "reductions", report.simulation.reductions);
-    add_lists(report.json, "memory", report.simulation.memory);
-    if (known == nullptr) require_memory(report, costs);
-    return report;
-  });
+  ScheduleReport report;
+  report.schedule = std::move(loaded.schedule);
+  const Placement& placement = report.schedule.placement;
+  const SimulationTimes times =
+      known != nullptr ? *known
+                       : costs.times(placement, loaded.made_for ? loaded.made_for->first_layer
+                                                                : std::vector<int>{});
+  if (const auto violation = check(report.schedule)) {
+    throw_error(ErrorCode::kPlan, "{}", describe(report.schedule, *violation));
+  }
+  require_plan_for_queues(placement, report.schedule.micro_batches, times);
+  report.simulation = simulate(report.schedule, times, detail);
+  report.json = to_json(report.schedule, report.simulation, loaded.source, times.reduce_overlap);
+  if (!costs.source().empty()) report.json["times"] = costs.source();
+  const std::vector<std::string> remarks = costs.remarks(placement);
+  if (!remarks.empty()) report.json["remarks"] = remarks;
+  add_lists(report.json, "timeline", report.simulation.timeline);
+  add_lists(report.json, "reductions", report.simulation.reductions);
+  add_lists(report.json, "memory", report.simulation.memory);
+  if (known == nullptr) require_memory(report, costs);
+  return report;
 }
 
 }  // namespace sluice

@@ -46,7 +46,7 @@ std::string searched(const TrainOptions& options, int ranks) {
   const SearchResult result = [&] {
     try {
       return search_schedule(request_of(options, ranks));
-    } catch (const std::invalid_argument& error) {
+    } catch (const Error& error) {
       throw_usage("option --schedule: auto: {}", error.what());
     }
   }();
@@ -155,19 +155,15 @@ std::vector<StageTimes> layer_times(const TransformerConfig& model) {
 }
 
 ScheduleChoice choose_schedule(const TrainOptions& options, int ranks, Collectives& world) {
-  try {
-    if (options.pipeline.order.given == nullptr && options.pipeline.order.schedule == "auto") {
-      return search(options, ranks, world);
-    }
-    if (options.pipeline.order.given != nullptr) return given_order(options);
-    const int stages = stages_of(
-        options.pipeline.order.schedule,
-        {ranks, std::max(options.pipeline.shape.micro_batches, 1), options.pipeline.order.chunks});
-    require_layers_for_chunks(options, ranks);
-    return {.partition = parse_partition(options.partition, layer_work(options.model), stages)};
-  } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kUsage, error.what());
+  if (options.pipeline.order.given == nullptr && options.pipeline.order.schedule == "auto") {
+    return search(options, ranks, world);
   }
+  if (options.pipeline.order.given != nullptr) return given_order(options);
+  const int stages = stages_of(
+      options.pipeline.order.schedule,
+      {ranks, std::max(options.pipeline.shape.micro_batches, 1), options.pipeline.order.chunks});
+  require_layers_for_chunks(options, ranks);
+  return {.partition = parse_partition(options.partition, layer_work(options.model), stages)};
 }
 
 }  // namespace sluice

@@ -24,7 +24,7 @@ namespace sluice {
 // right over at most `columns` columns of 1 and more. An action begins with its name, `F0` (with
 // the stage in front where a rank has several), as far as it has columns, and goes on with `-`; one
 // that has no column is left out. A line with the makespan and the bubble follows. Throws
-// std::invalid_argument for a simulation without timeline.
+// Error(kUsage) for a simulation without timeline.
 [[nodiscard]] std::string draw_timeline(const Schedule& schedule, const Simulation& simulation,
                                         int columns = 80);
 
@@ -42,7 +42,7 @@ inline constexpr std::size_t kMaxSvgActions = 100'000;
 // Boxes are as wide as their actions are long in the simulation; the shortest one has room for its
 // number, as long as the picture then stays below `most_width` pixels. At most 500 bytes per
 // action. Requires: `simulation` is simulate()'s of this schedule or of what lower() made of it, or
-// of step_timeline(), as `schedule` then is. Throws std::invalid_argument for a simulation of
+// of step_timeline(), as `schedule` then is. Throws Error(kUsage) for a simulation of
 // another schedule, and for more than kMaxSvgActions actions.
 [[nodiscard]] std::string draw_svg(const Schedule& schedule, const Simulation& simulation,
                                    int most_width = 20'000);

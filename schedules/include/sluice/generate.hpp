@@ -14,7 +14,7 @@ namespace sluice {
 // Names generate() accepts, in the order they are presented to users.
 [[nodiscard]] const std::vector<std::string>& schedule_names();
 
-// Compute actions only. Throws std::invalid_argument for an unknown name (listing the known ones)
+// Compute actions only. Throws Error(kUsage) for an unknown name (listing the known ones)
 // and for shapes the algorithm cannot serve (with the nearest legal values).
 [[nodiscard]] Schedule generate(std::string_view name, const ScheduleShape& shape);
 

@@ -53,7 +53,7 @@ struct LowerOptions {
 // overlaps with computation, REDUCE_GRAD comes right after the last B or W of its stage, before the
 // messages that follow. Otherwise it comes at the list's end, where it holds up no other rank. A
 // REDUCE_TIED names the first stage of its group on that rank; groups come in the order of `tied`.
-// Requires: check() found nothing. Throws std::invalid_argument for schedules with messages, for
+// Requires: check() found nothing. Throws Error(kUsage) for schedules with messages, for
 // illegal groups and where `overlapped_grad_sums` has not one entry per stage.
 [[nodiscard]] Schedule lower(const Schedule& schedule, const LowerOptions& options);
 
@@ -175,7 +175,7 @@ inline constexpr std::int64_t kMaxPlannedPairs = 2'000'000;
 // or W ends goes before a REDUCE_GRAD that follows that action. n log n in the actions of a rank.
 //
 // Requires: check(schedule) found nothing; `lowered` comes from lower(). `tied` as given there.
-// Throws std::invalid_argument for illegal options, messages that are not all there and kinds no op
+// Throws Error(kUsage) for illegal options, messages that are not all there and kinds no op
 // exists for.
 [[nodiscard]] Plan assemble_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
                                  const PlanOptions& options = {});

@@ -4,7 +4,7 @@
 //     -> make_plan(slots, tags, posts) -> verify(plan) -> simulate | draw | execute
 //
 // Plain data over integers: no tensors, no MPI, no device. Functions are pure and thread-safe.
-// Malformed requests throw std::invalid_argument, with the nearest legal values in the message.
+// Malformed requests throw Error(kUsage), with the nearest legal values in the message.
 //
 // A schedule is, per rank, a list of steps; a step is one action or an overlapped pair of two.
 // The text form of an action is `<stage><KIND>[micro_batch]`, e.g. `2F0` (stage 2 forwards
@@ -84,7 +84,7 @@ struct Step {
 [[nodiscard]] std::string to_string(const Action& action);
 [[nodiscard]] std::string to_string(const Step& step);  // a pair prints as (0F7;7B3)OVERLAP_F_B
 
-// Throws std::invalid_argument naming the text, the offending part and what would be legal.
+// Throws Error(kUsage) naming the text, the offending part and what would be legal.
 [[nodiscard]] Action parse_action(std::string_view text);
 [[nodiscard]] Step parse_step(std::string_view text);
 
@@ -98,7 +98,7 @@ class Placement {
   // There and back: ranks 0..p-1, then p-1..0; S = 2p (zb-v, v-half, dualpipe-v).
   static Placement v_shape(int ranks);
   // Any map; every rank in [0, ranks) must own at least one stage.
-  // All four throw std::invalid_argument naming what does not fit.
+  // All four throw Error(kUsage) naming what does not fit.
   static Placement custom(int ranks, std::vector<int> stage_to_rank);
 
   [[nodiscard]] int ranks() const { return ranks_; }
@@ -141,7 +141,7 @@ struct Schedule {
                                       int micro_batches, int steps_per_rank = 0);
 
 // Appends an action that computes `micro_batch` on `stage` to the list of the stage's rank. Throws
-// std::invalid_argument where the placement has no such stage, or the schedule no list for it.
+// Error(kUsage) where the placement has no such stage, or the schedule no list for it.
 void append(Schedule& schedule, ActionKind kind, int stage, int micro_batch);
 
 // Where a schedule or plan breaks a rule. `position` indexes the rank's list, -1: no one place.
@@ -162,7 +162,7 @@ struct Violation {
 [[nodiscard]] std::optional<Violation> check(const Schedule& schedule);
 
 // True if every stage's weight gradients accumulate in ascending micro-batch order, so results are
-// bit-identical to any other such schedule. Throws std::invalid_argument for a backward action of
+// bit-identical to any other such schedule. Throws Error(kUsage) for a backward action of
 // a stage that the placement does not have.
 [[nodiscard]] bool is_exact(const Schedule& schedule);
 

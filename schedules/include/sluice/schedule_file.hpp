@@ -62,12 +62,12 @@ struct ScheduleFile {
   std::optional<MadeFor> made_for;
 };
 
-// Throws std::invalid_argument, in one line of printable characters: what was wrong, where (byte or
+// Throws Error(kUsage), in one line of printable characters: what was wrong, where (byte or
 // list and position), and what would be legal. check() says whether the order can run.
 [[nodiscard]] ScheduleFile parse_schedule_json(std::string_view text);
 
 // What parse_schedule_json() reads back as equal; one line per rank. Throws
-// std::invalid_argument for schedules with other actions, for illegal names, and for a
+// Error(kUsage) for schedules with other actions, for illegal names, and for a
 // `made_for` that parse_schedule_json() refuses.
 [[nodiscard]] std::string to_schedule_json(const Schedule& schedule,
                                            const std::optional<MadeFor>& made_for = {});
@@ -90,7 +90,7 @@ struct PytorchCsv {
 // `name` becomes the schedule's. check() says whether a file without messages can run; one
 // with messages has passed check() with them. A wait has to follow its send or sum, and where the
 // file has waits for messages, or for sums, each of these has one. At most one sum of a rank is
-// under way. Throws std::invalid_argument in one line.
+// under way. Throws Error(kUsage) in one line.
 [[nodiscard]] PytorchCsv parse_pytorch_csv(std::string_view text, std::string_view name,
                                            CsvAlphabet alphabet = CsvAlphabet::kDetect);
 
@@ -98,7 +98,7 @@ struct PytorchCsv {
 // parse_pytorch_csv() read back; rows end in LF, without idle cells. Messages, where the schedule
 // has them, are written. So are waits in the current alphabet, where PyTorch itself places them: of
 // an activation after that micro-batch's backward, of the rest at the row's end, of a sum right
-// after it. Throws std::invalid_argument for kinds PyTorch has no name for.
+// after it. Throws Error(kUsage) for kinds PyTorch has no name for.
 [[nodiscard]] std::string to_pytorch_csv(const Schedule& schedule,
                                          CsvAlphabet alphabet = CsvAlphabet::kCurrent);
 

@@ -86,7 +86,7 @@ struct SearchResult {
   std::vector<std::string> left_out;  // why some placements had no candidate, a sentence each
 };
 
-// Throws std::invalid_argument for illegal requests, and where nothing fits the memory, with the
+// Throws Error(kUsage) for illegal requests, and where nothing fits the memory, with the
 // least limit that would do.
 [[nodiscard]] SearchResult search_schedule(const SearchRequest& request);
 
@@ -100,7 +100,7 @@ struct LayerCut {
 // Whole layers, one entry of `layers` each, so that the largest stage is as small as it can be, and
 // then the most loaded rank lighter while moving one border helps. Of fewer layers than stages each
 // has its own stage, and stages before the last are empty, as in a training. Throws
-// std::invalid_argument for no layers, for more than 10,000, and where entries of bytes are of
+// Error(kUsage) for no layers, for more than 10,000, and where entries of bytes are of
 // another number.
 [[nodiscard]] LayerCut cut_layers(const SimulationTimes& layers, const Placement& placement);
 // The same for stages that are known. Requires: ascending from 0 to the number of layers.
@@ -110,7 +110,7 @@ struct LayerCut {
 // A bound below simulate()'s makespan of every schedule on this placement whose pairs do not
 // overlap. It counts the times of actions, that a rank runs one at a time, latency and transfer of
 // messages, and what a rank may hold; not that messages queue on a link. `in_flight_limit` is as
-// that of a request. Throws std::invalid_argument as simulate() does.
+// that of a request. Throws Error(kUsage) as simulate() does.
 [[nodiscard]] double makespan_lower_bound(const Placement& placement, int micro_batches,
                                           const SimulationTimes& times,
                                           const std::vector<double>& in_flight_limit = {});

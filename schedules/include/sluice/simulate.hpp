@@ -141,7 +141,7 @@ struct Simulation {
 };
 
 // `lowered` may come from lower() or be compute-only (messages are then implied).
-// Requires: check() found nothing. Throws std::invalid_argument naming what is negative, missing,
+// Requires: check() found nothing. Throws Error(kUsage) naming what is negative, missing,
 // not finite or too large to be counted.
 [[nodiscard]] Simulation simulate(const Schedule& lowered, const SimulationTimes& times,
                                   const SimulationDetail& detail = {});
@@ -149,7 +149,7 @@ struct Simulation {
 // The same model cut into another number of stages of equal extent each: what a stage gets of an
 // old one is its share of it. `times.stages` and `times.bytes` may have one entry (which is then
 // one of `old_stages` alike). A border within an old stage passes on what that stage does.
-// Throws std::invalid_argument as simulate() does.
+// Throws Error(kUsage) as simulate() does.
 [[nodiscard]] SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stages);
 
 }  // namespace sluice

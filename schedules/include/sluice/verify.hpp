@@ -74,7 +74,7 @@ struct Verification {
 // Sums within F, B or I (PlanOp::sums): every micro-batch of a stage makes as many, so replicas
 // make the same ones in the same order. They hold nobody up for ever: all replicas follow this one
 // plan, so what one of them can do next, with its messages of the same pipeline, all can, and each
-// reaches every sum. Linear in the number of ops. Throws std::invalid_argument for send_buffers
+// reaches every sum. Linear in the number of ops. Throws Error(kUsage) for send_buffers
 // < 1.
 [[nodiscard]] Verification verify(const Plan& plan, const VerifyOptions& options = {});
 

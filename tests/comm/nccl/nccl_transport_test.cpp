@@ -183,7 +183,7 @@ std::vector<Plan> plans_of(int ranks, int micro_batches, int chunks) {
       const Schedule lowered =
           lower(generate(name, {ranks, micro_batches, chunks}), {.reduce_grad = false, .tied = {}});
       plans.push_back(make_plan(lowered, {}, {.order = MessageOrder::kGlobal}));
-    } catch (const std::invalid_argument&) {
+    } catch (const Error&) {
       continue;  // not for this shape
     }
   }

@@ -162,7 +162,7 @@ bool exists(const std::string& name, int ranks, int chunks) {
   try {
     (void)generate(name, {ranks, /*micro_batches=*/8, chunks});
     return true;
-  } catch (const std::invalid_argument&) {
+  } catch (const Error&) {
     return false;
   }
 }

@@ -85,7 +85,7 @@ TrainingCase large_case() {
 bool is_legal(const std::string& schedule, const ScheduleShape& shape) {
   try {
     return stages_of(schedule, shape) > 0;
-  } catch (const std::invalid_argument&) {
+  } catch (const Error&) {
     return false;
   }
 }

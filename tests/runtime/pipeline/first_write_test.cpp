@@ -45,7 +45,7 @@ int chunks_of(const std::string& schedule) {
   const ScheduleShape one{.ranks = 2, .micro_batches = 4, .chunks = 1};
   try {
     return stages_of(schedule, one) > 0 ? 1 : 2;
-  } catch (const std::invalid_argument&) {
+  } catch (const Error&) {
     return 2;
   }
 }

@@ -172,7 +172,7 @@ TrainingOutcome train(Communicator& comm, const BadRun& run) {
 bool is_legal(const Layout& layout) {
   try {
     return stages_of(layout.schedule, {layout.pipeline, 3, layout.chunks}) > 0;
-  } catch (const std::invalid_argument&) {
+  } catch (const Error&) {
     return false;
   }
 }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include <sluice/draw.hpp>
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 
 #include "tests/schedules/hand_made.hpp"
@@ -106,7 +107,7 @@ TEST(SvgTest, RefusesTooManyActions) {
   try {
     (void)drawn(schedule);
     FAIL() << "102400 actions were drawn";
-  } catch (const std::invalid_argument& error) {
+  } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("102400 actions; at most 100000 are legal"));
   }
 }
@@ -130,7 +131,7 @@ TEST(SvgTest, RefusesForeignSimulations) {
   const Schedule large = generate("gpipe", {51, 1000, 1});
   const Schedule small = generate("gpipe", {2, 2, 1});
   EXPECT_THROW((void)draw_svg(small, simulate(large, {.stages = {StageTimes{}}, .message = 0})),
-               std::invalid_argument);
+               Error);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <string>
 
 #include <sluice/draw.hpp>
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 
 namespace sluice {
@@ -40,8 +41,8 @@ TEST(TimelineTextTest, NamesTheStageWhereARankHasSeveral) {
 
 TEST(TimelineTextTest, RefusesNoColumnsAndOtherSimulations) {
   const Schedule schedule = generate("gpipe", {2, 2, 1});
-  EXPECT_THROW((void)draw_timeline(schedule, simulated(schedule), 0), std::invalid_argument);
-  EXPECT_THROW((void)draw_timeline(schedule, Simulation{}, 80), std::invalid_argument);
+  EXPECT_THROW((void)draw_timeline(schedule, simulated(schedule), 0), Error);
+  EXPECT_THROW((void)draw_timeline(schedule, Simulation{}, 80), Error);
   Simulation empty = simulated(schedule);
   empty.makespan = 0;
   for (auto& row : empty.timeline) row.clear();

@@ -4,6 +4,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include <sluice/error.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/verify.hpp>
 
@@ -25,7 +26,7 @@ std::string sample(const std::string& file) {
 std::string refusal(const std::function<void()>& action) {
   try {
     action();
-  } catch (const std::invalid_argument& error) {
+  } catch (const Error& error) {
     return error.what();
   }
   return "";

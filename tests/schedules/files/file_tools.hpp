@@ -4,6 +4,7 @@
 #include <functional>
 #include <string>
 
+#include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
 namespace sluice::testing {
@@ -13,7 +14,7 @@ namespace sluice::testing {
 // Empty where it cannot be read.
 [[nodiscard]] std::string contents(const std::string& path);
 
-// The message of the std::invalid_argument that `action` throws; "" where it throws none.
+// The message of the Error that `action` throws; "" where it throws none.
 [[nodiscard]] std::string refusal(const std::function<void()>& action);
 
 // Checks, plans and verifies. Returns the first complaint, "" for none.

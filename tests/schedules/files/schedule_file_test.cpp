@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/schedule_file.hpp>
@@ -131,12 +132,11 @@ TEST(ScheduleFileTest, RefusesNamesThatAreEmptyLongOrUnprintable) {
   EXPECT_THAT(file_refusal(edited("v-split", "a\\u001b[31m")), HasSubstr("the name 'a?[31m'"));
   Schedule unnamed = generate("gpipe", {1, 1, 1});
   unnamed.name.clear();
-  EXPECT_THROW((void)to_schedule_json(unnamed), std::invalid_argument);
+  EXPECT_THROW((void)to_schedule_json(unnamed), Error);
 }
 
 TEST(ScheduleFileTest, WritesNoMessages) {
-  EXPECT_THROW((void)to_schedule_json(lower(generate("gpipe", {2, 1, 1}), {})),
-               std::invalid_argument);
+  EXPECT_THROW((void)to_schedule_json(lower(generate("gpipe", {2, 1, 1}), {})), Error);
 }
 
 TEST(ScheduleFileTest, IsToldFromCsvByItsFirstByte) {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include <sluice/draw.hpp>
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
@@ -52,7 +53,7 @@ int looped_makespan(const ScheduleShape& shape) {
 std::string refusal_of(std::string_view name, const ScheduleShape& shape) {
   try {
     (void)generate(name, shape);
-  } catch (const std::invalid_argument& error) {
+  } catch (const Error& error) {
     return error.what();
   }
   return "accepted";
@@ -64,8 +65,8 @@ TEST(PlacementOfTest, IsThatOfTheSchedule) {
       const ScheduleShape shape{.ranks = 3, .micro_batches = 6, .chunks = chunks};
       try {
         EXPECT_EQ(placement_of(name, shape), generate(name, shape).placement) << name;
-      } catch (const std::invalid_argument& refusal) {
-        EXPECT_THROW((void)placement_of(name, shape), std::invalid_argument) << refusal.what();
+      } catch (const Error& refusal) {
+        EXPECT_THROW((void)placement_of(name, shape), Error) << refusal.what();
       }
     }
   }
@@ -197,7 +198,7 @@ TEST(GenerateTest, IllegalShapeIsRefusedWithTheNearestLegalValue) {
     const int most = std::numeric_limits<std::int32_t>::max() / stages_of(name, {1 << 16, 1, 1});
     EXPECT_THAT(refusal_of(name, {1 << 16, 1 << 16, 1}),
                 HasSubstr("here " + std::to_string(most) + " micro-batches or fewer"));
-    EXPECT_THROW((void)stages_of(name, {2, 4, -1}), std::invalid_argument);
+    EXPECT_THROW((void)stages_of(name, {2, 4, -1}), Error);
   }
 }
 

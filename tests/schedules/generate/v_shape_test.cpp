@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <sluice/draw.hpp>
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/simulate.hpp>
 #include <sluice/verify.hpp>
@@ -91,7 +92,7 @@ TEST(VShapeTest, OneAndTwoChunksMeanTheSameAndMoreAreRefused) {
         [&] {
           (void)generate(name, {3, 4, 3});
         },
-        ::testing::ThrowsMessage<std::invalid_argument>(
+        ::testing::ThrowsMessage<Error>(
             ::testing::HasSubstr("chunks is 3, the nearest legal value is 2")));
   }
 }

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
 namespace sluice {
@@ -12,7 +13,7 @@ namespace {
 std::string action_refusal(std::string_view text) {
   try {
     (void)parse_step(text);
-  } catch (const std::invalid_argument& error) {
+  } catch (const Error& error) {
     return error.what();
   }
   return "accepted";

@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
 namespace sluice {
@@ -36,13 +37,13 @@ TEST(PlacementTest, CustomTakesAnyMapThatUsesEveryRank) {
 }
 
 TEST(PlacementTest, RefusesRanksWithoutStagesAndStagesWithoutRanks) {
-  EXPECT_THROW((void)Placement::linear(0), std::invalid_argument);
-  EXPECT_THROW((void)Placement::looped(2, 0), std::invalid_argument);
-  EXPECT_THROW((void)Placement::looped(1 << 20, 1 << 20), std::invalid_argument);
-  EXPECT_THROW((void)Placement::v_shape(-1), std::invalid_argument);
-  EXPECT_THROW((void)Placement::custom(2, {0, 0}), std::invalid_argument);
-  EXPECT_THROW((void)Placement::custom(2, {0, 1, 2}), std::invalid_argument);
-  EXPECT_THROW((void)Placement::custom(2, {0, 1, -1}), std::invalid_argument);
+  EXPECT_THROW((void)Placement::linear(0), Error);
+  EXPECT_THROW((void)Placement::looped(2, 0), Error);
+  EXPECT_THROW((void)Placement::looped(1 << 20, 1 << 20), Error);
+  EXPECT_THROW((void)Placement::v_shape(-1), Error);
+  EXPECT_THROW((void)Placement::custom(2, {0, 0}), Error);
+  EXPECT_THROW((void)Placement::custom(2, {0, 1, 2}), Error);
+  EXPECT_THROW((void)Placement::custom(2, {0, 1, -1}), Error);
 }
 
 TEST(AppendTest, RefusesStagesThatThePlacementDoesNotHave) {
@@ -50,10 +51,10 @@ TEST(AppendTest, RefusesStagesThatThePlacementDoesNotHave) {
   append(schedule, ActionKind::kForward, 1, 0);
   EXPECT_EQ(schedule.ranks[1].size(), 1U);
   for (const int stage : {-1, 2, 1 << 30}) {
-    EXPECT_THROW(append(schedule, ActionKind::kForward, stage, 0), std::invalid_argument);
+    EXPECT_THROW(append(schedule, ActionKind::kForward, stage, 0), Error);
   }
   schedule.ranks.pop_back();
-  EXPECT_THROW(append(schedule, ActionKind::kForward, 1, 0), std::invalid_argument);
+  EXPECT_THROW(append(schedule, ActionKind::kForward, 1, 0), Error);
 }
 
 TEST(IsExactTest, RefusesStagesThatThePlacementDoesNotHave) {
@@ -61,7 +62,7 @@ TEST(IsExactTest, RefusesStagesThatThePlacementDoesNotHave) {
     Schedule schedule = empty_schedule("own", Placement::linear(2), 1);
     schedule.ranks[0].push_back(
         {{.kind = ActionKind::kBackward, .stage = stage, .micro_batch = 0}});
-    EXPECT_THROW((void)is_exact(schedule), std::invalid_argument);
+    EXPECT_THROW((void)is_exact(schedule), Error);
   }
 }
 

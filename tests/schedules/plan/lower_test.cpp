@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
@@ -78,7 +79,7 @@ TEST(LowerTest, EveryStageDecidesForItself) {
               ::testing::ContainsRegex("3B1 3REDUCE_GRAD 3SEND_B1 .* 1B1 1SEND_B1 1REDUCE_GRAD "
                                        "3REDUCE_TIED"));
   options.overlapped_grad_sums.pop_back();
-  EXPECT_THROW((void)lower(testing::interleaved(), options), std::invalid_argument);
+  EXPECT_THROW((void)lower(testing::interleaved(), options), Error);
 }
 
 TEST(LowerTest, ForwardOnlyAndUnreducedSchedulesEndWithComputeAndMessages) {
@@ -90,12 +91,12 @@ TEST(LowerTest, ForwardOnlyAndUnreducedSchedulesEndWithComputeAndMessages) {
 
 TEST(LowerTest, RefusesLoweredSchedulesAndIllegalTiedGroups) {
   const Schedule schedule = generate("gpipe", {2, 1, 1});
-  EXPECT_THROW((void)lower(lower(schedule, {}), {}), std::invalid_argument);
+  EXPECT_THROW((void)lower(lower(schedule, {}), {}), Error);
   for (const TiedStages& group :
        {TiedStages{{}}, TiedStages{{0, 2}}, TiedStages{{1, 0}}, TiedStages{{0, 0}}}) {
     LowerOptions options;
     options.tied = {group};
-    EXPECT_THROW((void)lower(schedule, options), std::invalid_argument);
+    EXPECT_THROW((void)lower(schedule, options), Error);
   }
 }
 

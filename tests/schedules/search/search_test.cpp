@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/search.hpp>
@@ -125,7 +126,7 @@ TEST(SearchTest, IsNoWorseThanAnyGeneratorThatFitsTheSameMemory) {
           if (!is_exact(schedule) || most * 4 > limit * stages) continue;
           EXPECT_LE(result.simulation.makespan, simulation.makespan * (1 + 1e-9))
               << name << ' ' << chunks << ' ' << limit;
-        } catch (const std::invalid_argument&) {
+        } catch (const Error&) {
           continue;
         }
       }
@@ -178,7 +179,7 @@ TEST(SearchTest, RefusesTooLittleMemoryWithTheLimitThatWouldDo) {
   try {
     (void)search_schedule(request);
     FAIL() << "half a micro-batch was accepted";
-  } catch (const std::invalid_argument& error) {
+  } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("nearest legal limit is 1 micro-batch"));
   }
   request.in_flight_limit.clear();
@@ -190,7 +191,7 @@ TEST(SearchTest, RefusesTooLittleMemoryWithTheLimitThatWouldDo) {
   std::string message;
   try {
     (void)search_schedule(request);
-  } catch (const std::invalid_argument& error) {
+  } catch (const Error& error) {
     message = error.what();
   }
   ASSERT_THAT(message, HasSubstr("nearest legal limit is "));
@@ -255,7 +256,7 @@ TEST(SearchTest, RefusesIllegalRequests) {
   const auto message_of = [](const SearchRequest& request) -> std::string {
     try {
       (void)search_schedule(request);
-    } catch (const std::invalid_argument& error) {
+    } catch (const Error& error) {
       return error.what();
     }
     return "accepted";
@@ -290,7 +291,7 @@ TEST(MakespanLowerBoundTest, IsNeverAboveAScheduleThatRuns) {
           Schedule schedule;
           try {
             schedule = generate(name, {p, m, chunks});
-          } catch (const std::invalid_argument&) {
+          } catch (const Error&) {
             continue;
           }
           for (const double weight : {0.0, 0.4, 2.0}) {

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/simulate.hpp>
 
@@ -248,7 +249,7 @@ TEST(SimulateTest, RefusesCostsThatCannotBe) {
   const auto refused = [&](const auto& change) {
     SimulationTimes times = with_bytes(output_of(1));
     change(times);
-    EXPECT_THROW((void)simulate(schedule, times), std::invalid_argument);
+    EXPECT_THROW((void)simulate(schedule, times), Error);
   };
   refused([](SimulationTimes& times) { times.bandwidth = -1; });
   refused([](SimulationTimes& times) { times.between_nodes.latency = -1; });
@@ -292,8 +293,8 @@ TEST(RecutTest, KeepsTheWorkAndItsPlace) {
   EXPECT_EQ(three.bytes[1].output, 8);
 
   EXPECT_EQ(recut({.stages = {StageTimes{}}}, 4, 12).stages[7].forward, 1.0 / 3);
-  EXPECT_THROW((void)recut(times, 3, 6), std::invalid_argument);
-  EXPECT_THROW((void)recut(times, 2, 0), std::invalid_argument);
+  EXPECT_THROW((void)recut(times, 3, 6), Error);
+  EXPECT_THROW((void)recut(times, 2, 0), Error);
 }
 
 }  // namespace

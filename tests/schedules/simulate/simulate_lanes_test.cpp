@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/search.hpp>
@@ -48,7 +49,7 @@ TEST(SimulateLanesTest, QueuesOnlyAddToWhatIsWaitedFor) {
         const Schedule schedule = [&] {
           try {
             return generate(name, {p, m, 1});
-          } catch (const std::invalid_argument&) {
+          } catch (const Error&) {
             return generate(name, {p, m, 2});
           }
         }();

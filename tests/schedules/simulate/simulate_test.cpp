@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/simulate.hpp>
@@ -136,21 +137,21 @@ TEST(SimulateTest, RefusesMissingNegativeAndEndlessTimes) {
   const Schedule schedule = generate("gpipe", {3, 2, 1});
   SimulationTimes two;
   two.stages.resize(2);
-  EXPECT_THROW((void)simulate(schedule, {}), std::invalid_argument);
-  EXPECT_THROW((void)simulate(schedule, two), std::invalid_argument);
-  EXPECT_THROW((void)simulate(schedule, times(-1)), std::invalid_argument);
+  EXPECT_THROW((void)simulate(schedule, {}), Error);
+  EXPECT_THROW((void)simulate(schedule, two), Error);
+  EXPECT_THROW((void)simulate(schedule, times(-1)), Error);
   SimulationTimes undefined = times();
   undefined.stages.front().overlap = std::numeric_limits<double>::quiet_NaN();
-  EXPECT_THROW((void)simulate(schedule, undefined), std::invalid_argument);
+  EXPECT_THROW((void)simulate(schedule, undefined), Error);
   SimulationTimes endless = times();
   endless.stages[0].backward_weight = std::numeric_limits<double>::infinity();
-  EXPECT_THROW((void)simulate(schedule, endless), std::invalid_argument);
+  EXPECT_THROW((void)simulate(schedule, endless), Error);
 }
 
 TEST(SimulateTest, RefusesAScheduleThatCannotFinish) {
   const Schedule stuck =
       testing::hand_made(Placement::linear(2), 2, {"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"});
-  EXPECT_THROW((void)simulate(stuck, times()), std::invalid_argument);
+  EXPECT_THROW((void)simulate(stuck, times()), Error);
 }
 
 }  // namespace

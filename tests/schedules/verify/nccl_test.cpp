@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/verify.hpp>
@@ -42,7 +43,7 @@ void for_each_generated(const Visit& visit) {
         for (const int m : {1, 2, 3, 4, 5, 6, 7, 8, 9, 16}) {
           try {
             (void)stages_of(name, {p, m, v});
-          } catch (const std::invalid_argument&) {
+          } catch (const Error&) {
             continue;  // v is not for this schedule
           }
           SCOPED_TRACE(name + " p = " + std::to_string(p) + ", v = " + std::to_string(v) +

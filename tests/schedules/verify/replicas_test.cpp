@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/verify.hpp>
@@ -210,7 +211,7 @@ void for_each_plan(const Visit& visit) {
           std::optional<Schedule> schedule;
           try {
             schedule = generate(name, {p, m, v});
-          } catch (const std::invalid_argument&) {
+          } catch (const Error&) {
             continue;  // v is not for this schedule
           }
           SCOPED_TRACE(name + " p = " + std::to_string(p) + ", v = " + std::to_string(v) +

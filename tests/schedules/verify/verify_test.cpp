@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/verify.hpp>
@@ -408,9 +409,9 @@ TEST(VerifyTest, SumsOverReplicasStandInTheActionsThatMakeThem) {
     }
   }
   EXPECT_THROW((void)make_plan(lower(generate("1f1b", {3, 4, 1}), {}), {}, {.sums = {{1, 1}}}),
-               std::invalid_argument);
+               Error);
   EXPECT_THROW((void)make_plan(lower(generate("1f1b", {1, 4, 1}), {}), {}, {.sums = {{-1, 1}}}),
-               std::invalid_argument);
+               Error);
 }
 
 TEST(VerifyTest, RefusesSumsOverReplicasThatDifferBetweenMicroBatchesOrStandElsewhere) {
@@ -433,7 +434,7 @@ TEST(VerifyTest, RefusesSumsOverReplicasThatDifferBetweenMicroBatchesOrStandElse
 }
 
 TEST(VerifyTest, RefusesFewerThanOneSendBuffer) {
-  EXPECT_THROW((void)verify(plan_of(generate("gpipe", {1, 1, 1})), {0}), std::invalid_argument);
+  EXPECT_THROW((void)verify(plan_of(generate("gpipe", {1, 1, 1})), {0}), Error);
 }
 
 }  // namespace

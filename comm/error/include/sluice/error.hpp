@@ -1,7 +1,7 @@
-// The one error type of Sluice, and where the program's exit codes come from.
+// The one error type of Sluice, and the exit codes of its program. Has no source: every folder may
+// use it.
 #pragma once
 
-#include <exception>
 #include <source_location>
 #include <stdexcept>
 #include <string>
@@ -24,12 +24,36 @@ enum class ErrorCode : int {
   kInternal,  // a defect in Sluice
 };
 
-// "usage", "data", ...
-[[nodiscard]] const char* name_of(ErrorCode code);
+namespace detail {
+struct CodeFacts {
+  const char* name;
+  int exit_code;
+};
+// [code]
+inline constexpr CodeFacts kCodeFacts[] = {
+    {"usage", 2}, {"data", 3}, {"io", 4},      {"weights", 5}, {"mismatch", 6}, {"numeric", 7},
+    {"plan", 8},  {"mpi", 9},  {"device", 10}, {"peer", 11},   {"user", 13},    {"internal", 70},
+};
+static_assert(sizeof(kCodeFacts) / sizeof(CodeFacts) == static_cast<int>(ErrorCode::kInternal) + 1);
 
-// Documented exit codes of the program: kUsage 2, kData 3, kIo 4, kWeights 5, kMismatch 6,
-// kNumeric 7, kPlan 8, kMpi 9, kDevice 10, kPeer 11, kUser 13, kInternal 70.
-[[nodiscard]] int exit_code(ErrorCode code);
+// Messages quote files and arguments, which may hold line ends and codes that terminals obey.
+inline std::string one_line(std::string message) {
+  for (char& c : message) {
+    if (static_cast<unsigned char>(c) < ' ' || c == '\x7f') c = '?';
+  }
+  return message;
+}
+}  // namespace detail
+
+// "usage", "data", ...
+[[nodiscard]] inline const char* name_of(ErrorCode code) {
+  return detail::kCodeFacts[static_cast<int>(code)].name;
+}
+
+// The exit code of a program that ends by such an error: as listed above.
+[[nodiscard]] inline int exit_code(ErrorCode code) {
+  return detail::kCodeFacts[static_cast<int>(code)].exit_code;
+}
 
 // what() is one line: what was wrong, where, and what would be right. Control characters of the
 // message become '?'. `rank` is the job rank on which the error was seen first, or -1 where no job
@@ -37,7 +61,11 @@ enum class ErrorCode : int {
 class Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& message, int rank = -1,
-        std::source_location location = std::source_location::current());
+        std::source_location location = std::source_location::current())
+      : std::runtime_error(detail::one_line(message)),
+        code_(code),
+        rank_(rank),
+        location_(location) {}
 
   [[nodiscard]] ErrorCode code() const { return code_; }
   [[nodiscard]] int rank() const { return rank_; }
@@ -48,10 +76,6 @@ class Error : public std::runtime_error {
   int rank_;
   std::source_location location_;
 };
-
-// The code of an exception that is not an Error: kIo for std::filesystem::filesystem_error, whose
-// what() names paths and cause, else kUser.
-[[nodiscard]] ErrorCode code_of_foreign(const std::exception& error);
 
 }  // namespace sluice
 #pragma GCC visibility pop
