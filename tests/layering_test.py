@@ -36,9 +36,9 @@ ORDER = {
     "schedules": ("model", "generate plan files", "simulate", "verify draw", "search"),
     "stages": ("tensor", "compute", "cpu_kernels cuda_context", "cpu cuda_kernels", "cuda", "operators",
                "network", "gradient_check layers", "transformer"),
-    "runtime": ("files process", "data weights", "layout", "group", "entry engine", "watch gradients", "planning",
+    "runtime": ("files process", "data weights", "layout", "group", "entry engine", "watchdog gradients", "planning",
                 "pipeline", "checkpoint report", "models"),
-    "runtime/program": ("options", "explore supervise", "doctor saves train", "cli start"),
+    "runtime/program": ("options", "explore supervise", "doctor saves train", "cli dispatch"),
 }
 
 # What a folder may use of another one, as folders or rooms.
@@ -60,7 +60,7 @@ ONLY = {
     "runtime/program/options": ("comm/base", "runtime/process"),
     "runtime/program/supervise": ("comm/base", "runtime/files", "runtime/process", "runtime/program/options"),
     "runtime/program/explore": ("comm/base", "schedules", "runtime/files", "runtime/process", "runtime/program/options"),
-    "runtime/program/start": ("comm/base", "runtime/program/explore", "runtime/program/supervise"),
+    "runtime/program/dispatch": ("comm/base", "runtime/program/explore", "runtime/program/supervise"),
 }
 NEVER = {
     "runtime": {"schedules/search": (), "schedules/draw": (), "stages/gradient_check": (), "stages/layers": (),
@@ -95,7 +95,7 @@ FOREIGN = (
     (r"(cuda|cublas|cudnn|cub/)", r"(comm|stages|tests)/|examples/[^/]+\.cu$"),
     (r"dnnl", r"(stages|tests)/"),
     (r"(torch|ATen|c10)/", r"stages/include/sluice/torch\.hpp$|examples/|tests/"),
-    (r"boost/asio|boost/system", r"runtime/watch/|tests/"),
+    (r"boost/asio|boost/system", r"runtime/watchdog/|tests/"),
     (r"boost/program_options", r"runtime/program/options/|tests/"),
     (r"openssl/", r"runtime/files/|tests/"),
 )

@@ -1,5 +1,7 @@
 #include "runtime/group/guard.hpp"
 
+#include "comm/base/caught_error.hpp"
+
 namespace sluice {
 
 void guarded(ControlChannel& control, int rank, const std::function<void()>& body) {

@@ -18,10 +18,10 @@
 namespace sluice {
 namespace {
 
-using Json = nlohmann::json;
+using TokenizerJson = nlohmann::json;
 using Kind = DecodeStep::Kind;
 
-constexpr int kMostLevels = 20, kMostSteps = 16, kMostStripped = 1000;
+constexpr int kMostNested = 20, kMostSteps = 16, kMostStripped = 1000;
 constexpr std::size_t kMostQuoted = 60;
 constexpr const char* kLegalSteps =
     "ByteLevel, Replace, ByteFallback, Fuse, Strip, Metaspace, and a Sequence of them";
@@ -52,14 +52,14 @@ class Reader {
   }
 
   // The JSON without the model's merges, which nothing here needs.
-  [[nodiscard]] Json json(std::string_view text) const {
-    using Event = Json::parse_event_t;
+  [[nodiscard]] TokenizerJson json(std::string_view text) const {
+    using Event = TokenizerJson::parse_event_t;
     std::string top, second;
     std::size_t keys = 0;
     bool deep = false, merges_left = false;
-    const auto keep = [&](int depth, Event event, const Json& value) {
+    const auto keep = [&](int depth, Event event, const TokenizerJson& value) {
       const bool starts = event == Event::object_start || event == Event::array_start;
-      if (starts && depth >= kMostLevels) deep = true;
+      if (starts && depth >= kMostNested) deep = true;
       if (deep) return false;
       if (event != Event::key) return true;
       if (depth == 1) top = value.get<std::string>();
@@ -68,12 +68,12 @@ class Reader {
       if (depth == 3 && top == "model" && second == "vocab") ++keys;
       return !merges_left;
     };
-    Json result = Json::parse(text, keep, false);
-    if (deep) refuse("is nested deeper than {} levels", kMostLevels);
+    TokenizerJson result = TokenizerJson::parse(text, keep, false);
+    if (deep) refuse("is nested deeper than {} levels", kMostNested);
     if (result.is_discarded() || !result.is_object()) {
       refuse("is no object of JSON in UTF-8; a tokenizer.json of Hugging Face is needed");
     }
-    const Json& vocabulary = member(member(result, "model", ""), "vocab", "model.");
+    const TokenizerJson& vocabulary = member(member(result, "model", ""), "vocab", "model.");
     if (vocabulary.is_object() && vocabulary.size() != keys) {
       refuse("has a token twice in model.vocab ({} entries, {} of them different)", keys,
              vocabulary.size());
@@ -82,19 +82,19 @@ class Reader {
   }
 
   // `where`: the path of the object, such as "model.".
-  [[nodiscard]] const Json& member(const Json& object, const char* name,
-                                   const std::string& where) const {
+  [[nodiscard]] const TokenizerJson& member(const TokenizerJson& object, const char* name,
+                                            const std::string& where) const {
     if (!object.is_object() || !object.contains(name)) refuse("has no {}{}", where, name);
     return object[name];
   }
-  [[nodiscard]] std::string string(const Json& object, const char* name,
+  [[nodiscard]] std::string string(const TokenizerJson& object, const char* name,
                                    const std::string& where) const {
-    const Json& value = member(object, name, where);
+    const TokenizerJson& value = member(object, name, where);
     if (!value.is_string()) refuse("has a {}{} that is no text", where, name);
     return value.get<std::string>();
   }
-  [[nodiscard]] std::int64_t integer(const Json& value, const std::string& what, std::int64_t low,
-                                     std::int64_t high) const {
+  [[nodiscard]] std::int64_t integer(const TokenizerJson& value, const std::string& what,
+                                     std::int64_t low, std::int64_t high) const {
     const bool fits = value.is_number_unsigned()
                           ? value.get<std::uint64_t>() <= static_cast<std::uint64_t>(high)
                           : value.is_number_integer() && value.get<std::int64_t>() <= high;
@@ -104,7 +104,7 @@ class Reader {
     }
     return value.get<std::int64_t>();
   }
-  [[nodiscard]] int id(const Json& value, const std::string& token) const {
+  [[nodiscard]] int id(const TokenizerJson& value, const std::string& token) const {
     return static_cast<int>(integer(value, fmt::format("for token {} the id", in_quotes(token)), 0,
                                     std::numeric_limits<std::int32_t>::max() - 1));
   }
@@ -113,11 +113,11 @@ class Reader {
   std::filesystem::path path_;
 };
 
-void read_vocabulary(const Reader& reader, const Json& model, TokenizerFile& file) {
+void read_vocabulary(const Reader& reader, const TokenizerJson& model, TokenizerFile& file) {
   // Old files leave the type out.
   const std::string type = model.contains("type") ? reader.string(model, "type", "model.") : "BPE";
   if (type != "BPE") reader.refuse("has model.type {}; legal: 'BPE'", in_quotes(type));
-  const Json& vocabulary = reader.member(model, "vocab", "model.");
+  const TokenizerJson& vocabulary = reader.member(model, "vocab", "model.");
   if (!vocabulary.is_object() || vocabulary.empty()) {
     reader.refuse("has a model.vocab that is no object of tokens and their ids, or an empty one");
   }
@@ -133,16 +133,16 @@ void read_vocabulary(const Reader& reader, const Json& model, TokenizerFile& fil
 }
 
 // An added token may repeat an entry of the vocabulary, with its id.
-void read_added(const Reader& reader, const Json& json, TokenizerFile& file) {
+void read_added(const Reader& reader, const TokenizerJson& json, TokenizerFile& file) {
   const auto found = json.find("added_tokens");
   if (found == json.end() || found->is_null()) return;
   if (!found->is_array()) reader.refuse("has added_tokens that are no list");
-  const Json& vocabulary = json["model"]["vocab"];
+  const TokenizerJson& vocabulary = json["model"]["vocab"];
   std::unordered_map<std::string, int> seen;
-  for (const Json& entry : *found) {
+  for (const TokenizerJson& entry : *found) {
     const std::string text = reader.string(entry, "content", "added_tokens.");
     const int id = reader.id(reader.member(entry, "id", "added_tokens."), text);
-    const Json& special = reader.member(entry, "special", "added_tokens.");
+    const TokenizerJson& special = reader.member(entry, "special", "added_tokens.");
     if (!special.is_boolean()) {
       reader.refuse("has added token {} with a 'special' that is neither true nor false",
                     in_quotes(text));
@@ -162,7 +162,7 @@ void read_added(const Reader& reader, const Json& json, TokenizerFile& file) {
   }
 }
 
-std::string one_letter(const Reader& reader, const Json& step, const char* name,
+std::string one_letter(const Reader& reader, const TokenizerJson& step, const char* name,
                        const std::string& where) {
   std::string text = reader.string(step, name, where);
   std::size_t letters = 0;
@@ -173,8 +173,8 @@ std::string one_letter(const Reader& reader, const Json& step, const char* name,
   return text;
 }
 
-DecodeStep read_replace(const Reader& reader, const Json& step, const std::string& where) {
-  const Json& pattern = reader.member(step, "pattern", where);
+DecodeStep read_replace(const Reader& reader, const TokenizerJson& step, const std::string& where) {
+  const TokenizerJson& pattern = reader.member(step, "pattern", where);
   if (!pattern.is_object() || !pattern.contains("String")) {
     reader.refuse("has a {}pattern that is no 'String'; a regular expression is not read", where);
   }
@@ -185,7 +185,7 @@ DecodeStep read_replace(const Reader& reader, const Json& step, const std::strin
   return result;
 }
 
-DecodeStep read_strip(const Reader& reader, const Json& step, const std::string& where) {
+DecodeStep read_strip(const Reader& reader, const TokenizerJson& step, const std::string& where) {
   (void)reader.integer(reader.member(step, "stop", where), where + "stop", 0, 0);
   const std::int64_t most =
       reader.integer(reader.member(step, "start", where), where + "start", 0, kMostStripped);
@@ -195,12 +195,13 @@ DecodeStep read_strip(const Reader& reader, const Json& step, const std::string&
 }
 
 // Newer files say prepend_scheme, older ones add_prefix_space.
-DecodeStep read_metaspace(const Reader& reader, const Json& step, const std::string& where) {
+DecodeStep read_metaspace(const Reader& reader, const TokenizerJson& step,
+                          const std::string& where) {
   bool first = true;
   if (step.contains("prepend_scheme")) {
     first = reader.string(step, "prepend_scheme", where) != "never";
   } else if (step.contains("add_prefix_space")) {
-    const Json& value = step["add_prefix_space"];
+    const TokenizerJson& value = step["add_prefix_space"];
     if (!value.is_boolean()) {
       reader.refuse("has a {}add_prefix_space that is neither true nor false", where);
     }
@@ -211,7 +212,7 @@ DecodeStep read_metaspace(const Reader& reader, const Json& step, const std::str
           .most = first ? 1 : 0};
 }
 
-DecodeStep read_step(const Reader& reader, const Json& step, const std::string& where) {
+DecodeStep read_step(const Reader& reader, const TokenizerJson& step, const std::string& where) {
   const std::string type = reader.string(step, "type", where);
   if (type == "ByteLevel") return {.kind = Kind::kByteLevel};
   if (type == "ByteFallback") return {.kind = Kind::kByteFallback};
@@ -222,7 +223,7 @@ DecodeStep read_step(const Reader& reader, const Json& step, const std::string& 
   reader.refuse("has {}type {}; legal: {}", where, in_quotes(type), kLegalSteps);
 }
 
-std::vector<DecodeStep> read_steps(const Reader& reader, const Json& json) {
+std::vector<DecodeStep> read_steps(const Reader& reader, const TokenizerJson& json) {
   const auto found = json.find("decoder");
   if (found == json.end() || found->is_null()) {
     reader.refuse("has no decoder; legal: {}", kLegalSteps);
@@ -230,13 +231,13 @@ std::vector<DecodeStep> read_steps(const Reader& reader, const Json& json) {
   if (reader.string(*found, "type", "decoder.") != "Sequence") {
     return {read_step(reader, *found, "decoder.")};
   }
-  const Json& list = reader.member(*found, "decoders", "decoder.");
+  const TokenizerJson& list = reader.member(*found, "decoders", "decoder.");
   if (!list.is_array() || list.empty() || list.size() > kMostSteps) {
     reader.refuse("has decoder.decoders that are no list of 1 to {} decoders", kMostSteps);
   }
   std::vector<DecodeStep> steps;
   bool joined = false;
-  for (const Json& step : list) {
+  for (const TokenizerJson& step : list) {
     const std::string where = fmt::format("decoder.decoders[{}].", steps.size());
     steps.push_back(read_step(reader, step, where));
     const Kind kind = steps.back().kind;
@@ -253,7 +254,8 @@ std::vector<DecodeStep> read_steps(const Reader& reader, const Json& json) {
 
 TokenizerFile read_tokenizer_file(const std::filesystem::path& path) {
   const Reader reader(path);
-  const Json json = reader.json(read_text(path, TokenizerFile::kMostBytes, ErrorCode::kWeights));
+  const TokenizerJson json =
+      reader.json(read_text(path, TokenizerFile::kMostBytes, ErrorCode::kWeights));
   TokenizerFile file;
   read_vocabulary(reader, json["model"], file);
   read_added(reader, json, file);

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/base/caught_error.hpp"
 #include "comm/group/rethrow_from.hpp"
 
 namespace sluice {

@@ -24,7 +24,7 @@
 #include "runtime/pipeline/batch_feed.hpp"
 #include "runtime/pipeline/programs.hpp"
 #include "runtime/planning/build_layout.hpp"
-#include "runtime/watch/watchdog.hpp"
+#include "runtime/watchdog/watchdog.hpp"
 
 namespace sluice {
 

@@ -36,7 +36,7 @@
 #include "comm/group/control.hpp"
 #include "runtime/engine/engine.hpp"
 #include "runtime/group/job_context.hpp"
-#include "runtime/watch/watchdog.hpp"
+#include "runtime/watchdog/watchdog.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 
 namespace sluice {

@@ -1,5 +1,5 @@
 // The program `sluice-job`: every command of `sluice`, which becomes this program for all but
-// `sluice schedule` and `sluice run` (runtime/program/start/main.cpp).
+// `sluice schedule` and `sluice run` (runtime/program/dispatch/main.cpp).
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 

@@ -17,6 +17,7 @@
 #include <sstream>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/process/process.hpp"
 #include "runtime/program/options/option_pages.hpp"
 
 namespace sluice {

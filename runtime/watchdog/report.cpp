@@ -1,4 +1,4 @@
-#include "runtime/watch/report.hpp"
+#include "runtime/watchdog/report.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

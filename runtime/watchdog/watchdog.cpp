@@ -1,4 +1,4 @@
-#include "runtime/watch/watchdog.hpp"
+#include "runtime/watchdog/watchdog.hpp"
 
 #include <fmt/format.h>
 
@@ -24,7 +24,7 @@
 #include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/entry/network_facts.hpp"
-#include "runtime/watch/tcp_link.hpp"
+#include "runtime/watchdog/tcp_link.hpp"
 
 namespace sluice {
 namespace {

@@ -10,7 +10,7 @@
 #include <sluice/options.hpp>
 
 #include "comm/group/collectives.hpp"
-#include "runtime/watch/watcher.hpp"
+#include "runtime/watchdog/watcher.hpp"
 
 namespace sluice {
 

@@ -1,4 +1,4 @@
-#include "runtime/watch/rules.hpp"
+#include "runtime/watchdog/rules.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/watch/report.hpp"
+#include "runtime/watchdog/report.hpp"
 
 namespace sluice {
 namespace {

@@ -1,5 +1,5 @@
 // Watchdogs of ranks that are threads of this process; hangs.py has real processes.
-#include "runtime/watch/watchdog.hpp"
+#include "runtime/watchdog/watchdog.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -14,10 +14,10 @@
 #include <sluice/options.hpp>
 
 #include "runtime/group/activity.hpp"
-#include "runtime/watch/report.hpp"
-#include "runtime/watch/rules.hpp"
-#include "runtime/watch/scribe.hpp"
-#include "runtime/watch/tcp_link.hpp"
+#include "runtime/watchdog/report.hpp"
+#include "runtime/watchdog/rules.hpp"
+#include "runtime/watchdog/scribe.hpp"
+#include "runtime/watchdog/tcp_link.hpp"
 
 namespace sluice {
 

@@ -1,4 +1,4 @@
-#include "runtime/watch/tcp_link.hpp"
+#include "runtime/watchdog/tcp_link.hpp"
 
 #include <arpa/inet.h>
 #include <fcntl.h>

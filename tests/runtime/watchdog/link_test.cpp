@@ -18,7 +18,7 @@
 
 #include <sluice/error.hpp>
 
-#include "runtime/watch/tcp_link.hpp"
+#include "runtime/watchdog/tcp_link.hpp"
 
 namespace sluice {
 namespace {

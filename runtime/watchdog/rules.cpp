@@ -1,4 +1,4 @@
-#include "runtime/watch/rules.hpp"
+#include "runtime/watchdog/rules.hpp"
 
 #include <algorithm>
 #include <map>

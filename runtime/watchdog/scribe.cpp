@@ -1,4 +1,4 @@
-#include "runtime/watch/scribe.hpp"
+#include "runtime/watchdog/scribe.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-#include "runtime/watch/watcher.hpp"
+#include "runtime/watchdog/watcher.hpp"
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>

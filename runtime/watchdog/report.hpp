@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "runtime/watch/rules.hpp"
+#include "runtime/watchdog/rules.hpp"
 
 namespace sluice {
 
