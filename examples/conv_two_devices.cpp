@@ -9,7 +9,7 @@
 using namespace sluice;
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [&](Communicator& world) {
+  return run_main(argc, argv, [&](World& world) {
     const auto half = [](std::int64_t in, std::int64_t out) {
       return group({conv2d(in, out, 3, {.padding = 1}), batch_norm2d(out), relu()});
     };
@@ -25,7 +25,7 @@ int main(int argc, char** argv) {
       const double loss = pipeline.train_step(batch).loss;
       if (step % 5 == 0 && world.rank() == 0) std::printf("step %2d  loss %.9f\n", step, loss);
     }
-    const auto outputs = pipeline.infer(batch.inputs, {.to = 0});
+    const auto outputs = pipeline.infer(batch, {.to = 0});
     if (world.rank() == 0) std::printf("outputs %s\n", to_string(outputs[0].spec).c_str());
   });
 }

@@ -101,7 +101,7 @@ struct LastLayer : Layer, LossStage {
   double target_weight(Tensors target) const override { return double(target[0].elements()); }
 };
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [](World& world) {
     std::vector<float> unit(kWidth * kWidth), turned(kWidth * kWidth);
     for (int i = 0; i < kWidth; ++i) unit[i * (kWidth + 1)] = turned[(i + 1) * (kWidth - 1)] = 1;
     const Batch batch{{view(unit, {kWidth, kWidth})}, {view(turned, {kWidth, kWidth})}};

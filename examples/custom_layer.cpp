@@ -37,7 +37,7 @@ class Gain : public Layer {
 };
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [](World& world) {
     const Sequential model({linear(2, 16), tanh(), cut(), layer<Gain>("gain", 16), linear(16, 1)},
                            mse_loss());
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 16},

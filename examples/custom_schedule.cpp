@@ -36,7 +36,7 @@ void judge(const Schedule& schedule) {
 }
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [&](Communicator& world) {
+  return run_main(argc, argv, [&](World& world) {
     if (argc != 2) throw Error(ErrorCode::kUsage, "usage: custom_schedule FILE (any text)");
     const auto order = std::make_shared<const Schedule>(waves(world.size(), 5));
     if (world.rank() == 0) judge(*order);

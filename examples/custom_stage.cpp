@@ -44,7 +44,7 @@ struct OneNumber : Stage, SplitBackward, LossStage {
   double target_weight(Tensors target) const override { return double(target[0].elements()); }
 };
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [](World& world) {
     PipelineOptions options{.shape = {.pipeline = 2, .micro_batches = 4}};
     options.training.optimizer = OptimizerConfig::sgd();
     options.training.learning_rate = {.peak = 0.2};

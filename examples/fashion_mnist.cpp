@@ -54,7 +54,7 @@ struct Clothes : Dataset {
 };
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [&](Communicator& world) {
+  return run_main(argc, argv, [&](World& world) {
     const int epochs = argc > 1 ? std::stoi(argv[1]) : 6;
     const std::int64_t images = argc > 2 ? std::stoll(argv[2]) : 60'000;
     const std::filesystem::path folder = argc > 3 ? argv[3] : "/usr/share/datasets/fashion-mnist";
@@ -89,7 +89,7 @@ int main(int argc, char** argv) {
       counts.assign(10, std::vector<int>(10));
       std::int64_t right = 0, item = 0;
       while (const LoadedBatch* batch = tests.next()) {
-        const auto scores = pipeline.infer(batch->inputs, {.to = 0});
+        const auto scores = pipeline.infer(*batch, {.to = 0});
         if (scores.empty()) continue;  // rank 0 has them
         for (std::int64_t i = 0; i < scores[0].shape()[0]; ++i, ++item) {
           const float* const row = scores[0].as<float>() + 10 * i;

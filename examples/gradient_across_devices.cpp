@@ -37,7 +37,7 @@ struct Sum : Loss {
 };
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [&](Communicator& world) {
+  return run_main(argc, argv, [&](World& world) {
     PipelineOptions options;
     if (argc > 1) options.devices.choices = parse_devices(argv[1]);
     const Sequential model({layer<Variable>("variable"), linear(1, 1), cut(), linear(1, 1)},

@@ -99,7 +99,7 @@ void simulate(MPI_Comm ranks, int trainer) {
 }
 
 void train(MPI_Comm ranks, int simulators) {
-  const auto world = make_mpi_communicator(ranks);
+  const auto world = make_world(ranks);
   const Sequential model =
       Sequential({linear(kPatch, 32), tanh(), linear(32, 32), tanh(), linear(32, 1)}, mse_loss())
           .with_input({DType::kF32, {kPatch}});

@@ -10,7 +10,7 @@
 using namespace sluice;
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [](World& world) {
     const Sequential model =
         Sequential({linear(5, 10), linear(10, 5)}, mse_loss()).with_input({DType::kF32, {5}});
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 4},
@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
     double loss = 0;
     for (int step = 0; step < 20; ++step) loss = pipeline.train_step(batch).loss;
     const StepTimeline last = step_timeline(pipeline);
-    const auto outputs = pipeline.infer(batch.inputs, {.to = 0});
+    const auto outputs = pipeline.infer(batch, {.to = 0});
     if (world.rank() != 0) return;
     std::printf("outputs %s, loss %.6f\n\nas a grid\n%s\nplanned, from the mean times\n%s\n",
                 to_string(outputs[0].spec).c_str(), loss, draw_grid(last.schedule).c_str(),

@@ -58,7 +58,7 @@ struct Dense : Stage,
 };
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [](World& world) {
     constexpr std::size_t kSamples = 200;
     constexpr int kTrained = 150, kBatch = 20;
     std::vector<float> x(kSamples), y(kSamples);  // a sine; every rank has it, two of them use it
@@ -94,7 +94,7 @@ int main(int argc, char** argv) {
       if (worse % 5 == 4) rate /= 2;
     }
     pipeline.set_state(best_values);
-    const auto answers = pipeline.infer(part(kTrained, 3).inputs, {.to = 0});
+    const auto answers = pipeline.infer(part(kTrained, 3), {.to = 0});
     if (world.rank() != 0) return;
     std::printf("stopped after %d epochs, held-out loss %.6f\n", epoch, best);
     for (std::size_t i = 0; i < 3; ++i) {

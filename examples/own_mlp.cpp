@@ -28,7 +28,7 @@ class SquaredRelu : public Layer {
 };
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [&](Communicator& world) {
+  return run_main(argc, argv, [&](World& world) {
     if (argc != 2) throw Error(ErrorCode::kUsage, "usage: own_mlp FILE (any text)");
     check_gradients(layer<SquaredRelu>("squared_relu"), {DType::kF32, {2, 3, 4}});
     const TransformerConfig config{.layers = 2, .heads = 2, .width = 32, .context = 32};

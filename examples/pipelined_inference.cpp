@@ -10,7 +10,7 @@
 using namespace sluice;
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [](World& world) {
     constexpr int kRequests = 200, kWidth = 512;
     std::vector<LayerSpec> layers;
     for (int i = 0; i < 8; ++i) {
@@ -33,7 +33,7 @@ int main(int argc, char** argv) {
     const auto timed = [&](int at_once, std::vector<float>& first_number) {
       const auto begin = std::chrono::steady_clock::now();
       for (int first = 0; first < kRequests; first += at_once) {
-        const Tensor part[] = {requests(first, at_once)};
+        const Batch part{.inputs = {requests(first, at_once)}};
         (void)pipeline.infer(part,
                              {.on_outputs = [&](SampleRange samples, std::span<const Tensor> y) {
                                if (samples.first + first != std::int64_t(first_number.size()))

@@ -10,7 +10,7 @@
 using namespace sluice;
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [](World& world) {
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     std::vector<float> x(1000 * 10), y(1000);

@@ -41,7 +41,7 @@ struct Trained {
   double loss = 0;
 };
 
-Trained train(Communicator& ranks, const LayerSpec& norm, int micro_batch_size, int steps) {
+Trained train(World& ranks, const LayerSpec& norm, int micro_batch_size, int steps) {
   const Sequential model({conv2d(1, 8, 3, {.padding = 1}), norm, relu(),
                           conv2d(8, 8, 3, {.padding = 1}), relu(), conv2d(8, 2, 1)},
                          cross_entropy_loss({.axis = 1}));
@@ -83,7 +83,7 @@ double difference(const Trained& a, const Trained& b) {
 }
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [&](Communicator& world) {
+  return run_main(argc, argv, [&](World& world) {
     const int steps = argc > 1 ? std::stoi(argv[1]) : 16;
     const auto alone = world.split(world.rank(), 0);  // a communicator of this rank only
     const auto compare = [&](const char* words, const LayerSpec& norm, int mine, int whole) {

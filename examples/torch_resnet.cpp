@@ -50,7 +50,7 @@ std::unique_ptr<Stage> make_stage(int stage, int stages) {
 }
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [](World& world) {
     constexpr int kSamples = 128, kSide = 12, kPixels = kSide * kSide;
     std::vector<float> x;
     std::vector<std::int64_t> y;

@@ -32,7 +32,7 @@ std::unique_ptr<Stage> make_stage(int stage, int stages) {
 }
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [](World& world) {
     const int rows = 512;
     std::vector<float> inputs, targets;
     for (std::uint64_t row = 0; row < rows; ++row) {
@@ -50,11 +50,11 @@ int main(int argc, char** argv) {
     options.order.schedule = world.size() == 1 ? "looped-bfs" : "zb-h1";
     options.order.chunks = world.size() == 1 ? 3 : 1;
     options.training.learning_rate = {.peak = 1e-2};
-    options.training.evaluations = {rows};
+    options.expert.evaluations = {rows};
     Pipeline pipeline(world, options, make_stage, *data);
     for (int epoch = 1; epoch <= 5; ++epoch) {
       for (int step = 0; step < rows / 64; ++step) (void)pipeline.train_step();
-      const double loss = pipeline.evaluate(rows);
+      const double loss = pipeline.evaluate(*data, rows).loss;
       if (world.rank() == 0) std::printf("epoch %d  loss %.17g\n", epoch, loss);
     }
   });

@@ -10,7 +10,7 @@
 #include <sluice/step_timeline.hpp>
 using namespace sluice;
 
-void train(Communicator& world, const PipelineOptions& options) {
+void train(World& world, const PipelineOptions& options) {
   const Sequential model({linear(10, 50), relu(), cut(), linear(50, 20), relu(), linear(20, 1)},
                          mse_loss());
   Pipeline pipeline(world, options, model,
@@ -31,7 +31,7 @@ void train(Communicator& world, const PipelineOptions& options) {
 }
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [](World& world) {
     PipelineOptions options{.order = {.schedule = "gpipe"}, .checks = {.trace = true}};
     options.training.optimizer = {.kind = OptimizerConfig::Kind::kSgd};
     options.training.learning_rate = {.peak = 0.01};

@@ -6,10 +6,10 @@
 #include <array>
 #include <utility>
 
-#include <sluice/communicator.hpp>
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace sluice {

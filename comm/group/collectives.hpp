@@ -12,8 +12,7 @@
 #include <string>
 #include <vector>
 
-#include <sluice/communicator.hpp>
-
+#include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace sluice {

@@ -198,6 +198,10 @@ Error ControlChannel::report(const Error& error, std::chrono::milliseconds timeo
   return unpack(*state.winner);
 }
 
+std::unique_ptr<World> World::split(int colour, int key) {
+  return communicator_of(*this).split(colour, key);
+}
+
 void Communicator::abort(int code) const {
   std::fflush(nullptr);
   std::_Exit(code);

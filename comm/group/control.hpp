@@ -8,9 +8,9 @@
 #include <chrono>
 #include <memory>
 
-#include <sluice/communicator.hpp>
 #include <sluice/error.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace sluice {

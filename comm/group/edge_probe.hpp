@@ -7,9 +7,9 @@
 #include <span>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace sluice {

@@ -9,7 +9,7 @@
 
 #include <vector>
 
-#include <sluice/communicator.hpp>
+#include "comm/group/communicator.hpp"
 
 namespace sluice {
 

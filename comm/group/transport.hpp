@@ -28,8 +28,9 @@
 #include <memory>
 #include <type_traits>
 
-#include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
+
+#include "comm/group/communicator.hpp"
 
 namespace sluice {
 

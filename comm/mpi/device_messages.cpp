@@ -137,7 +137,7 @@ std::string device_message_fault(std::unique_ptr<Communicator> comm, Device devi
 std::string mpi_device_memory_unsupported_reason(Device device) {
   if (!open_mpi_says_so() && !memory_kinds_say_so()) return "MPI is not CUDA-aware";
   if (turned_off()) return "MPI is CUDA-aware, but its parameter opal_cuda_support is off";
-  return device_message_fault(make_mpi_communicator(MPI_COMM_SELF), device);
+  return device_message_fault(communicator_of(make_world(MPI_COMM_SELF)), device);
 }
 
 }  // namespace sluice

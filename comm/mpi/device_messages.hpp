@@ -6,8 +6,9 @@
 #include <string>
 #include <string_view>
 
-#include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
+
+#include "comm/group/communicator.hpp"
 
 namespace sluice {
 

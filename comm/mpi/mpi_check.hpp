@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include <sluice/communicator.hpp>
+#include "comm/group/communicator.hpp"
 
 namespace sluice {
 

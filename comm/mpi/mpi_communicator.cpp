@@ -427,7 +427,7 @@ std::unique_ptr<Communicator> borrow_world() {
                                            /*borrowed=*/true);
 }
 
-std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm) {
+std::unique_ptr<World> make_world(MPI_Comm comm) {
   require_mpi();
   if (comm == MPI_COMM_NULL) {
     throw Error(ErrorCode::kUsage, "the communicator is MPI_COMM_NULL");

@@ -91,7 +91,7 @@ MpiSession::~MpiSession() {
 }
 
 std::unique_ptr<Communicator> MpiSession::world() const {
-  return make_mpi_communicator(MPI_COMM_WORLD);
+  return communicator_of(make_world(MPI_COMM_WORLD));
 }
 
 MpiInfo mpi_info() {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include <sluice/communicator.hpp>
+#include "comm/group/communicator.hpp"
 
 namespace sluice {
 

@@ -22,9 +22,9 @@
 #include <span>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "comm/nccl/nccl.hpp"
 #include "comm/nccl/ordered_sum.hpp"
 

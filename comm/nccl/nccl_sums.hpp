@@ -16,9 +16,9 @@
 #include <span>
 #include <string>
 
-#include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "comm/nccl/nccl_queue.hpp"
 
 namespace sluice {

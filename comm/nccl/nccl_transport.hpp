@@ -19,9 +19,9 @@
 #include <string>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "comm/nccl/nccl_queue.hpp"
 
 namespace sluice {

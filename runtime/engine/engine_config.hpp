@@ -8,9 +8,9 @@
 #include <span>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/plan.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "comm/group/transport.hpp"
 #include "comm/group/waiter.hpp"
 #include "runtime/engine/stage_binding.hpp"

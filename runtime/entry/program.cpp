@@ -18,6 +18,7 @@
 #include "comm/group/control.hpp"
 #include "comm/mpi/first_contact.hpp"
 #include "comm/mpi/mpi_session.hpp"
+#include "runtime/entry/command.hpp"
 #include "runtime/entry/start_limit.hpp"
 #include "runtime/group/build_name.hpp"
 #include "runtime/group/configuration.hpp"
@@ -137,7 +138,7 @@ int fail(Job& job, const Error& error) {
 
 }  // namespace
 
-int run_main(int argc, char** argv, const std::function<void(Communicator& world)>& body) {
+int run_main(int argc, char** argv, const std::function<void(World& world)>& body) {
   std::optional<Job> job;
   try {
     job.emplace(&argc, &argv, start_time_limit());
@@ -174,7 +175,8 @@ int run_command(const std::string& command, int argc, char** argv,
     print_error(*refusal);
     return exit_code(refusal->code());
   }
-  return run_main(argc, argv, [&](Communicator& world) {
+  return run_main(argc, argv, [&](World& ranks) {
+    Communicator& world = communicator_of(ranks);
     // Before the error of `parse`: an option may be unknown because it is another command's.
     Collectives collectives(world, 0, nullptr);
     require_same_configuration(collectives, {{"command", command}});

@@ -22,7 +22,7 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
       mirror_(mirror) {
   std::erase_if(stages_, [](const StageBinding& each) { return each.parameters == nullptr; });
   sums_.emplace(job, layout, nccl != nullptr && nccl->sums() ? nccl : nullptr, compute, mirror,
-                stages_, options.devices.bucket_bytes);
+                stages_, options.expert.bucket_bytes);
   std::vector<OwnedParameter> owners;
   for (const StageBinding& binding : stages_) {
     const std::vector<Parameter*> parameters = binding.parameters->all();

@@ -73,12 +73,10 @@ void add(NamedValues& values, const std::array<const char*, sizeof...(Fields)>& 
 }
 
 void add_training(const PipelineOptions::Training& all, NamedValues& values) {
-  const auto& [seed, optimizer, make_optimizer, groups, rate, clip, evaluations, inference, skip,
-               save_copy] = all;
+  const auto& [seed, optimizer, make_optimizer, groups, rate, clip, inference, skip] = all;
   add(values,
-      {"seed", "own optimizer", "groups of parameters", "clip", "evaluations", "inference",
-       "skip-nonfinite", "save-copy"},
-      seed, make_optimizer, groups, clip, evaluations, inference, skip, save_copy);
+      {"seed", "own optimizer", "groups of parameters", "clip", "inference", "skip-nonfinite"},
+      seed, make_optimizer, groups, clip, inference, skip);
   const auto& [kind, beta1, beta2, epsilon, momentum, nesterov, weight_decay, moments] = optimizer;
   add(values,
       {"optimizer", "beta1", "beta2", "epsilon", "momentum", "nesterov", "weight-decay",
@@ -169,26 +167,26 @@ void require_sensible_at(std::uint64_t step, const LearningRate& rate,
 
 // The bindings name every field: a new one does not compile before it stands here.
 NamedValues agreed_values(const PipelineOptions& options) {
-  const auto& [shape, order, devices, training, checks, watch] = options;
-  const auto& [replicas_every, trace, configuration] = checks;
+  const auto& [shape, order, devices, training, checks, watch, expert] = options;
+  const auto& [edge_bytes, gradient_bytes, progress, bucket_bytes, evaluations, save_copy,
+               configuration] = expert;
   NamedValues values = configuration;
+  add(values,
+      {"bytes between stages", "bytes of a rank's gradients", "progress", "bucket-bytes",
+       "evaluations", "save-copy"},
+      edge_bytes, gradient_bytes, progress, bucket_bytes, evaluations, save_copy);
+  const auto& [replicas_every, trace] = checks;
   add(values, {"build of Sluice", "comparison of replicas every", "trace"}, build_name(),
       replicas_every, trace);
-  const auto& [pipeline, replicas, rank_order, edge_bytes, gradient_bytes, micro_batches,
-               micro_batch_size, batch_size] = shape;
+  const auto& [pipeline, replicas, rank_order, micro_batches, micro_batch_size, batch_size] = shape;
   add(values,
-      {"pipeline", "replicas", "rank-order", "bytes between stages", "bytes of a rank's gradients",
-       "micro-batches", "micro-batch-size", "batch-size"},
-      pipeline, replicas, rank_order, edge_bytes, gradient_bytes, micro_batches, micro_batch_size,
-      batch_size);
+      {"pipeline", "replicas", "rank-order", "micro-batches", "micro-batch-size", "batch-size"},
+      pipeline, replicas, rank_order, micro_batches, micro_batch_size, batch_size);
   const auto& [schedule, chunks, given] = order;
   add(values, {"schedule", "chunks", "SHA-256 of the schedule"}, schedule, chunks, given);
-  const auto& [choices, transport, threads, progress, tf32, all_reduce, cuda_graphs, bucket_bytes] =
-      devices;
-  add(values,
-      {"device", "transport", "threads", "progress", "tf32", "all-reduce", "cuda-graphs",
-       "bucket-bytes"},
-      choices, transport, threads, progress, tf32, all_reduce, cuda_graphs, bucket_bytes);
+  const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs] = devices;
+  add(values, {"device", "transport", "threads", "tf32", "all-reduce", "cuda-graphs"}, choices,
+      transport, threads, tf32, all_reduce, cuda_graphs);
   add_training(training, values);
   const auto& [on, timeout, action_timeout, directory, ends_process, first_port, last_port] = watch;
   add(values,

@@ -27,7 +27,7 @@ void require_sensible_at(std::uint64_t step, const LearningRate& rate,
 
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
 
-// options.checks.configuration, followed by the options of the pipeline itself. Requires options of
+// options.expert.configuration, followed by the options of the pipeline itself. Requires options of
 // require_sensible(). Throws Error(kUsage) for a given order that no schedule file can hold.
 [[nodiscard]] NamedValues agreed_values(const PipelineOptions& options);
 

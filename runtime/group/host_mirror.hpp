@@ -6,10 +6,10 @@
 #include <memory>
 #include <span>
 
-#include <sluice/communicator.hpp>
 #include <sluice/compute.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace sluice {

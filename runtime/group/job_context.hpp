@@ -8,9 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include <sluice/communicator.hpp>
-
 #include "comm/group/collectives.hpp"
+#include "comm/group/communicator.hpp"
 #include "comm/group/control.hpp"
 #include "runtime/group/activity.hpp"
 #include "runtime/layout/job_layout.hpp"

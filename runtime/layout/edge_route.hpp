@@ -10,13 +10,13 @@
 #include <utility>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
 #include <sluice/options.hpp>
 #include <sluice/schedule.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "runtime/layout/device_choice.hpp"
 
 namespace sluice {

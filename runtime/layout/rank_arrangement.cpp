@@ -129,11 +129,12 @@ RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions& o
   // A list of devices names those of places or of ranks: their order is its author's.
   const bool listed = options.devices.choices.size() > 1;
   if (shape.rank_order != RankOrder::kAuto || one_host || listed) return {numbered, ""};
-  const bool known = shape.edge_bytes > 0 || shape.gradient_bytes > 0;
-  const double edge_bytes = known ? shape.edge_bytes : 1;
+  const PipelineOptions::Expert& expert = options.expert;
+  const bool known = expert.edge_bytes > 0 || expert.gradient_bytes > 0;
+  const double edge_bytes = known ? expert.edge_bytes : 1;
   // Collectives::ordered_sum: each of two replicas sends the other a share of its gradients to be
   // summed, and later the sum of the share that it owns.
-  const double sum_bytes = 4 * shape.gradient_bytes / d;
+  const double sum_bytes = 4 * expert.gradient_bytes / d;
   constexpr const char* kByNumber = "the order of the ranks' numbers";
   std::array candidates = {
       Candidate{"the ranks of a pipeline share hosts", pack_pipelines(host_of_rank, p, d)},

@@ -92,10 +92,6 @@ EvaluationReport ForwardCalls::evaluate(const DataSource& other, std::int64_t sa
   calls_.require_open();
   calls_.agree(Call::kEvaluateSource, nullptr, samples, [&] {
     require_loss();
-    if (&other == parts_.batches.own.get()) {
-      throw_usage(
-          "this pipeline was made from a BatchSpec and has no source: pass a batch or a source");
-    }
     parts_.feed->require_like(other);
     constexpr std::int64_t kMost = 1'000'000'000'000;
     if (samples >= 1 && samples <= kMost) return;

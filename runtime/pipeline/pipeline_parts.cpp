@@ -150,7 +150,7 @@ void PipelineParts::make_nccl() {
   });
   const SumLoad sums =
       layout.wires.sums_by_nccl(layout.place.rank)
-          ? GradientSums::load_of(layout, layout.place.rank, options.devices.bucket_bytes)
+          ? GradientSums::load_of(layout, layout.place.rank, options.expert.bucket_bytes)
           : SumLoad{};
   nccl = NcclRoutes::make(job, layout, *compute, sums, open, options.devices.all_reduce);
 }
@@ -222,7 +222,7 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
                    .nccl = nccl != nullptr ? nccl->messages() : nullptr,
                    .routes = layout.wires.routes,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
-                   .progress_in_actions = options.devices.progress_in_actions,
+                   .progress_in_actions = options.expert.progress_in_actions,
                    .slots = slots,
                    .batch = device_batch.get(),
                    .cuda_graphs = trains && options.devices.cuda_graphs,

@@ -8,6 +8,7 @@
 #include <sluice/pipeline.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "comm/group/communicator.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/named_calls.hpp"
 #include "runtime/group/configuration.hpp"
@@ -36,18 +37,18 @@ struct Pipeline::Impl {
   TrainingSteps steps{parts, calls};
 };
 
-Pipeline::Pipeline(Communicator& world, const PipelineOptions& options,
-                   const StageFactory& make_stage, const DataSource& source)
-    : impl_(std::make_unique<Impl>(world, options, make_stage,
+Pipeline::Pipeline(World& world, const PipelineOptions& options, const StageFactory& make_stage,
+                   const DataSource& source)
+    : impl_(std::make_unique<Impl>(communicator_of(world), options, make_stage,
                                    PipelineParts::Batches{nullptr, &source})) {}
-Pipeline::Pipeline(Communicator& world, const PipelineOptions& options,
-                   const StageFactory& make_stage, const BatchSpec& batches) {
+Pipeline::Pipeline(World& world, const PipelineOptions& options, const StageFactory& make_stage,
+                   const BatchSpec& batches) {
   PipelineParts::Batches from{
       .own = make_batch_shapes(batches), .source = nullptr, .feed = batches.feed};
   from.source = from.own.get();
   PipelineOptions compared = options;
-  compared.checks.configuration.emplace_back("BatchSpec", to_text(batches));
-  impl_ = std::make_unique<Impl>(world, compared, make_stage, std::move(from));
+  compared.expert.configuration.emplace_back("BatchSpec", to_text(batches));
+  impl_ = std::make_unique<Impl>(communicator_of(world), compared, make_stage, std::move(from));
 }
 Pipeline::~Pipeline() = default;
 
@@ -82,12 +83,8 @@ EvaluationReport Pipeline::evaluate(const Batch& batch) { return impl_->forward.
 EvaluationReport Pipeline::evaluate(const DataSource& source, std::int64_t samples) {
   return impl_->forward.evaluate(source, samples);
 }
-double Pipeline::evaluate_own(std::int64_t samples) {
-  return impl_->forward.evaluate(*impl_->parts.batches.source, samples).loss;
-}
-std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs,
-                                        const InferOptions& options) {
-  return impl_->forward.infer({.inputs = {inputs.begin(), inputs.end()}, .targets = {}}, options);
+std::span<const Tensor> Pipeline::infer(const Batch& batch, const InferOptions& options) {
+  return impl_->forward.infer(batch, options);
 }
 BatchShare Pipeline::share() const { return impl_->parts.feed->passed(); }
 bool Pipeline::usable() const { return impl_->calls.usable(); }

@@ -137,7 +137,7 @@ Division divide_samples(const PipelineOptions& options, const RankPlace& place, 
     std::vector<SampleRange> training = micro_batches_of(batch, r);
     for (const SampleRange& range : training) sizes.insert(range.count);
     if (r == place.replica) plans.micro_batches = std::move(training);
-    for (const std::int64_t samples : options.training.evaluations) {
+    for (const std::int64_t samples : options.expert.evaluations) {
       if (samples < 0)
         throw_usage("an evaluation of {} samples; legal are numbers from 0", samples);
       const std::int64_t share = share_of(samples, replicas, r).count;
@@ -371,7 +371,7 @@ Plan plan_forward(const JobLayout& layout, int micro_batches) {
 
 BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, ComputeContext& compute,
                          const StageFactory& make_stage, const DataSource& source, bool any_size) {
-  if (options.devices.bucket_bytes == 0) {
+  if (options.expert.bucket_bytes == 0) {
     throw_usage("buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
   }
   if (!make_stage) throw_usage("the StageFactory is null; legal: a function that makes stages");

@@ -133,7 +133,7 @@ class MemorySum {
   }
 
   void add_save_copy(const std::vector<SavedParameter>& shares) {
-    if (!options_.training.save_copy) return;
+    if (!options_.expert.save_copy) return;
     memory_.save_copy =
         multiply_bytes(sizeof(float) + state_bytes_per_element(options_.training.optimizer),
                        static_cast<std::size_t>(most_saved_elements(shares, rank_)));
@@ -167,7 +167,7 @@ class MemorySum {
     add_libraries(kOfMessages * at(NcclRoutes::message_communicators(layout_, rank_)) +
                   (sums ? kOfSums : 0));
     if (!sums) return;
-    const SumLoad load = GradientSums::load_of(layout_, rank_, options_.devices.bucket_bytes);
+    const SumLoad load = GradientSums::load_of(layout_, rank_, options_.expert.bucket_bytes);
     add_bytes(memory_.buffers, padded(NcclRoutes::sum_bytes(load, layout_.place.topology.replicas,
                                                             layout_.wires.all_reduce)));
   }

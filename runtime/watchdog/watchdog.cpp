@@ -17,12 +17,12 @@
 #include <utility>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
 #include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
+#include "comm/group/communicator.hpp"
 #include "runtime/entry/network_facts.hpp"
 #include "runtime/watchdog/tcp_link.hpp"
 

@@ -92,7 +92,7 @@ class BareLoop {
 int main(int argc, char** argv) {
   using namespace sluice;
   using namespace sluice::benchmarks;
-  return run_main(argc, argv, [&](Communicator& world) {
+  return run_main(argc, argv, [&](World& world) {
     Report report(
         "Engine overhead, stages that do nothing, ns per compute action",
         {"transport", "schedule", "ranks", "engine ns", "shown ns", "bare MPI ns", "above bare"});

@@ -4,7 +4,6 @@
 #include <span>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/data.hpp>
 #include <sluice/device.hpp>
 #include <sluice/generate.hpp>
@@ -12,6 +11,7 @@
 #include <sluice/plan.hpp>
 #include <sluice/verify.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "runtime/engine/engine.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "runtime/group/activity.hpp"

@@ -58,7 +58,7 @@ int number(const char* text) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return sluice::run_main(argc, argv, [&](Communicator& world) {
+  return sluice::run_main(argc, argv, [&](World& world) {
     if (argc != 4) throw Error(ErrorCode::kUsage, "network_benchmark NETWORK BATCH STEPS");
     const Network net = network(argv[1]);
     const int samples = number(argv[2]), steps = number(argv[3]);

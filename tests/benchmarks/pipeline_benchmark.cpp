@@ -168,7 +168,7 @@ void run_family(Communicator& world, int steps, Report& report) {
 int main(int argc, char** argv) {
   using namespace sluice;
   using namespace sluice::benchmarks;
-  return run_main(argc, argv, [&](Communicator& world) {
+  return run_main(argc, argv, [&](World& world) {
     const int steps = std::atoi(argument(argc, argv, "--steps", "9").c_str());
     const bool family = argument(argc, argv, "--stages", "") == "family";
     Report report =

@@ -73,7 +73,7 @@ double kept_mebibytes(const Sequential& model) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [&](Communicator& world) {
+  return run_main(argc, argv, [&](World& world) {
     if (argc != 2) throw Error(ErrorCode::kUsage, "precision_benchmark NETWORK");
     constexpr DType kBf16 = DType::kBf16;
     const std::vector<std::pair<const char*, ModelOptions>> modes = {

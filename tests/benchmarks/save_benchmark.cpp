@@ -52,7 +52,7 @@ void measure(Communicator& comm, const Arguments& arguments, const std::string& 
   PipelineOptions options;
   options.shape.micro_batches = 4;
   options.training.learning_rate = {.peak = 1e-5};
-  options.training.save_copy = true;
+  options.expert.save_copy = true;
   const std::vector<double> costs = layer_costs(model);
   Pipeline pipeline(
       comm, options,
@@ -111,7 +111,7 @@ int main(int argc, char** argv) {
   const auto number = [&](const char* name, const char* otherwise) {
     return std::atoi(argument(argc, argv, name, otherwise).c_str());
   };
-  return sluice::run_main(argc, argv, [&](sluice::Communicator& world) {
+  return sluice::run_main(argc, argv, [&](sluice::World& world) {
     const std::string directory = argument(argc, argv, "--directory", "");
     if (directory.empty()) {
       throw sluice::Error(sluice::ErrorCode::kUsage, "--directory DIR is missing: saves go there");

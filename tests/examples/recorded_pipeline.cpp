@@ -20,10 +20,10 @@
 #include <string>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/options.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
+#include <sluice/world.hpp>
 
 #include "runtime/files/sha256.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -32,7 +32,7 @@ namespace sluice {
 namespace {
 
 struct Record {
-  Communicator* world = nullptr;
+  World* world = nullptr;
   int calls = 0;
   std::string numbers = {};  // the same on all ranks
   std::string outputs = {};  // where there are any
@@ -104,26 +104,26 @@ void print(Pipeline& pipeline) {
 #define SLUICE_REAL(symbol) asm("__real_" symbol)
 #define SLUICE_WRAP(symbol) asm("__wrap_" symbol)
 
-#define SLUICE_SYMBOL                                                             \
-  "_ZN6sluice8PipelineC1ERNS_12CommunicatorERKNS_15PipelineOptionsERKSt8function" \
+#define SLUICE_SYMBOL                                                     \
+  "_ZN6sluice8PipelineC1ERNS_5WorldERKNS_15PipelineOptionsERKSt8function" \
   "IFSt10unique_ptrINS_5StageESt14default_deleteIS8_EEiiEERKNS_9BatchSpecE"
-void real_construct(Pipeline*, Communicator&, const PipelineOptions&, const StageFactory&,
+void real_construct(Pipeline*, World&, const PipelineOptions&, const StageFactory&,
                     const BatchSpec&) SLUICE_REAL(SLUICE_SYMBOL);
-void wrap_construct(Pipeline*, Communicator&, const PipelineOptions&, const StageFactory&,
+void wrap_construct(Pipeline*, World&, const PipelineOptions&, const StageFactory&,
                     const BatchSpec&) SLUICE_WRAP(SLUICE_SYMBOL);
-void wrap_construct(Pipeline* self, Communicator& world, const PipelineOptions& options,
+void wrap_construct(Pipeline* self, World& world, const PipelineOptions& options,
                     const StageFactory& make_stage, const BatchSpec& batches) {
   real_construct(self, world, with_order(options), make_stage, batches);
   record_of(self) = Record{.world = &world};
 }
 #undef SLUICE_SYMBOL
 
-#define SLUICE_SYMBOL "_ZN6sluice8run_mainEiPPcRKSt8functionIFvRNS_12CommunicatorEEE"
-using Body = std::function<void(Communicator&)>;
+#define SLUICE_SYMBOL "_ZN6sluice8run_mainEiPPcRKSt8functionIFvRNS_5WorldEEE"
+using Body = std::function<void(World&)>;
 int real_run_main(int, char**, const Body&) SLUICE_REAL(SLUICE_SYMBOL);
 int wrap_run_main(int, char**, const Body&) SLUICE_WRAP(SLUICE_SYMBOL);
 int wrap_run_main(int argc, char** argv, const Body& body) {
-  return real_run_main(argc, argv, [&](Communicator& world) {
+  return real_run_main(argc, argv, [&](World& world) {
     for (const Order& order : wanted_orders()) {
       present_order() = order;
       const bool takes_part = world.rank() < order.ranks;
@@ -177,13 +177,12 @@ EvaluationReport wrap_evaluate(Pipeline* self, const Batch& batch) {
 }
 #undef SLUICE_SYMBOL
 
-#define SLUICE_SYMBOL \
-  "_ZN6sluice8Pipeline5inferESt4spanIKNS_6TensorELm18446744073709551615EERKNS_12InferOptionsE"
-std::span<const Tensor> real_infer(Pipeline*, std::span<const Tensor>, const InferOptions&)
+#define SLUICE_SYMBOL "_ZN6sluice8Pipeline5inferERKNS_5BatchERKNS_12InferOptionsE"
+std::span<const Tensor> real_infer(Pipeline*, const Batch&, const InferOptions&)
     SLUICE_REAL(SLUICE_SYMBOL);
-std::span<const Tensor> wrap_infer(Pipeline*, std::span<const Tensor>, const InferOptions&)
+std::span<const Tensor> wrap_infer(Pipeline*, const Batch&, const InferOptions&)
     SLUICE_WRAP(SLUICE_SYMBOL);
-std::span<const Tensor> wrap_infer(Pipeline* self, std::span<const Tensor> inputs,
+std::span<const Tensor> wrap_infer(Pipeline* self, const Batch& batch,
                                    const InferOptions& options) {
   Record& record = record_of(self);
   ++record.calls;
@@ -197,7 +196,7 @@ std::span<const Tensor> wrap_infer(Pipeline* self, std::span<const Tensor> input
       options.on_outputs(samples, outputs);
     };
   }
-  const std::span<const Tensor> outputs = real_infer(self, inputs, mine);
+  const std::span<const Tensor> outputs = real_infer(self, batch, mine);
   take(outputs);
   return outputs;
 }

@@ -252,7 +252,7 @@ int main(int argc, char** argv) {
   arguments.how = argc > 1 ? argv[1] : "train";
   if (argc > 2) arguments.timeout = std::atof(argv[2]);
   if (argc > 3) arguments.number = std::atol(argv[3]);
-  return sluice::run_main(argc, argv, [&](sluice::Communicator& world) {
+  return sluice::run_main(argc, argv, [&](sluice::World& world) {
     const sluice::PlaceSignals place;
     if (arguments.how == "deadlock") return sluice::deadlock(world, arguments);
     if (arguments.how == "many") return sluice::make_many(world, arguments);

@@ -4,11 +4,11 @@
 #include <set>
 #include <string>
 
-#include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
 
 #include "comm/base/host.hpp"
 #include "comm/group/collectives.hpp"
+#include "comm/group/communicator.hpp"
 
 namespace sluice {
 

@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include <sluice/communicator.hpp>
+#include "comm/group/communicator.hpp"
 
 namespace sluice {
 

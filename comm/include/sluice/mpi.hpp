@@ -5,17 +5,17 @@
 
 #include <memory>
 
-#include <sluice/communicator.hpp>
+#include <sluice/world.hpp>
 
 #pragma GCC visibility push(default)
 namespace sluice {
 
 // Collective over `comm`, which is duplicated; the caller keeps its own. An inter-communicator is
 // Error(kUsage). MPI must be initialised with at least MPI_THREAD_FUNNELED. At that level this must
-// be the thread that initialised it, also for split() and duplicate(), else Error(kUsage) naming
-// the level. Under MPI_THREAD_SERIALIZED the callers ensure that no two threads use communicators
-// at once.
-[[nodiscard]] std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm);
+// be the thread that initialised it, also for split(), else Error(kUsage) naming
+// the level. Under MPI_THREAD_SERIALIZED the callers ensure that no two threads use worlds at
+// once.
+[[nodiscard]] std::unique_ptr<World> make_world(MPI_Comm comm);
 
 }  // namespace sluice
 #pragma GCC visibility pop

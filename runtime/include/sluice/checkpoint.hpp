@@ -83,7 +83,7 @@ class Checkpointer {
   // Takes the directory's lock, removes what a cut save left, finds out whether all hosts see the
   // directory (unless `local`). `note`: is called on rank 0 with lines for people, such as a save
   // that has to wait for the one before; may be empty. What it throws, all ranks throw; the
-  // pipeline and the Checkpointer stay usable. PipelineOptions::Training::save_copy puts the host
+  // pipeline and the Checkpointer stay usable. PipelineOptions::Expert::save_copy puts the host
   // memory into the plan.
   Checkpointer(Pipeline& pipeline, CheckpointOptions options,
                std::function<void(const std::string&)> note = {});

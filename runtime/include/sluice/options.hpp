@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/parameter.hpp>
+#include <sluice/world.hpp>
 
 #pragma GCC visibility push(default)
 namespace sluice {
@@ -48,10 +48,6 @@ struct PipelineOptions {
     int pipeline = 0;  // ranks per pipeline; 0: all ranks / replicas
     int replicas = 1;  // of the pipeline
     RankOrder rank_order = RankOrder::kAuto;
-    // What RankOrder::kAuto weighs: the bytes that two neighbouring stages of one pipeline exchange
-    // in a step, and the bytes of one pipeline rank's gradients. Both 0: not known; the ranks of a
-    // pipeline are neighbours then.
-    double edge_bytes = 0, gradient_bytes = 0;
     int micro_batches = 1;              // per replica and step
     std::int64_t micro_batch_size = 1;  // samples
     // Samples per step over all replicas; 0: replicas * micro_batches * micro_batch_size.
@@ -75,9 +71,6 @@ struct PipelineOptions {
     // Per rank, on a CPU, at most ComputeContext::kMostThreads. Calls of the pipeline compute in an
     // OpenMP team of this size; the program's own team is afterwards what it was.
     int threads = 1;
-    // On a CPU, messages advance between the operators of an action too, not only between actions.
-    // Most MPI libraries move large messages only while they are called.
-    bool progress_in_actions = true;
     bool tf32 = false;  // GPUs may round operands of fp32 products to TF32
     // Where NCCL sums gradients over replicas: use its all-reduce, not the sum in the order of
     // replicas. It is faster; its bits depend on NCCL and on the depth of the pipeline.
@@ -85,36 +78,26 @@ struct PipelineOptions {
     // On GPUs: record the work of stages that allow it (Stage::graph_capturable), and
     // replay it. Evaluations are not recorded.
     bool cuda_graphs = false;
-    // Where NCCL sums gradients over replicas: bytes per sum, at least 1. A sum overlaps with the
-    // rest of backward. The size changes no bits, except those of `all_reduce`.
-    std::size_t bucket_bytes = std::size_t{25} << 20;
   };
 
   struct Training {
     std::uint64_t seed = 1;
     OptimizerConfig optimizer = {};
-    // In place of `optimizer`; the same on all ranks, which cannot be compared.
+    // Replaces `optimizer`. Ranks must pass the same factory; Sluice cannot check it.
     OptimizerFactory make_optimizer = {};
     std::vector<ParameterGroup> groups = {};  // the first that matches a parameter counts
     LearningRate learning_rate = {};
-    double clip = 0;  // largest global gradient norm; 0: no clipping
-    // Numbers of samples of later evaluations: planned at once, and in the memory table.
-    std::vector<std::int64_t> evaluations = {};
+    double clip = 0;         // largest global gradient norm; 0: no clipping
     bool inference = false;  // infer() and evaluate() only
     // A step whose loss or gradient is not finite changes nothing and is reported as skipped. Else
     // it is Error(kNumeric) on all ranks; the pipeline can be used after that as well.
     bool skip_nonfinite = false;
-    // Plans host memory for a Checkpointer's copy of this rank's share of parameters and optimizer
-    // state.
-    bool save_copy = false;
   };
 
   struct Checks {
     // Steps between comparisons of the parameters of replicas and of tied copies; 0: never.
     std::uint64_t replicas_every = 0;
     bool trace = false;  // record a timeline of every training step
-    // More values that must be the same on all ranks, by name.
-    std::vector<std::pair<std::string, std::string>> configuration = {};
   };
 
   // What watches the job's ranks, and says who stopped or died. It has a thread of its own on each
@@ -136,12 +119,34 @@ struct PipelineOptions {
     int first_port = 0, last_port = 0;
   };
 
+  // What few programs need to set.
+  struct Expert {
+    // What RankOrder::kAuto weighs: the bytes that two neighbouring stages of one pipeline exchange
+    // in a step, and the bytes of one pipeline rank's gradients. Both 0: not known; the ranks of a
+    // pipeline are neighbours then.
+    double edge_bytes = 0, gradient_bytes = 0;
+    // On a CPU, messages advance between the operators of an action too, not only between actions.
+    // Most MPI libraries move large messages only while they are called.
+    bool progress_in_actions = true;
+    // Where NCCL sums gradients over replicas: bytes per sum, at least 1. A sum overlaps with the
+    // rest of backward. The size changes no bits, except those of Devices::all_reduce.
+    std::size_t bucket_bytes = std::size_t{25} << 20;
+    // Numbers of samples of later evaluations: planned at once, and in the memory table.
+    std::vector<std::int64_t> evaluations = {};
+    // Plans host memory for a Checkpointer's copy of this rank's share of parameters and optimizer
+    // state.
+    bool save_copy = false;
+    // More values that must be the same on all ranks, by name.
+    std::vector<std::pair<std::string, std::string>> configuration = {};
+  };
+
   Shape shape = {};
   Order order = {};
   Devices devices = {};
   Training training = {};
   Checks checks = {};
   Watch watch = {};
+  Expert expert = {};
 };
 
 }  // namespace sluice

@@ -1,13 +1,13 @@
-// Pipeline: a model in stages over the ranks of a communicator, trained step by step.
+// Pipeline: a model in stages over the ranks of a world, trained step by step.
 //
-// A program gives it a communicator, options, a factory for stages, and either a BatchSpec or a
+// A program gives it a world, options, a factory for stages, and either a BatchSpec or a
 // DataSource. It calls train_step() with a batch, or without one where the source has them. Several
 // pipelines may exist in one process.
 //
 // Threads: one thread per rank makes all calls of a pipeline. MPI_THREAD_FUNNELED suffices where
 // this thread initialised MPI. There a call of another thread that needs other ranks is
 // Error(kUsage), on this rank alone, before anything happens. With MPI_THREAD_MULTIPLE several
-// threads may have pipelines at the same time, each over a communicator of its own that was made
+// threads may have pipelines at the same time, each over a world of its own that was made
 // before.
 // Construction is collective over all ranks. So is every member function, except those that say
 // otherwise.
@@ -33,7 +33,6 @@
 // wait: `world` keeps the memory of messages that are still open.
 #pragma once
 
-#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -42,11 +41,11 @@
 #include <string>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 #include <sluice/options.hpp>
 #include <sluice/tensor.hpp>
+#include <sluice/world.hpp>
 
 #pragma GCC visibility push(default)
 namespace sluice {
@@ -95,12 +94,12 @@ class Pipeline {
  public:
   // For batches of the caller. options.shape says how large a step's batch may be:
   // batch_size samples over all replicas, in micro-batches of micro_batch_size.
-  Pipeline(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
+  Pipeline(World& world, const PipelineOptions& options, const StageFactory& make_stage,
            const BatchSpec& batches);
   // Makes this rank's stages and everything that they need. `world` and `source` must outlive the
   // pipeline. The source is asked for a batch ahead, also for the one after the last step. Throws
   // Error(kUsage) for options that cannot work, with the nearest legal values.
-  Pipeline(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
+  Pipeline(World& world, const PipelineOptions& options, const StageFactory& make_stage,
            const DataSource& source);
   // Aborts NCCL's communicators unless close() was called. Waits for no other rank, and for at most
   // 10 seconds for the call of the source that is under way. A source that returns later, if ever,
@@ -167,19 +166,14 @@ class Pipeline {
   // Loss of a batch of any number of samples, forward only. Error(kUsage) for a last stage without
   // a loss, which is legal with options.training.inference. A loss that is not finite comes back.
   [[nodiscard]] EvaluationReport evaluate(const Batch& batch);
-  // Loss of the first `samples` samples of `source`, whose tensors are like the pipeline's.
+  // Loss of the first `samples` samples of `source`, whose tensors are like the pipeline's. It may
+  // be the pipeline's own.
   [[nodiscard]] EvaluationReport evaluate(const DataSource& source, std::int64_t samples);
-  // Mean loss of the first `samples` samples of the pipeline's own source. Error(kUsage) where it
-  // was made from a BatchSpec. evaluate({}) is no such call, but that of an empty Batch.
-  template <std::integral Count>
-  [[nodiscard]] double evaluate(Count samples) {
-    return evaluate_own(static_cast<std::int64_t>(samples));
-  }
   // Outputs of the last stage for any number of samples, without a loss. All micro-batches are in
-  // flight one after the other. `inputs`: as Batch::inputs. Returns host memory, dimension 0 joined
-  // over the micro-batches, where `options` says, else nothing; it is valid until the next call.
-  [[nodiscard]] std::span<const Tensor> infer(std::span<const Tensor> inputs,
-                                              const InferOptions& options = {});
+  // flight one after the other. Targets of `batch` are ignored. Returns host memory, dimension 0
+  // joined over the micro-batches, where `options` says, else nothing; it is valid until the next
+  // call.
+  [[nodiscard]] std::span<const Tensor> infer(const Batch& batch, const InferOptions& options = {});
 
   // Whether the pipeline can be used; not after close(). Not collective.
   [[nodiscard]] bool usable() const;
@@ -227,7 +221,6 @@ class Pipeline {
 
  private:
   friend class PipelineAccess;
-  [[nodiscard]] double evaluate_own(std::int64_t samples);
 
   struct Impl;
   std::unique_ptr<Impl> impl_;

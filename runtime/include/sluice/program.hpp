@@ -9,10 +9,9 @@
 #include <functional>
 #include <memory>
 #include <new>
-#include <string>
 #include <type_traits>
 
-#include <sluice/communicator.hpp>
+#include <sluice/world.hpp>
 
 #pragma GCC visibility push(default)
 namespace sluice {
@@ -27,15 +26,7 @@ namespace sluice {
 // return its exit code and MPI ends normally; any other error ends the job on every rank within
 // about two seconds by MPI_Abort with exit_code(code). An exception that is no Error has the code
 // kUser; std::filesystem::filesystem_error has kIo. Nothing escapes.
-int run_main(int argc, char** argv, const std::function<void(Communicator& world)>& body);
-
-// run_main() for a command line. `parse` runs before MPI is up. A text that it returns (help) is
-// printed once and ends the command. An error that it throws ends a process started alone without
-// MPI; in a job every rank throws it, see above. The ranks of a job first compare `command`: where
-// one runs another, that is Error(kMismatch).
-int run_command(const std::string& command, int argc, char** argv,
-                const std::function<std::string()>& parse,
-                const std::function<void(Communicator& world)>& body);
+int run_main(int argc, char** argv, const std::function<void(World& world)>& body);
 
 // Makes signals a request to stop, for a program that stops at the end of a step.
 //

@@ -17,7 +17,6 @@
 #include <sluice/data.hpp>
 #include <sluice/parameter.hpp>
 #include <sluice/pipeline.hpp>
-#include <sluice/program.hpp>
 #include <sluice/schedule.hpp>
 #include <sluice/transformer.hpp>
 
@@ -28,6 +27,7 @@
 #include "comm/group/collectives.hpp"
 #include "comm/group/topology.hpp"
 #include "comm/mpi/mpi_session.hpp"
+#include "runtime/entry/command.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/group/build_name.hpp"

@@ -23,6 +23,7 @@
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
+#include "runtime/entry/command.hpp"
 #include "runtime/group/configuration.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
@@ -145,7 +146,7 @@ class Generator {
     std::fill(window_.begin(), window_.end(), 0);
     std::copy(tokens_.end() - static_cast<std::ptrdiff_t>(shown), tokens_.end(), window_.begin());
     const Tensor input = {window_.data(), {DType::kI32, Shape{1, model_.context}}};
-    const std::span<const Tensor> outputs = pipeline_.infer(std::span(&input, 1));
+    const std::span<const Tensor> outputs = pipeline_.infer({.inputs = {input}});
     std::int32_t token = 0;
     PipelineAccess::guarded(pipeline_, [&] {
       if (outputs.empty()) return;
@@ -213,7 +214,7 @@ PipelineOptions pipeline_options(const GenerateOptions& options, const Request& 
   PipelineOptions result = options.pipeline;
   result.shape.batch_size = 1;
   const SamplingOptions& sampling = options.sampling;
-  result.checks.configuration = {{"weights", options.weights},
+  result.expert.configuration = {{"weights", options.weights},
                                  {"prompt", fmt::format("{}", fmt::join(request.prompt, " "))},
                                  {"prompt-ids", options.prompt_ids},
                                  {"stop-ids", fmt::format("{}", fmt::join(request.stop_ids, " "))},
@@ -413,7 +414,7 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
   const std::int64_t samples = options.samples > 0 ? options.samples : windows;
   const std::int64_t part =
       validation_part(options.pipeline.shape.micro_batch_size, /*replicas=*/1);
-  options.pipeline.training.evaluations = validation_sizes(samples, part);
+  options.pipeline.expert.evaluations = validation_sizes(samples, part);
   Pipeline pipeline(world, options.pipeline, Transformer(model), *source);
   load_model(pipeline, save);
   std::optional<Progress> progress;  // on a terminal

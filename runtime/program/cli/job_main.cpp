@@ -10,8 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include <sluice/program.hpp>
-
+#include "runtime/entry/command.hpp"
 #include "runtime/group/build_name.hpp"
 #include "runtime/process/process.hpp"
 #include "runtime/program/cli/commands.hpp"

@@ -8,8 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <sluice/communicator.hpp>
-
+#include "comm/group/communicator.hpp"
 #include "comm/group/topology.hpp"
 #include "comm/group/waiter.hpp"
 

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/data.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/program/options/option_table.hpp"
 

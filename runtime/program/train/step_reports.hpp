@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/pipeline.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "runtime/process/supervisor_events.hpp"
 #include "runtime/program/train/train_options.hpp"
 #include "runtime/report/job_gpus.hpp"

@@ -244,7 +244,7 @@ void add_computing_options(OptionTable& table, TrainOptions& options) {
 }
 
 void add_layout_options(OptionTable& table, TrainOptions& options) {
-  auto& [shape, order, devices, training, checks, watch] = options.pipeline;
+  auto& [shape, order, devices, training, checks, watch, expert] = options.pipeline;
   table.heading("Layout");
   table
       .add_integer("pipeline", shape.pipeline, 1, kMaxInt,
@@ -279,7 +279,7 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
               "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");
   add_transport(table, devices.transport,
                 "between GPUs; auto: NCCL where each rank has a GPU of its own");
-  table.add_choice("progress", devices.progress_in_actions,
+  table.add_choice("progress", expert.progress_in_actions,
                    {{"operators", true}, {"actions", false}},
                    "between which a CPU's messages advance");
   table.add_flag("all-reduce", devices.all_reduce,
@@ -616,7 +616,7 @@ void yield_to_higher_source(const OptionTable& table, bool fixed_micro_batches, 
 // The file fixes schedule, chunks, micro-batches and pipeline. A saved configuration names them
 // all, so only a source that wins over the file's can contradict the file.
 void resolve_schedule(const OptionTable& table, TrainOptions& options) {
-  auto& [shape, order, devices, training, checks, watch] = options.pipeline;
+  auto& [shape, order, devices, training, checks, watch, expert] = options.pipeline;
   const std::string& file = options.schedule_file;
   if (file.empty()) {
     if (order.schedule != "auto" || options.partition == "auto") return;
@@ -801,8 +801,8 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
         "measured one by one; leave one of the two out");
   }
   options.pipeline.checks.trace = !options.trace.empty();
-  options.pipeline.checks.configuration = table.values();
-  options.pipeline.training.save_copy = !options.save.empty();
+  options.pipeline.expert.configuration = table.values();
+  options.pipeline.expert.save_copy = !options.save.empty();
   options.pipeline.watch.directory = options.save;
   options.checkpoint.directory = options.save;
   options.checkpoint.options = table.values();

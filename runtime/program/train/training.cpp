@@ -23,6 +23,7 @@
 
 #include "comm/base/cores.hpp"
 #include "comm/mpi/mpi_session.hpp"
+#include "runtime/entry/command.hpp"
 #include "runtime/group/activity.hpp"
 #include "runtime/group/configuration.hpp"
 #include "runtime/group/guard.hpp"
@@ -124,21 +125,22 @@ class Training {
 
 // A step's messages between stages, [samples, context, width] there and back, and a rank's part of
 // the gradients.
-void set_traffic(PipelineOptions::Shape& shape, const TransformerConfig& model, int ranks) {
+void set_traffic(PipelineOptions& options, const TransformerConfig& model, int ranks) {
+  const PipelineOptions::Shape& shape = options.shape;
   const double samples =
       shape.batch_size > 0
           ? static_cast<double>(shape.batch_size) / shape.replicas
           : static_cast<double>(shape.micro_batches) * static_cast<double>(shape.micro_batch_size);
-  shape.edge_bytes = 2 * static_cast<double>(size_of(model.stream_precision)) * samples *
-                     model.context * model.width;
-  shape.gradient_bytes =
+  options.expert.edge_bytes = 2 * static_cast<double>(size_of(model.stream_precision)) * samples *
+                              model.context * model.width;
+  options.expert.gradient_bytes =
       sizeof(float) * static_cast<double>(parameter_count(model)) * shape.replicas / ranks;
 }
 
 // Sizes that always give the same order, in which a host's ranks hold whole stages if they can.
-void keep_replicas_together(PipelineOptions::Shape& shape) {
-  shape.edge_bytes = 0;
-  shape.gradient_bytes = 1;
+void keep_replicas_together(PipelineOptions::Expert& expert) {
+  expert.edge_bytes = 0;
+  expert.gradient_bytes = 1;
 }
 
 // What a run prints at its end, on rank 0.
@@ -344,7 +346,7 @@ StageFactory Training::stages() const {
 }
 
 void Training::require_same_options(Collectives& job) const {
-  OptionValues values = options_.pipeline.checks.configuration;
+  OptionValues values = options_.pipeline.expert.configuration;
   if (options_.resume.automatic) {
     values.emplace_back("saves in " + options_.save, options_.resume.from ? "found" : "none");
   }
@@ -353,11 +355,11 @@ void Training::require_same_options(Collectives& job) const {
 
 void Training::plan_pipeline() {
   pipeline_options_ = options_.pipeline;
-  pipeline_options_.training.evaluations = evaluation_sizes(options_, data_);
+  pipeline_options_.expert.evaluations = evaluation_sizes(options_, data_);
   pipeline_options_.order.given = choice_.order;
   pipeline_options_.shape.pipeline = pipeline_depth();
-  set_traffic(pipeline_options_.shape, options_.model, job_ranks());
-  if (keeps_replicas_together()) keep_replicas_together(pipeline_options_.shape);
+  set_traffic(pipeline_options_, options_.model, job_ranks());
+  if (keeps_replicas_together()) keep_replicas_together(pipeline_options_.expert);
   if (first() && !choice_.remark.empty()) fmt::print("{}\n", choice_.remark);
 }
 
@@ -395,7 +397,7 @@ void Training::open_metrics() {
   PipelineAccess::guarded(*pipeline_, [&] {
     if (!first() || options_.metrics.empty()) return;
     nlohmann::ordered_json run;
-    for (const auto& [key, value] : options_.pipeline.checks.configuration) {
+    for (const auto& [key, value] : options_.pipeline.expert.configuration) {
       run["options"][key] = value;
     }
     run["layers"] = nlohmann::ordered_json::parse(to_json_text(layers()));
@@ -438,7 +440,7 @@ std::string Training::describe_ranks(Collectives& job, const JobLayout& layout) 
 
 // A job that is refused has not come here, and prints only its error.
 void Training::describe(const JobLayout& layout, const std::string& ranks) const {
-  fmt::print("{}{}{}{}", describe_configuration(options_.pipeline.checks.configuration),
+  fmt::print("{}{}{}{}", describe_configuration(options_.pipeline.expert.configuration),
              describe_layout(layout, choice_.partition), ranks, describe_start(start_, options_));
   if (options_.save.empty() && !options_.dry_run) fmt::print("nothing is saved: give --save DIR\n");
   std::fflush(stdout);

@@ -12,11 +12,11 @@
 #include <string>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/compute.hpp>
 #include <sluice/tensor.hpp>
 #include <sluice/transformer.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/gpu/sampler.hpp"
 

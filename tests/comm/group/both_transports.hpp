@@ -10,8 +10,7 @@
 
 #include <functional>
 
-#include <sluice/communicator.hpp>
-
+#include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
 #include "tests/loopback/loopback.hpp"
 #ifdef SLUICE_UNDER_MPI

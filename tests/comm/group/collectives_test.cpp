@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <numeric>
 
-#include <sluice/communicator.hpp>
 #include <sluice/error.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "tests/comm/group/both_transports.hpp"
 
 namespace sluice {

@@ -1,3 +1,5 @@
+#include "comm/group/communicator.hpp"
+
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -5,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/error.hpp>
 
 #include "comm/group/collectives.hpp"

@@ -120,7 +120,7 @@ int next_handle() {
 }
 
 TEST(LeftOpenTest, ACommunicatorGoesOnceAllRanksHaveLeftIt) {
-  const auto origin = make_mpi_communicator(MPI_COMM_WORLD);
+  const auto origin = communicator_of(make_world(MPI_COMM_WORLD));
   const int before = next_handle();
   constexpr int kMany = 50;
   for (int i = 0; i < kMany; ++i) {

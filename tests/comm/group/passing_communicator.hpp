@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include <sluice/communicator.hpp>
+#include "comm/group/communicator.hpp"
 
 namespace sluice::testing {
 

@@ -4,7 +4,7 @@
 // skipped ends with SLUICE_TEST_SKIP_CODE, where that is set.
 #pragma once
 
-#include <sluice/communicator.hpp>
+#include "comm/group/communicator.hpp"
 
 namespace sluice::testing {
 

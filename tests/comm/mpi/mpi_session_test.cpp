@@ -51,7 +51,7 @@ TEST(MpiInteropTest, TakesACallersCommunicatorAndLeavesItUsable) {
   int size = 0;
   MPI_Comm_size(part, &size);
   {
-    const auto comm = make_mpi_communicator(part);
+    const auto comm = communicator_of(make_world(part));
     EXPECT_EQ(comm->size(), size);
     EXPECT_EQ(comm->local_size(), testing::world().size());
     Collectives(*comm, 0, nullptr).barrier();
@@ -64,7 +64,7 @@ TEST(MpiInteropTest, TakesACallersCommunicatorAndLeavesItUsable) {
 }
 
 TEST(MpiInteropTest, RefusesNoCommunicator) {
-  EXPECT_THROW((void)make_mpi_communicator(MPI_COMM_NULL), Error);
+  EXPECT_THROW((void)make_world(MPI_COMM_NULL), Error);
 }
 
 TEST(MpiInteropTest, RefusesAnInterCommunicator) {
@@ -75,7 +75,7 @@ TEST(MpiInteropTest, RefusesAnInterCommunicator) {
   MPI_Comm_split(MPI_COMM_WORLD, first ? 0 : 1, 0, &part);
   MPI_Intercomm_create(part, 0, MPI_COMM_WORLD, first ? 1 : 0, 0, &both);
   try {
-    (void)make_mpi_communicator(both);
+    (void)make_world(both);
     ADD_FAILURE() << "it was taken";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);

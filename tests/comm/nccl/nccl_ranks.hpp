@@ -15,11 +15,11 @@
 #include <utility>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
 
 #include "comm/group/collectives.hpp"
+#include "comm/group/communicator.hpp"
 #include "comm/group/control.hpp"
 #include "tests/gpus/required_gpus.hpp"
 #ifdef SLUICE_UNDER_MPI

@@ -46,7 +46,7 @@ class CheckpointerTest : public ::testing::Test {
     PipelineOptions options;
     options.shape = {.replicas = replicas, .micro_batches = 4 / replicas};
     options.training.learning_rate = {.peak = 1e-2, .steps = 20};
-    options.training.save_copy = true;
+    options.expert.save_copy = true;
     options.training.optimizer.moments = moments_;
     run_loopback(ranks, [&](Communicator& comm) {
       Pipeline pipeline(comm, options, factory, *source);

@@ -159,7 +159,7 @@ void train_counted(Calls& calls) {
   options.shape.micro_batches = 3;
   options.devices.choices = parse_devices("cuda:0");
   options.devices.cuda_graphs = true;
-  options.training.evaluations = {5};
+  options.expert.evaluations = {5};
   const StageFactory factory = [&](int stage, int stages) {
     return std::make_unique<CountedStage>(
         make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage), calls);
@@ -169,7 +169,7 @@ void train_counted(Calls& calls) {
     for (int step = 0; step < 5; ++step) {
       (void)pipeline.train_step();
       if (step == 0) calls.backward_in_first_step = calls.backward;
-      if (step == 1) (void)pipeline.evaluate(5);
+      if (step == 1) (void)pipeline.evaluate(*source, 5);
     }
   });
 }

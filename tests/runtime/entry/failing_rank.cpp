@@ -28,7 +28,7 @@ void wait_for_nothing(sluice::Communicator& world) {
 
 int main(int argc, char** argv) {
   const std::string how = argc > 1 ? argv[1] : "none";
-  return sluice::run_main(argc, argv, [&](sluice::Communicator& world) {
+  return sluice::run_main(argc, argv, [&](sluice::World& world) {
     if (how == "none") return;
     if (how == "all") throw sluice::Error(sluice::ErrorCode::kUsage, "refused by all");
     if (world.rank() != 1) wait_for_nothing(world);

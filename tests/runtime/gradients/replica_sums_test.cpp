@@ -140,7 +140,7 @@ TEST_P(ReplicaSumsTest, EndWithoutAnAbortWhereThePipelineIsClosed) {
       options.shape.replicas = GetParam().replicas;
       options.shape.micro_batches = 2;
       options.devices.choices = parse_devices("cuda");
-      options.training.evaluations = {4};
+      options.expert.evaluations = {4};
       Pipeline pipeline(comm, options, factory, *source);
       (void)pipeline.train_step();
       if (!closes) return;
@@ -271,7 +271,7 @@ class BucketOrderTest : public ReplicaSumsTest {
       options.shape.replicas = ranks();
       options.shape.micro_batches = 2;
       options.devices.choices = parse_devices("cuda");
-      options.devices.bucket_bytes = TwoBucketStage::kFloats * sizeof(float);
+      options.expert.bucket_bytes = TwoBucketStage::kFloats * sizeof(float);
       const auto source =
           make_array_source({1, 2, 3, 4, 5, 6, 7, 8}, 1, std::vector<float>(8, 1), 1, 2 * ranks());
       const int replica = comm.rank();

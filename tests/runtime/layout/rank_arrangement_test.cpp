@@ -29,8 +29,8 @@ RankArrangement arrange(const std::string& hosts, const Job& job) {
   for (const char host : hosts) names.emplace_back(1, host);
   PipelineOptions options;
   options.shape.rank_order = job.order;
-  options.shape.edge_bytes = job.edge_bytes;
-  options.shape.gradient_bytes = job.gradient_bytes;
+  options.expert.edge_bytes = job.edge_bytes;
+  options.expert.gradient_bytes = job.gradient_bytes;
   options.devices.choices = parse_devices(job.devices);
   const auto size = static_cast<int>(hosts.size());
   return arrange_ranks(make_topology(size, job.pipeline, job.replicas, job.order), options,

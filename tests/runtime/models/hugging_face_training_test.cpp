@@ -91,7 +91,7 @@ void expect_logits(Pipeline& pipeline, const nlohmann::json& golden) {
   const Shape one{1, tokens.sequence};
   const Tensor input{tokens.inputs.data(), {DType::kI32, one}};
   const std::span<const Tensor> outputs =
-      pipeline.infer(std::span(&input, 1), {.to = InferOptions::kEveryRank});
+      pipeline.infer({.inputs = {input}}, {.to = InferOptions::kEveryRank});
   ASSERT_EQ(outputs.size(), 1U);
   const auto expected = golden.at("logits").get<std::vector<double>>();
   const std::span<const float> logits = outputs[0].floats();

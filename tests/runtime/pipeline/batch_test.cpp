@@ -300,7 +300,7 @@ TEST_P(BatchTest, EvaluationAndInferenceHaveTheBitsOfOneRankAndLeaveTrainingAlon
           (void)pipeline.accumulate(mine(samples));
           seen.push_back(pipeline.evaluate(mine(many)).loss);
           seen.push_back(pipeline.evaluate(*source, 5).loss);
-          const auto outputs = pipeline.infer(mine(many).inputs, {.to = InferOptions::kEveryRank});
+          const auto outputs = pipeline.infer(mine(many), {.to = InferOptions::kEveryRank});
           ASSERT_EQ(outputs.size(), 1U);
           EXPECT_EQ(outputs[0].shape()[0], 131);
           double sum = 0;
@@ -325,7 +325,7 @@ TEST_P(BatchTest, OutputsOfReplicasGoWhereTheCallerWants) {
     const Samples samples(*source, 1, {0, 7});
     const std::vector<Tensor> inputs = passed(samples, job, comm).inputs;
     const auto rows = [&](const InferOptions& options) {
-      const auto outputs = pipeline.infer(inputs, options);
+      const auto outputs = pipeline.infer({.inputs = inputs}, options);
       return outputs.empty() ? 0 : outputs[0].shape()[0];
     };
     const int last = comm.size() - 1, other = comm.size() / 2 - 1;
@@ -339,7 +339,7 @@ TEST_P(BatchTest, OutputsOfReplicasGoWhereTheCallerWants) {
       EXPECT_EQ(outputs[0].shape()[0], range.count);
       next += range.count;
     };
-    EXPECT_TRUE(pipeline.infer(inputs, {.on_outputs = take}).empty());
+    EXPECT_TRUE(pipeline.infer({.inputs = inputs}, {.on_outputs = take}).empty());
     EXPECT_EQ(next, comm.rank() == last ? 7 : comm.rank() == other ? 4 : 0);
   });
 }
@@ -388,17 +388,16 @@ TEST_P(BatchTest, WhatRanksPassIsComparedBeforeTheFirstMessage) {
       expect_refusal("passes inputs of 12 samples", [&] { (void)pipeline.evaluate(wrong); });
       wrong = samples.batch();
       if (first) wrong.inputs[0].data = nullptr;
-      expect_refusal("without data", [&] { (void)pipeline.infer(wrong.inputs); });
+      expect_refusal("without data", [&] { (void)pipeline.infer(wrong); });
       expect_refusal("this pipeline was made for at most 12",
                      [&] { (void)pipeline.train_step(more.batch()); });
       expect_refusal("the batch has no sample", [&] {
         (void)pipeline.train_step(samples.part({0, 0}));
       });
       expect_refusal("has no source", [&] { (void)pipeline.train_step(); });
-      expect_refusal("has no source", [&] { (void)pipeline.evaluate(3); });
       expect_refusal("needs a forward_backward()", [&] { (void)pipeline.optimizer_step(); });
       expect_refusal("infer() to rank 99",
-                     [&] { (void)pipeline.infer(samples.batch().inputs, {.to = 99}); });
+                     [&] { (void)pipeline.infer(samples.batch(), {.to = 99}); });
       if (comm.size() > 1) {
         expect_refusal("ranks make different calls", [&] {
           if (last) {
@@ -447,7 +446,7 @@ TEST_P(BatchTest, ACallbackThatThrowsEndsThePipelineOnAllRanks) {
     const Samples samples(*source, 1, {0, 12});
     const auto fail = [](SampleRange, std::span<const Tensor>) { throw 42; };
     expect_refusal("on_outputs: an exception that is not a std::exception",
-                   [&] { (void)pipeline.infer(samples.batch().inputs, {.on_outputs = fail}); });
+                   [&] { (void)pipeline.infer(samples.batch(), {.on_outputs = fail}); });
     EXPECT_FALSE(pipeline.usable());
     ASSERT_NE(pipeline.failure(), nullptr);
     EXPECT_EQ(pipeline.failure()->rank(), comm.size() - 1);
@@ -607,7 +606,7 @@ TEST_P(BatchTest, WhatComesBetweenTheBatchesOfAStepLeavesItAlone) {
     const auto disturb = [&] {
       (void)pipeline.evaluate(other.batch());
       for (const std::int64_t count : {5, 1, 3}) {
-        (void)pipeline.infer(other.part({0, count}).inputs);
+        (void)pipeline.infer(other.part({0, count}));
       }
       EXPECT_FALSE(pipeline.state().empty());
       expect_refusal("other values in the middle of a step",
@@ -742,7 +741,7 @@ TEST_P(BatchTest, EveryTypeAndNumberOfDimensionsTravels) {
       batch.inputs.push_back({bytes.data(), spec});
     }
     EXPECT_EQ(pipeline.train_step(batch).loss, 1);
-    const auto outputs = pipeline.infer(batch.inputs, {.to = InferOptions::kEveryRank});
+    const auto outputs = pipeline.infer(batch, {.to = InferOptions::kEveryRank});
     ASSERT_EQ(outputs.size(), ones.size());
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       ASSERT_EQ(outputs[i].spec, batch.inputs[i].spec);

@@ -155,7 +155,7 @@ int main(int argc, char** argv) {
     }
   };
   if (how == "main") {
-    return run_main(argc, argv, [&](Communicator& world) { fail(world); });
+    return run_main(argc, argv, [&](World& world) { fail(world); });
   }
   const MpiSession session(&argc, &argv);
   const auto world = session.world();

@@ -176,9 +176,8 @@ TEST_P(LayersTest, APipelineLeavesTheProgramItsTeam) {
     (void)pipeline.train_step(data.batch());
     EXPECT_EQ(omp_get_max_threads(), 3);
     int inside = 2;
-    (void)pipeline.infer(data.batch().inputs, {.on_outputs = [&](SampleRange, auto) {
-                           inside = omp_get_max_threads();
-                         }});
+    (void)pipeline.infer(
+        data.batch(), {.on_outputs = [&](SampleRange, auto) { inside = omp_get_max_threads(); }});
     EXPECT_EQ(inside, 2);
     EXPECT_EQ(omp_get_max_threads(), 3);
     omp_set_num_threads(had);
@@ -217,7 +216,7 @@ TEST_P(LayersTest, ClassesTrainAndWrongOnesAreNamed) {
       each([&](const Batch& one) { return pipeline->train_step(one).loss; });
       each([&](const Batch& one) { return pipeline->evaluate(one).loss; });
       each([&](const Batch& one) { return pipeline->forward_backward(one).loss; });
-      if (infers) each([&](const Batch& one) { return pipeline->infer(one.inputs).size(); });
+      if (infers) each([&](const Batch& one) { return pipeline->infer(one).size(); });
       (void)pipeline->accumulate(batch);
       each([&](const Batch& one) { return pipeline->accumulate(one).loss; });
       pipeline->drop_gradients();
@@ -252,7 +251,7 @@ TEST_P(LayersTest, AWrongClassOfOneReplicaIsRefusedOnAllRanks) {
     const std::string sample = "sample " + std::to_string(2 * last + 1) + " of the batch";
     for (const bool trains : {true, false}) {
       try {
-        trains ? (void)pipeline.train_step(mine) : (void)pipeline.infer(mine.inputs);
+        trains ? (void)pipeline.train_step(mine) : (void)pipeline.infer(mine);
         ADD_FAILURE() << "not refused";
       } catch (const Error& error) {
         EXPECT_EQ(error.code(), ErrorCode::kData);
@@ -322,7 +321,7 @@ TEST_P(LayersTest, WithoutALossAPipelineOnlyInfers) {
     options.training.inference = true;
     Pipeline pipeline(comm, options, model, {.inputs = {{DType::kF32, {kWidth}}}});
     const Numbers data;
-    const auto outputs = pipeline.infer(data.batch().inputs, {.to = InferOptions::kEveryRank});
+    const auto outputs = pipeline.infer(data.batch(), {.to = InferOptions::kEveryRank});
     ASSERT_EQ(outputs[0].shape(), (Shape{11, 4}));
     double sum = 0;
     for (const float value : outputs[0].floats()) sum += value;

@@ -18,7 +18,8 @@
 namespace sluice::testing {
 namespace {
 
-void with_chunks(int chunks, const std::function<void(Pipeline&)>& body, bool inference = false) {
+void with_chunks(int chunks, const std::function<void(Pipeline&, const DataSource&)>& body,
+                 bool inference = false) {
   TransformerConfig model = small_model();
   model.context = 128;
   model.vocabulary = 4096;
@@ -35,7 +36,7 @@ void with_chunks(int chunks, const std::function<void(Pipeline&)>& body, bool in
           return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
         },
         *source);
-    body(pipeline);
+    body(pipeline, *source);
   });
 }
 
@@ -43,7 +44,7 @@ void with_chunks(int chunks, const std::function<void(Pipeline&)>& body, bool in
 TEST(LogitChunksTest, ThePlanHasOneChunkOfLogits) {
   const auto planned = [](int chunks) {
     std::size_t bytes = 0;
-    with_chunks(chunks, [&](Pipeline& pipeline) {
+    with_chunks(chunks, [&](Pipeline& pipeline, const DataSource&) {
       bytes = PipelineAccess::layout(pipeline).memory.ranks[0].total();
     });
     return static_cast<double>(bytes) / (1 << 20);
@@ -56,13 +57,21 @@ TEST(LogitChunksTest, ThePlanHasOneChunkOfLogits) {
 
 TEST(LogitChunksTest, AnEvaluationIsThatOfLogitsAtOnce) {
   double whole = 0, chunked = 0;
-  with_chunks(1, [&](Pipeline& pipeline) { whole = pipeline.evaluate(11); });
-  with_chunks(4, [&](Pipeline& pipeline) { chunked = pipeline.evaluate(11); });
+  with_chunks(1, [&](Pipeline& pipeline, const DataSource& source) {
+    whole = pipeline.evaluate(source, 11).loss;
+  });
+  with_chunks(4, [&](Pipeline& pipeline, const DataSource& source) {
+    chunked = pipeline.evaluate(source, 11).loss;
+  });
   EXPECT_GT(whole, 1);
   EXPECT_EQ(chunked, whole);
   // A pipeline that does not train has no gradients.
   with_chunks(
-      4, [&](Pipeline& pipeline) { chunked = pipeline.evaluate(11); }, /*inference=*/true);
+      4,
+      [&](Pipeline& pipeline, const DataSource& source) {
+        chunked = pipeline.evaluate(source, 11).loss;
+      },
+      /*inference=*/true);
   EXPECT_EQ(chunked, whole);
 }
 
@@ -75,10 +84,9 @@ TEST(LogitChunksTest, WhatIsNotLegalIsRefused) {
 TEST(LogitChunksTest, InferenceIsRefusedAndThePipelineTrainsOn) {
   std::vector<std::int32_t> tokens(8 * 256, 1);
   const Tensor input{tokens.data(), {DType::kI32, Shape{8, 256}}};
-  with_chunks(2, [&](Pipeline& pipeline) {
-    expect_error(ErrorCode::kUsage, {"2 chunks of logits", "legal there is 1"}, [&] {
-      (void)pipeline.infer({&input, 1});
-    });
+  with_chunks(2, [&](Pipeline& pipeline, const DataSource&) {
+    expect_error(ErrorCode::kUsage, {"2 chunks of logits", "legal there is 1"},
+                 [&] { (void)pipeline.infer({.inputs = {input}}); });
     EXPECT_TRUE(pipeline.usable());
     EXPECT_GT(pipeline.train_step().loss, 0);
   });

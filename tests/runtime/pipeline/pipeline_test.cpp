@@ -461,8 +461,8 @@ TEST(PipelineTest, InferRefusesOutputsThatHaveNoRowForEachSample) {
          const BatchSpec spec{.inputs = {{DType::kF32, {}}}, .targets = {{DType::kF32, {}}}};
          Pipeline pipeline(comm, options, factory, spec);
          std::vector<float> values(4);
-         const std::array<Tensor, 1> inputs = {view(std::span<float>(values), {4})};
-         (void)pipeline.infer(inputs);
+         const Batch batch{.inputs = {view(std::span<float>(values), {4})}};
+         (void)pipeline.infer(batch);
        })) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_THAT(error.what(), HasSubstr("is f32 [1] for a micro-batch of 2 samples"));

@@ -85,10 +85,11 @@ TEST_P(StageMistakesTest, AWeightThatIsNoneIsRefusedOnAllRanks) {
       for (const bool evaluates : {false, true}) {
         Pipeline pipeline(comm, options_of(comm.size()), make, *source);
         const std::string before = digest_of(pipeline);
-        expect_error(ErrorCode::kUsage,
-                     {last_stage(comm), ", target_weight() of samples 0 to 1 of the batch",
-                      "weight of the targets is " + text},
-                     [&] { evaluates ? (void)pipeline.evaluate(4) : (void)pipeline.train_step(); });
+        expect_error(
+            ErrorCode::kUsage,
+            {last_stage(comm), ", target_weight() of samples 0 to 1 of the batch",
+             "weight of the targets is " + text},
+            [&] { evaluates ? (void)pipeline.evaluate(*source, 4) : (void)pipeline.train_step(); });
         EXPECT_TRUE(pipeline.usable());
         EXPECT_EQ(digest_of(pipeline), before);
       }
@@ -266,9 +267,8 @@ std::vector<std::function<void(Pipeline&)>> calls_of_callbacks() {
           [](Pipeline& p) { p.drop_gradients(); },
           [](Pipeline& p) { p.set_learning_rate(0.5); },
           [=](Pipeline& p) { (void)p.evaluate(batch); },
-          [](Pipeline& p) { (void)p.evaluate(4); },
           [](Pipeline& p) { (void)p.evaluate(*counting_source(4), 4); },
-          [=](Pipeline& p) { (void)p.infer(batch.inputs); },
+          [=](Pipeline& p) { (void)p.infer(batch); },
           [](Pipeline& p) { p.close(); },
           [](Pipeline& p) { p.set_step(77); },
           [](Pipeline& p) { p.values_changed(); },
@@ -367,7 +367,7 @@ TEST_P(StageMistakesTest, ACallFromAnyCallbackIsRefusedOnAllRanks) {
         [&](Pipeline& p) { (void)p.optimizer_step(); },     // the optimizer
         [](Pipeline& p) { (void)p.optimizer_state(); },
         [&](Pipeline& p) {
-          (void)p.infer(std::span(&input, 1),
+          (void)p.infer({.inputs = {input}},
                         {.on_outputs = [&](SampleRange, std::span<const Tensor>) { ask(); }});
         }};
     for (const auto& caller : callers) {
@@ -472,7 +472,7 @@ TEST_P(StageMistakesTest, WhatAnyCallbackThrowsIsTheProgramsOwnErrorAndNamesTheC
          [&](Pipeline& p) { (void)p.evaluate(source, 4); }},
         {"on_outputs: boom",
          [&](Pipeline& p) {
-           (void)p.infer(std::span(&input, 1),
+           (void)p.infer({.inputs = {input}},
                          {.on_outputs = [&](SampleRange, std::span<const Tensor>) { fail(); }});
          }},
         {"the data set, size(): boom",

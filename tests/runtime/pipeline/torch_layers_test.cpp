@@ -298,7 +298,7 @@ TEST(TorchLayersTest, RunningStatisticsMoveOncePerStepAsTorchsOverTheBatch) {
   const torch::Tensor expected = torch::batch_norm(
       as_torch(batch.inputs[0]), as_torch(weights["0.weight"].tensor()),
       as_torch(weights["0.bias"].tensor()), mean, variance, false, 0.2, 1e-5, false);
-  expect_close(as_torch(pipeline.infer(batch.inputs)[0]), expected, kOutputs, "infer()");
+  expect_close(as_torch(pipeline.infer(batch)[0]), expected, kOutputs, "infer()");
 }
 
 TEST(TorchLayersTest, InitialValuesAreOfTorchsDistributions) {

@@ -99,7 +99,7 @@ PipelineOptions options_for(int ranks, const std::string& schedule, int chunks =
   options.order = {.schedule = schedule, .chunks = chunks};
   options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
   options.training.learning_rate = {.peak = double{kRate}};
-  options.training.evaluations = {kBatch};
+  options.expert.evaluations = {kBatch};
   return options;
 }
 
@@ -173,9 +173,9 @@ Trained train_split(Communicator& comm, const std::string& schedule, int chunks)
     Pipeline pipeline(comm, options_for(comm.size(), schedule, chunks), make_stage, *source);
     for (int step = 0; step < kSteps; ++step) {
       trained.losses.push_back(pipeline.train_step().loss);
-      if (step == 0) (void)pipeline.evaluate(kBatch);  // changes nothing
+      if (step == 0) (void)pipeline.evaluate(*source, kBatch);  // changes nothing
     }
-    trained.evaluation = pipeline.evaluate(kBatch);
+    trained.evaluation = pipeline.evaluate(*source, kBatch).loss;
     for (const Pipeline::Owned& owned : pipeline.parameters()) {
       const std::span<float> values = owned.parameter->value.floats();
       trained.values[owned.parameter->name] = {values.begin(), values.end()};
@@ -243,7 +243,7 @@ std::vector<double> train_dropout(Communicator& comm, const std::string& schedul
   Pipeline pipeline(comm, options, make_stage, *source);
   std::vector<double> losses;
   for (int step = 0; step < kSteps; ++step) losses.push_back(pipeline.train_step().loss);
-  losses.push_back(pipeline.evaluate(kBatch));
+  losses.push_back(pipeline.evaluate(*source, kBatch).loss);
   EXPECT_TRUE(torch::equal(torch::rand({4}), expected)) << "the program's random numbers changed";
   return losses;
 }
@@ -417,7 +417,7 @@ TEST(TorchStageTest, FrozenNormAndFrozenParametersStayAsTheyCame) {
   Pipeline pipeline(*comm, options_for(1, "1f1b"), make_stage, *source);
   for (int step = 0; step < kSteps; ++step) {
     (void)pipeline.train_step();
-    (void)pipeline.evaluate(kBatch);
+    (void)pipeline.evaluate(*source, kBatch);
   }
   EXPECT_TRUE(torch::equal(first->weight, weight));
   EXPECT_TRUE(torch::equal(frozen->running_mean, mean));
@@ -446,15 +446,16 @@ TEST(TorchStageTest, SavesHaveRunningStatisticsAndGoOnWithTheBits) {
     Pipeline pipeline(*comm, options_for(1, "1f1b"), make_stage, *source);
     (void)pipeline.train_step();
     save_checkpoint(pipeline, {.directory = folder});
-    losses = {pipeline.evaluate(kBatch), pipeline.train_step().loss, pipeline.evaluate(kBatch)};
+    losses = {pipeline.evaluate(*source, kBatch).loss, pipeline.train_step().loss,
+              pipeline.evaluate(*source, kBatch).loss};
     expected = buffers();
   }
   Pipeline pipeline(*comm, options_for(1, "1f1b"), make_stage, *source);  // other initial values
-  EXPECT_NE(pipeline.evaluate(kBatch), losses[0]);
+  EXPECT_NE(pipeline.evaluate(*source, kBatch).loss, losses[0]);
   (void)load_checkpoint(pipeline, folder);
-  EXPECT_EQ(pipeline.evaluate(kBatch), losses[0]);
+  EXPECT_EQ(pipeline.evaluate(*source, kBatch).loss, losses[0]);
   EXPECT_EQ(pipeline.train_step().loss, losses[1]);
-  EXPECT_EQ(pipeline.evaluate(kBatch), losses[2]);
+  EXPECT_EQ(pipeline.evaluate(*source, kBatch).loss, losses[2]);
   EXPECT_EQ(buffers(), expected);
   EXPECT_EQ(expected.back(), std::vector<float>{2 * kMicroBatches});  // num_batches_tracked
   std::filesystem::remove_all(folder);
@@ -479,7 +480,7 @@ TEST(TorchStageTest, InfersInEvaluationModeBetweenSteps) {
       view(std::span<const float>(data.targets).first(kBatch * 3), Shape{kBatch, 3});
   (void)pipeline.train_step({.inputs = {inputs(kBatch)}, .targets = {targets}});
   const std::vector<Tensor> asked = {inputs(6)};
-  const std::span<const float> answer = pipeline.infer(asked)[0].floats();
+  const std::span<const float> answer = pipeline.infer({.inputs = asked})[0].floats();
   const torch::NoGradGuard no_grad;
   net->eval();
   const TorchTensors expected = {

@@ -143,7 +143,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.devices.transport = layout.transport;
   options.devices.all_reduce = layout.all_reduce;
   options.devices.cuda_graphs = layout.cuda_graphs;
-  options.devices.bucket_bytes = layout.bucket_bytes;
+  options.expert.bucket_bytes = layout.bucket_bytes;
   options.shape.micro_batches = what.micro_batches;
   options.shape.micro_batch_size = what.micro_batch_size;
   options.shape.batch_size = what.batch_size;
@@ -151,7 +151,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.training.optimizer.moments = what.moments;
   options.training.learning_rate = {.peak = 1e-2, .warmup = 1, .steps = 10};
   options.training.clip = what.clip;
-  options.training.evaluations = {5};
+  options.expert.evaluations = {5};
   options.checks.replicas_every = 1;
   const auto source = synthetic_tokens(what.model);
   const std::vector<double> costs = layer_costs(what.model);
@@ -166,7 +166,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
     outcome.losses.push_back(report.loss);
     outcome.norms.push_back(report.grad_norm);
     outcome.peaks = report.peak_in_flight;
-    if (step == 0) outcome.validation = pipeline.evaluate(5);
+    if (step == 0) outcome.validation = pipeline.evaluate(*source, 5).loss;
   }
   pipeline.close();
   outcome.digest = digest_of(pipeline);

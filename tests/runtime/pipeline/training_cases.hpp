@@ -6,9 +6,10 @@
 #include <string>
 #include <vector>
 
-#include <sluice/communicator.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/transformer.hpp>
+
+#include "comm/group/communicator.hpp"
 
 namespace sluice::testing {
 

@@ -101,7 +101,7 @@ PipelineOptions options_of(const Layout& layout) {
   options.order.chunks = layout.chunks;
   options.training.learning_rate = {.peak = 1e-2, .steps = 10};
   options.training.clip = 0.5;
-  options.training.evaluations = {5};
+  options.expert.evaluations = {5};
   options.checks.replicas_every = 1;
   return options;
 }
@@ -156,7 +156,7 @@ TrainingOutcome train(Communicator& comm, const BadRun& run) {
   for (std::uint64_t step = 1; step <= kSteps; ++step) {
     if (step == kBadStep) {
       run.policy == Policy::kPassOver ? pipeline.set_step(step) : expect_bad_step(pipeline, run);
-      outcome.validation = pipeline.evaluate(5);
+      outcome.validation = pipeline.evaluate(*source, 5).loss;
       continue;
     }
     const StepReport report = pipeline.train_step();
@@ -234,11 +234,11 @@ TEST_P(UsableTest, ARefusedEvaluationChangesNothing) {
     Pipeline two(comm, options_of({.pipeline = GetParam()}), factory, *source);
     for (int step = 0; step < 2; ++step) {
       EXPECT_EQ(one.train_step().loss, two.train_step().loss);
-      EXPECT_EQ(one.evaluate(5), two.evaluate(5));
-      expect_refusal("an evaluation of 0 samples", [&] { (void)one.evaluate(0); });
+      EXPECT_EQ(one.evaluate(*source, 5).loss, two.evaluate(*source, 5).loss);
+      expect_refusal("an evaluation of 0 samples", [&] { (void)one.evaluate(*source, 0); });
       if (comm.size() > 1) {
         const bool last = comm.rank() == comm.size() - 1;
-        expect_refusal("rank 0 passes 5, rank", [&] { (void)one.evaluate(last ? 6 : 5); });
+        expect_refusal("rank 0 passes 5, rank", [&] { (void)one.evaluate(*source, last ? 6 : 5); });
       }
       expect_refusal("0 inputs are given, 1 are needed", [&] { (void)one.infer({}); });
     }
@@ -258,20 +258,19 @@ TEST_P(UsableTest, ARefusedInferenceChangesNothing) {
     options.order.schedule = "forward-only";
     options.shape.micro_batches = 1;
     options.training.inference = true;
-    options.training.evaluations = {};
+    options.expert.evaluations = {};
     Pipeline pipeline(comm, options, factory, *source);
     std::vector<std::int32_t> tokens(2 * 16, 3);
     const Tensor right{reinterpret_cast<std::byte*>(tokens.data()), source->input_specs(1)[0]};
     const Tensor wrong{right.data, {DType::kF32, source->input_specs(1)[0].shape}};
     const auto first_output = [&] {
-      const Tensors outputs = pipeline.infer({&right, 1});
+      const Tensors outputs = pipeline.infer({.inputs = {right}});
       return outputs.empty() ? 0.0F : outputs[0].at(0);
     };
     const float expected = first_output();
     EXPECT_EQ(expected != 0, comm.rank() == comm.size() - 1);
-    expect_refusal("input 0 is f32 [1, 16], but i32 [samples, 16] is needed", [&] {
-      (void)pipeline.infer({&wrong, 1});
-    });
+    expect_refusal("input 0 is f32 [1, 16], but i32 [samples, 16] is needed",
+                   [&] { (void)pipeline.infer({.inputs = {wrong}}); });
     expect_refusal("0 inputs are given, 1 are needed", [&] { (void)pipeline.infer({}); });
     expect_refusal("an inference pipeline does not train", [&] { pipeline.train_step(); });
     EXPECT_EQ(first_output(), expected);
@@ -332,12 +331,12 @@ TEST_P(UsableTest, WhatOneRankThrowsBeforeACallIsRefusedOnAll) {
           EXPECT_EQ(error.what(), text);
         }
       };
-      refused("stage " + std::to_string(last) + ", why_no_answers(): nobody knows", [&] {
-        (void)pipeline.infer({&inputs, 1});
-      });
+      refused("stage " + std::to_string(last) + ", why_no_answers(): nobody knows",
+              [&] { (void)pipeline.infer({.inputs = {inputs}}); });
       refused("the source, input_specs(): the file is gone",
               [&] { (void)pipeline.evaluate(NoShapes(*source, comm.rank() == last), 5); });
-      EXPECT_EQ(pipeline.evaluate(NoShapes(*source, false), 5).loss, pipeline.evaluate(5));
+      EXPECT_EQ(pipeline.evaluate(NoShapes(*source, false), 5).loss,
+                pipeline.evaluate(*source, 5).loss);
       (void)pipeline.train_step();
     }
   });
@@ -458,7 +457,7 @@ TEST_P(UsableTest, DifferentNumbersOfStepsChangeNothing) {
                      [&] { (void)pipeline.train_step(); });
       }
       EXPECT_EQ(digest_of(pipeline), before);
-      (void)pipeline.evaluate(5);  // takes no number of steps
+      (void)pipeline.evaluate(*source, 5);  // takes no number of steps
       pipeline.set_step(5);
       EXPECT_EQ(pipeline.train_step().step, 6U);
     }
@@ -481,7 +480,7 @@ TEST_P(UsableTest, RanksExchangeFlagsInEachStep) {
     });
     pipeline.train_step();
     EXPECT_EQ(PipelineAccess::step_flags(pipeline), 1U << 31 | ((1U << comm.size()) - 1));
-    (void)pipeline.evaluate(5);
+    (void)pipeline.evaluate(*source, 5);
     EXPECT_EQ(PipelineAccess::step_flags(pipeline), 1U << 31 | ((1U << comm.size()) - 1));
     pipeline.train_step();
     EXPECT_EQ(PipelineAccess::step_flags(pipeline), (1U << comm.size()) - 1);

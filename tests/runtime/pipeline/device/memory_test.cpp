@@ -56,7 +56,7 @@ Job job(const std::string& name, const TransformerConfig& model, int pipeline,
   result.options.order.chunks = chunks;
   result.options.shape.micro_batches = 4;
   result.options.shape.micro_batch_size = 2;
-  result.options.training.evaluations = {12};
+  result.options.expert.evaluations = {12};
   result.options.devices.choices = parse_devices("cuda");
   return result;
 }
@@ -129,7 +129,7 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
     Pipeline pipeline(comm, each.options, transformer(each.model), source);
     const int steps = each.options.devices.cuda_graphs ? 3 : 2;  // called twice, then replayed
     for (int step = 0; step < steps; ++step) (void)pipeline.train_step();
-    (void)pipeline.evaluate(12);
+    (void)pipeline.evaluate(source, 12);
     const std::string where = each.name + ", rank " + std::to_string(comm.rank());
     const JobLayout& layout = PipelineAccess::layout(pipeline);
     const RankMemory& planned = layout.memory.ranks[static_cast<std::size_t>(layout.place.rank)];
@@ -158,7 +158,7 @@ void check_inference(int ranks) {
   run(each, [&](Communicator& comm, const DataSource& source) {
     const std::size_t before = mine(comm);
     Pipeline pipeline(comm, each.options, transformer(each.model), source);
-    (void)pipeline.evaluate(12);
+    (void)pipeline.evaluate(source, 12);
     const JobLayout& layout = PipelineAccess::layout(pipeline);
     const RankMemory& planned = layout.memory.ranks[static_cast<std::size_t>(layout.place.rank)];
     EXPECT_EQ(planned.gradients, 0U);
@@ -192,13 +192,13 @@ INSTANTIATE_TEST_SUITE_P(All, JobMemoryTest, ::testing::ValuesIn(jobs()), name_o
 TEST(DeviceMemoryPlanTest, HoldsSmallerMicroBatchesToo) {
   Job uneven = job("uneven", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
   uneven.options.shape.batch_size = 7;
-  uneven.options.training.evaluations = {5, 131};
+  uneven.options.expert.evaluations = {5, 131};
   run(uneven, [&](Communicator& comm, const DataSource& source) {
     const std::size_t before = mine(comm);
     Pipeline pipeline(comm, uneven.options, transformer(uneven.model), source);
     (void)pipeline.train_step();
-    (void)pipeline.evaluate(131);
-    (void)pipeline.evaluate(5);
+    (void)pipeline.evaluate(source, 131);
+    (void)pipeline.evaluate(source, 5);
     EXPECT_EQ(pipeline.compute().workspace_peak(),
               PipelineAccess::layout(pipeline).memory.operator_bytes);
     EXPECT_EQ(mine(comm), before + 1);
@@ -375,7 +375,7 @@ TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfPageLockedMemory) {
   for (const int depth : {1, 2}) {
     Job each = job("locked", model_with(TransformerKind::kGpt2, DType::kF32), depth, "1f1b");
     each.options.devices.transport = TransportChoice::kMpi;
-    each.options.training.evaluations = {};
+    each.options.expert.evaluations = {};
     for (const std::size_t most : {1UL, 64UL, 4096UL, 65536UL}) {
       emulated::set_most_host_memory(most);
       run(each, [&](Communicator& comm, const DataSource& source) {

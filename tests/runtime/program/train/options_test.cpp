@@ -284,13 +284,13 @@ TEST(OptionsTest, ResolvedValuesGiveTheSameOptionsAgain) {
        "--beta2", "0.95", "--untie", "--weight-decay", "0.1"});
   const std::filesystem::path path = std::filesystem::temp_directory_path() /
                                      ("sluice_resolved_" + std::to_string(::getpid()) + ".conf");
-  std::ofstream(path) << to_config_text(first.pipeline.checks.configuration);
+  std::ofstream(path) << to_config_text(first.pipeline.expert.configuration);
   const TrainOptions second = parse_train_options({"--config", path.string()});
   std::filesystem::remove(path);
-  EXPECT_EQ(first.pipeline.checks.configuration, second.pipeline.checks.configuration);
-  EXPECT_THAT(first.pipeline.checks.configuration, Contains(Pair("micro-batches", "3")));
-  EXPECT_THAT(first.pipeline.checks.configuration, Contains(Pair("learning-rate", "0.1")));
-  EXPECT_THAT(first.pipeline.checks.configuration, Contains(Pair("beta2", "0.95")));
+  EXPECT_EQ(first.pipeline.expert.configuration, second.pipeline.expert.configuration);
+  EXPECT_THAT(first.pipeline.expert.configuration, Contains(Pair("micro-batches", "3")));
+  EXPECT_THAT(first.pipeline.expert.configuration, Contains(Pair("learning-rate", "0.1")));
+  EXPECT_THAT(first.pipeline.expert.configuration, Contains(Pair("beta2", "0.95")));
 }
 
 TEST_F(ConfigFileTest, TheCommandLineWins) {
@@ -360,7 +360,7 @@ TEST(ScheduleFileOptionTest, ASearchPlacesTheLayersItself) {
 TEST_F(ConfigFileTest, ASavedScheduleFileGivesWayToTheCommandLine) {
   const TrainOptions saved =
       parse_train_options({"--dry-run", "--schedule-file", kTwoRanks, "--batch-size", "6"});
-  const std::string path = write(to_config_text(saved.pipeline.checks.configuration));
+  const std::string path = write(to_config_text(saved.pipeline.expert.configuration));
   EXPECT_NE(parse({"--config", path}).pipeline.order.given, nullptr);
   EXPECT_EQ(parse({"--config", path, "--replicas", "3"}).pipeline.shape.micro_batches, 2);
   const TrainOptions other = parse({"--config", path, "--schedule", "gpipe"});

@@ -336,7 +336,7 @@ TEST(SaveOptionsTest, ValuesReachTheCheckpointerAndThePipeline) {
   EXPECT_EQ(options.checkpoint.keep_every, 100U);
   EXPECT_TRUE(options.checkpoint.local);
   EXPECT_TRUE(options.checkpoint.overwrite);
-  EXPECT_TRUE(options.pipeline.training.save_copy);
+  EXPECT_TRUE(options.pipeline.expert.save_copy);
   EXPECT_TRUE(options.pipeline.training.skip_nonfinite);
   EXPECT_EQ(options.max_skips, 4);
   EXPECT_EQ(parse_train_options({"--dry-run"}).checkpoint.keep, 2);
@@ -348,7 +348,7 @@ TEST(SaveOptionsTest, ValidationIsBoundedUnlessAllIsNamed) {
             TrainOptions::kSomeWindows);
   const TrainOptions all = parse_train_options({"--dry-run", "--validation-samples", "all"});
   EXPECT_EQ(all.validation_samples, TrainOptions::kAllWindows);
-  EXPECT_THAT(to_config_text(all.pipeline.checks.configuration),
+  EXPECT_THAT(to_config_text(all.pipeline.expert.configuration),
               HasSubstr("validation-samples = all\n"));
 }
 

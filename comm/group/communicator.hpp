@@ -16,14 +16,9 @@
 #include <string>
 
 #include <sluice/device.hpp>
+#include <sluice/world.hpp>
 
-#pragma GCC visibility push(default)
 namespace sluice {
-
-// Which ranks are neighbours: those of one pipeline, or the replicas of one stage. kAuto: whichever
-// loads the busiest host's network less; neighbours then share a host where they can, in whatever
-// order the launcher numbered them.
-enum class RankOrder { kAuto, kPipelineFirst, kReplicaFirst };
 
 // A send or receive. The communicator assigns the index; kNone means done. A send may be done at
 // once.
@@ -42,12 +37,9 @@ struct Arrival {
   std::size_t bytes = 0;
 };
 
-class Communicator {
+// What every World is.
+class Communicator : public World {
  public:
-  virtual ~Communicator() = default;
-
-  [[nodiscard]] virtual int rank() const = 0;
-  [[nodiscard]] virtual int size() const = 0;
   // Largest tag that may be used, inclusive.
   [[nodiscard]] virtual int max_tag() const = 0;
   // Ranks of the job on this rank's host: the launcher's count if it gives one, else that of the
@@ -98,5 +90,11 @@ class Communicator {
   static constexpr int kAnyPeer = -1;
 };
 
+[[nodiscard]] inline Communicator& communicator_of(World& world) {
+  return static_cast<Communicator&>(world);
+}
+[[nodiscard]] inline std::unique_ptr<Communicator> communicator_of(std::unique_ptr<World> world) {
+  return std::unique_ptr<Communicator>(&communicator_of(*world.release()));
+}
+
 }  // namespace sluice
-#pragma GCC visibility pop
