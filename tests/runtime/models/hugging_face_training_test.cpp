@@ -188,13 +188,13 @@ std::string text_of_file(const std::filesystem::path& path) {
 TEST(HuggingFacePartsTest, ASaveHasTransformersNamesWhereThePartsAreIts) {
   TemporaryDirectory place;
   TransformerConfig config = small_model();
-  std::vector<LayerSpec> layers = transformer_layers(config);
-  LayerSpec mlp = residual(
-      {layer_norm(config.width), linear(config.width, 8), relu(), linear(8, config.width)});
+  std::vector<nn::LayerSpec> layers = nn::transformer_layers(config);
+  nn::LayerSpec mlp = nn::residual({nn::layer_norm(config.width), nn::linear(config.width, 8),
+                                    nn::relu(), nn::linear(8, config.width)});
   mlp.name = "own_mlp.";
   layers[2].parts[1] = std::move(mlp);  // of the second block
   const Sequential model =
-      Sequential(layers, transformer_loss(config)).with_input({DType::kI32, {config.context}});
+      Sequential(layers, nn::transformer_loss(config)).with_input({DType::kI32, {config.context}});
   with_ranks(2, [&](Communicator& comm) {
     PipelineOptions options;
     options.shape = {.pipeline = 2, .micro_batches = 2, .micro_batch_size = 2};

@@ -19,6 +19,8 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
+
 // Tied and untied, all kinds of parameters, logits in chunks, one micro-batch that is the first and
 // the last. 48 tokens at most in a micro-batch: most rows of the embedding have none.
 std::vector<TrainingCase> cases() {

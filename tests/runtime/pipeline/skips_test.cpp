@@ -19,6 +19,8 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
+
 std::vector<float> numbers(std::size_t count, std::uint64_t site) {
   std::vector<float> made(count);
   for (std::size_t i = 0; i < count; ++i) {

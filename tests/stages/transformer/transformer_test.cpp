@@ -382,7 +382,7 @@ TEST(TransformerTest, EachOptionOfABlockIsOneOfItsSettings) {
     config.head_dim = 6;
     config.rotary_scaling = kLlama3;
     change(config);
-    return transformer_block(config).settings;
+    return nn::transformer_block(config).settings;
   };
   using Config = TransformerConfig;
   const std::string plain = settings([](Config&) {});
@@ -653,10 +653,10 @@ TEST(TransformerConfigTest, RefusesPartitionsThatDoNotFit) {
 
 TEST(TransformerPartsTest, ATiedEmbeddingStaysTiedInAGroupWithAName) {
   TransformerConfig config = small_config(TransformerKind::kGpt2, /*tied=*/true);
-  std::vector<LayerSpec> layers = transformer_layers(config);
-  layers.front() = group({layers.front()});
+  std::vector<nn::LayerSpec> layers = nn::transformer_layers(config);
+  layers.front() = nn::group({layers.front()});
   layers.front().name = "first.";
-  const Sequential model(layers, transformer_loss(config));
+  const Sequential model(layers, nn::transformer_loss(config));
   const std::unique_ptr<Stage> stage = model(0, 1);
   int uses = 0;
   for (const Parameter* each : stage->parameters()->all()) {
