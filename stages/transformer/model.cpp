@@ -274,21 +274,8 @@ Transformer::Transformer(const TransformerConfig& config)
     : Sequential(Sequential(nn::transformer_layers(config), nn::transformer_loss(config))
                      .with_input({DType::kI32, Shape{config.context}})) {}
 
-std::unique_ptr<Stage> make_transformer_stage(const TransformerConfig& config,
-                                              const Partition& partition, int stage) {
-  const Sequential model(nn::transformer_layers(config), nn::transformer_loss(config));
-  const std::vector<int>& first = partition.first;
-  if (first.size() >= 2 && (first[1] < 1 || first[first.size() - 2] == config.layers + 2)) {
-    throw_usage(
-        "the partition [{}] leaves the first or the last stage empty; they hold the embedding and "
-        "the head",
-        fmt::join(first, ", "));
-  }
-  return model.stage_of(partition, stage);
-}
-
 std::vector<ParameterInfo> parameter_list(const TransformerConfig& config) {
-  const std::unique_ptr<Stage> whole = make_transformer_stage(config, {{0, config.layers + 2}}, 0);
+  const std::unique_ptr<Stage> whole = Transformer(config)(0, 1);
   std::vector<ParameterInfo> list;
   for (const Parameter* parameter : whole->parameters()->all()) {
     // The only name used twice is the tied embedding, whose owner comes first.

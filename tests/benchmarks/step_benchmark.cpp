@@ -35,10 +35,7 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
   PipelineOptions options;
   options.shape.micro_batch_size = 4;
   options.training.learning_rate = {.peak = 1e-4};
-  const std::vector<double> costs = layer_costs(model);
-  const StageFactory factory = [&](int stage, int stages) {
-    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-  };
+  const StageFactory factory = Transformer(model);
   Pipeline pipeline(comm, options, factory, source);
   MatMulCache& products = matmuls_of(pipeline.compute());
   products.widen_bf16(widen);

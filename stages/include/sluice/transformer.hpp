@@ -125,11 +125,6 @@ class Transformer : public Sequential {
   explicit Transformer(const TransformerConfig& config);
 };
 
-// Stage `stage` of `partition`. The result implements SplitBackward, and LossStage on the last.
-// Throws Error(kUsage) for a stage that the partition does not have, and for layers out of order.
-[[nodiscard]] std::unique_ptr<Stage> make_transformer_stage(const TransformerConfig& config,
-                                                            const Partition& partition, int stage);
-
 }  // namespace sluice
 
 namespace sluice::nn {

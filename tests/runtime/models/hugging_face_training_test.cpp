@@ -72,12 +72,7 @@ class Model {
     options.training.clip = adamw.at("clip");
     return options;
   }
-  static StageFactory stages(const TransformerConfig& config) {
-    return [config](int stage, int stages) {
-      return make_transformer_stage(config, parse_partition("auto", layer_costs(config), stages),
-                                    stage);
-    };
-  }
+  static StageFactory stages(const TransformerConfig& config) { return Transformer(config); }
   static BatchSpec spec() {
     const Shape shape{golden_models().at("sequence").get<std::int64_t>()};
     return {.inputs = {{DType::kI32, shape}}, .targets = {{DType::kI32, shape}}};

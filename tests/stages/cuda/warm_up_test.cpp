@@ -64,7 +64,7 @@ TEST_P(WarmUpTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
     for (int s = 0; s < 4; ++s) {
       emulated::forget_launches();
       ComputeContext gpu(kGpu, 1);
-      const auto stage = make_transformer_stage(model(kind), {{0, 1, 2, 3, 4}}, s);
+      const auto stage = Transformer(model(kind)).stage_of({{0, 1, 2, 3, 4}}, s);
       const TensorSpec input = s == 0 ? TensorSpec{DType::kI32, Shape{2, 13}}
                                       : TensorSpec{DType::kF32, Shape{2, 13, 24}};
       StageSetup setup{.compute = &gpu};
