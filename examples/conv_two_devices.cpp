@@ -11,10 +11,10 @@ using namespace sluice;
 int main(int argc, char** argv) {
   return run_main(argc, argv, [&](World& world) {
     const auto half = [](std::int64_t in, std::int64_t out) {
-      return group({conv2d(in, out, 3, {.padding = 1}), batch_norm2d(out), relu()});
+      return nn::group({nn::conv2d(in, out, 3, {.padding = 1}), nn::batch_norm2d(out), nn::relu()});
     };
     const TensorSpec picture{DType::kF32, {3, 32, 32}}, features{DType::kF32, {32, 32, 32}};
-    const Sequential model({half(3, 16), cut(), half(16, 32)}, mse_loss());
+    const Sequential model({half(3, 16), nn::cut(), half(16, 32)}, nn::mse_loss());
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 2}};
     if (argc > 1) options.devices.choices = parse_devices(argv[1]);
     Pipeline pipeline(world, options, model, {.inputs = {picture}, .targets = {features}});

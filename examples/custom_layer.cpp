@@ -8,7 +8,7 @@
 #include <sluice/program.hpp>
 using namespace sluice;
 
-class Gain : public Layer {
+class Gain : public nn::Layer {
  public:
   explicit Gain(std::int64_t width) : width_(width) {}
   TensorSpec output(const TensorSpec& input) const override {
@@ -19,13 +19,13 @@ class Gain : public Layer {
   void add_parameters(ParameterSet& set, const std::string& name) override {
     gain_ = &set.add(name + "gain", {width_}, Init::constant(1));
   }
-  void forward(LayerCall& call, const Tensor& y) override {
+  void forward(nn::LayerCall& call, const Tensor& y) override {
     for (std::int64_t i = 0; i < y.elements(); ++i) y.at(i) = call.x.at(i) * gain(i);
   }
-  void backward_input(LayerCall&, const Tensor& dy, const Tensor& dx) override {
+  void backward_input(nn::LayerCall&, const Tensor& dy, const Tensor& dx) override {
     for (std::int64_t i = 0; i < dy.elements(); ++i) dx.at(i) = dy.at(i) * gain(i);
   }
-  void backward_weight(LayerCall& call, const Tensor& dy) override {
+  void backward_weight(nn::LayerCall& call, const Tensor& dy) override {
     for (std::int64_t i = 0; i < dy.elements(); ++i)
       gain_->grad.at(i % width_) += dy.at(i) * call.x.at(i);
   }
@@ -38,8 +38,9 @@ class Gain : public Layer {
 
 int main(int argc, char** argv) {
   return run_main(argc, argv, [](World& world) {
-    const Sequential model({linear(2, 16), tanh(), cut(), layer<Gain>("gain", 16), linear(16, 1)},
-                           mse_loss());
+    const Sequential model(
+        {nn::linear(2, 16), nn::tanh(), nn::cut(), nn::layer<Gain>("gain", 16), nn::linear(16, 1)},
+        nn::mse_loss());
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 16},
                             .order = {.schedule = "zb-h1"}};
     options.training.learning_rate = {.peak = 0.01};

@@ -62,10 +62,11 @@ int main(int argc, char** argv) {
     const auto test = std::make_shared<Clothes>(folder, "t10k", images);
 
     const Sequential model =
-        Sequential({conv2d(1, 16, 3, {.padding = 1}), batch_norm2d(16), relu(), max_pool2d(2),
-                    conv2d(16, 32, 3, {.padding = 1}), batch_norm2d(32), relu(), max_pool2d(2),
-                    flatten(), dropout(0.2), linear(32 * 7 * 7, 128), relu(), linear(128, 10)},
-                   cross_entropy_loss())
+        Sequential({nn::conv2d(1, 16, 3, {.padding = 1}), nn::batch_norm2d(16), nn::relu(),
+                    nn::max_pool2d(2), nn::conv2d(16, 32, 3, {.padding = 1}), nn::batch_norm2d(32),
+                    nn::relu(), nn::max_pool2d(2), nn::flatten(), nn::dropout(0.2),
+                    nn::linear(32 * 7 * 7, 128), nn::relu(), nn::linear(128, 10)},
+                   nn::cross_entropy_loss())
             .with_input({DType::kF32, {1, kSide, kSide}});
     const int replicas = world.size() >= 4 ? 2 : 1;
     PipelineOptions options{

@@ -10,24 +10,24 @@
 using namespace sluice;
 
 // x is a parameter, since gradients of parameters are kept. It does not look at its input.
-struct Variable : Layer {
+struct Variable : nn::Layer {
   Parameter* x = nullptr;
   TensorSpec output(const TensorSpec& input) const override { return input; }
   bool runs_on_gpu() const override { return true; }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     x = &set.add(name + "x", {5, 1}, Init::constant(1));
   }
-  void forward(LayerCall& call, const Tensor& y) override {
+  void forward(nn::LayerCall& call, const Tensor& y) override {
     copy_async(y.data, x->value.data, y.spec.bytes(), call.compute().stream());
   }
-  void backward_input(LayerCall&, const Tensor&, const Tensor&) override {}
-  void backward_weight(LayerCall& call, const Tensor& dy) override {
+  void backward_input(nn::LayerCall&, const Tensor&, const Tensor&) override {}
+  void backward_weight(nn::LayerCall& call, const Tensor& dy) override {
     add(call.compute(), {dy.data, {DType::kF32, {5, 1}}}, x->grad);
   }
 };
 
 // The sum of the outputs, whose targets are not used.
-struct Sum : Loss {
+struct Sum : nn::Loss {
   TensorSpec targets(const TensorSpec& outputs) const override { return outputs; }
   double weight(const TensorSpec&, const Tensor&) const override { return 1; }
   void compute(StageContext& ctx, const Tensor& outputs, const Tensor&, double* sum) override {
@@ -40,8 +40,9 @@ int main(int argc, char** argv) {
   return run_main(argc, argv, [&](World& world) {
     PipelineOptions options;
     if (argc > 1) options.devices.choices = parse_devices(argv[1]);
-    const Sequential model({layer<Variable>("variable"), linear(1, 1), cut(), linear(1, 1)},
-                           loss<Sum>("sum"));
+    const Sequential model(
+        {nn::layer<Variable>("variable"), nn::linear(1, 1), nn::cut(), nn::linear(1, 1)},
+        nn::loss<Sum>("sum"));
     const TensorSpec five{DType::kF32, {5, 1}};
     Pipeline pipeline(world, options, model, {.inputs = {five}, .targets = {five}});
     auto values = pipeline.state();

@@ -100,9 +100,10 @@ void simulate(MPI_Comm ranks, int trainer) {
 
 void train(MPI_Comm ranks, int simulators) {
   const auto world = make_world(ranks);
-  const Sequential model =
-      Sequential({linear(kPatch, 32), tanh(), linear(32, 32), tanh(), linear(32, 1)}, mse_loss())
-          .with_input({DType::kF32, {kPatch}});
+  const Sequential model = Sequential({nn::linear(kPatch, 32), nn::tanh(), nn::linear(32, 32),
+                                       nn::tanh(), nn::linear(32, 1)},
+                                      nn::mse_loss())
+                               .with_input({DType::kF32, {kPatch}});
   // Rank 0 of these gets the examples and passes whole batches.
   const BatchSpec batches{
       .inputs = {{DType::kF32, {kPatch}}}, .targets = {{DType::kF32, {1}}}, .feed = Feed::kRank0};

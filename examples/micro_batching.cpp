@@ -11,8 +11,8 @@ using namespace sluice;
 
 int main(int argc, char** argv) {
   return run_main(argc, argv, [](World& world) {
-    const Sequential model =
-        Sequential({linear(5, 10), linear(10, 5)}, mse_loss()).with_input({DType::kF32, {5}});
+    const Sequential model = Sequential({nn::linear(5, 10), nn::linear(10, 5)}, nn::mse_loss())
+                                 .with_input({DType::kF32, {5}});
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 4},
                             .order = {.schedule = "gpipe"},
                             .checks = {.trace = true}};

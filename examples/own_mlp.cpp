@@ -10,19 +10,19 @@
 #include <sluice/transformer.hpp>
 using namespace sluice;
 
-class SquaredRelu : public Layer {
+class SquaredRelu : public nn::Layer {
  public:
   TensorSpec output(const TensorSpec& input) const override { return input; }
-  LayerPromises promises() const override { return {.recomputes = true}; }
-  void forward(LayerCall& call, const Tensor& y) override {
+  nn::LayerPromises promises() const override { return {.recomputes = true}; }
+  void forward(nn::LayerCall& call, const Tensor& y) override {
     for (std::int64_t i = 0; i < y.elements(); ++i) y.at(i) = raised(call, i) * raised(call, i);
   }
-  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+  void backward_input(nn::LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     for (std::int64_t i = 0; i < dy.elements(); ++i) dx.at(i) = 2 * raised(call, i) * dy.at(i);
   }
 
  private:
-  static float raised(const LayerCall& call, std::int64_t i) {
+  static float raised(const nn::LayerCall& call, std::int64_t i) {
     return std::max(call.x.at(i), 0.0F);
   }
 };
@@ -30,18 +30,19 @@ class SquaredRelu : public Layer {
 int main(int argc, char** argv) {
   return run_main(argc, argv, [&](World& world) {
     if (argc != 2) throw Error(ErrorCode::kUsage, "usage: own_mlp FILE (any text)");
-    check_gradients(layer<SquaredRelu>("squared_relu"), {DType::kF32, {2, 3, 4}});
+    nn::check_gradients(nn::layer<SquaredRelu>("squared_relu"), {DType::kF32, {2, 3, 4}});
     const TransformerConfig config{.layers = 2, .heads = 2, .width = 32, .context = 32};
-    std::vector<LayerSpec> layers = transformer_layers(config);
+    std::vector<nn::LayerSpec> layers = nn::transformer_layers(config);
     for (int block = 1; block <= config.layers; ++block) {  // 0 is the embedding
-      LayerSpec mlp = residual(
-          {layer_norm(32), linear(32, 128), layer<SquaredRelu>("squared_relu"), linear(128, 32)});
+      nn::LayerSpec mlp =
+          nn::residual({nn::layer_norm(32), nn::linear(32, 128),
+                        nn::layer<SquaredRelu>("squared_relu"), nn::linear(128, 32)});
       mlp.name = "own_mlp.";  // "blocks.0.own_mlp.1.weight"
-      std::vector<LayerSpec>& parts = layers[static_cast<std::size_t>(block)].parts;
-      parts = {recompute(parts[0]), recompute(mlp)};  // attention, MLP
+      std::vector<nn::LayerSpec>& parts = layers[static_cast<std::size_t>(block)].parts;
+      parts = {nn::recompute(parts[0]), nn::recompute(mlp)};  // attention, MLP
     }
-    const Sequential model =
-        Sequential(layers, transformer_loss(config)).with_input({DType::kI32, {config.context}});
+    const Sequential model = Sequential(layers, nn::transformer_loss(config))
+                                 .with_input({DType::kI32, {config.context}});
     const auto data = make_token_source(std::make_shared<TokenFile>(argv[1]), 32, 256, /*seed=*/1);
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 2}};
     options.training.learning_rate = {.peak = 3e-3};

@@ -12,9 +12,9 @@ using namespace sluice;
 int main(int argc, char** argv) {
   return run_main(argc, argv, [](World& world) {
     constexpr int kRequests = 200, kWidth = 512;
-    std::vector<LayerSpec> layers;
+    std::vector<nn::LayerSpec> layers;
     for (int i = 0; i < 8; ++i) {
-      layers.insert(layers.end(), {linear(kWidth, kWidth), gelu_tanh()});
+      layers.insert(layers.end(), {nn::linear(kWidth, kWidth), nn::gelu_tanh()});
     }
     // No training: no gradients, no optimizer. Several requests are in flight, one a micro-batch.
     PipelineOptions options{.shape = {.micro_batches = 16}, .training = {.inference = true}};

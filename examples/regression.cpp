@@ -22,7 +22,8 @@ int main(int argc, char** argv) {
         make_array_dataset({host_copy(view(x, {1000, 10}))}, {host_copy(view(y, {1000, 1}))});
     PipelineOptions options{.shape = {.micro_batch_size = 50}};
     options.training.learning_rate = {.peak = 0.01};
-    const Sequential model({linear(10, 50), relu(), cut(), linear(50, 1)}, mse_loss());
+    const Sequential model({nn::linear(10, 50), nn::relu(), nn::cut(), nn::linear(50, 1)},
+                           nn::mse_loss());
     Pipeline pipeline(world, options, model, data->spec());
     DataLoader loader = pipeline.loader(data, {.batch_size = 50, .shuffle = true});
     for (int epoch = 1; epoch <= 100; ++epoch) {

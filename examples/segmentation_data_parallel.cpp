@@ -41,10 +41,10 @@ struct Trained {
   double loss = 0;
 };
 
-Trained train(World& ranks, const LayerSpec& norm, int micro_batch_size, int steps) {
-  const Sequential model({conv2d(1, 8, 3, {.padding = 1}), norm, relu(),
-                          conv2d(8, 8, 3, {.padding = 1}), relu(), conv2d(8, 2, 1)},
-                         cross_entropy_loss({.axis = 1}));
+Trained train(World& ranks, const nn::LayerSpec& norm, int micro_batch_size, int steps) {
+  const Sequential model({nn::conv2d(1, 8, 3, {.padding = 1}), norm, nn::relu(),
+                          nn::conv2d(8, 8, 3, {.padding = 1}), nn::relu(), nn::conv2d(8, 2, 1)},
+                         nn::cross_entropy_loss({.axis = 1}));
   const int replicas = std::min(ranks.size(), 2);
   PipelineOptions options{.shape = {.replicas = replicas,
                                     .micro_batches = kSamples / replicas / micro_batch_size,
@@ -86,7 +86,7 @@ int main(int argc, char** argv) {
   return run_main(argc, argv, [&](World& world) {
     const int steps = argc > 1 ? std::stoi(argv[1]) : 16;
     const auto alone = world.split(world.rank(), 0);  // a communicator of this rank only
-    const auto compare = [&](const char* words, const LayerSpec& norm, int mine, int whole) {
+    const auto compare = [&](const char* words, const nn::LayerSpec& norm, int mine, int whole) {
       const Trained replicas = train(world, norm, mine, 1);
       if (world.rank() != 0) return;
       const Trained one = train(*alone, norm, whole, 1);
@@ -94,14 +94,14 @@ int main(int argc, char** argv) {
     };
     const int replicas = std::min(world.size(), 2), share = kSamples / replicas;
     if (world.rank() == 0) std::printf("gradients of %d replicas against one\n", replicas);
-    compare("group_norm, micro-batches of 2", group_norm(2, 8), 2, 2);
+    compare("group_norm, micro-batches of 2", nn::group_norm(2, 8), 2, 2);
     // The trap: a replica takes the statistics of its own samples.
-    compare("batch_norm2d, each share as one micro-batch", batch_norm2d(8), share, kSamples);
+    compare("batch_norm2d, each share as one micro-batch", nn::batch_norm2d(8), share, kSamples);
     // Out of it: statistics of micro-batches, which are the same in both, or of all replicas.
-    compare("batch_norm2d, micro-batches of 2", batch_norm2d(8), 2, 2);
+    compare("batch_norm2d, micro-batches of 2", nn::batch_norm2d(8), 2, 2);
     compare("batch_norm2d over replicas, each share as above",
-            batch_norm2d(8, {.statistics = BatchStatistics::kReplicas}), share, kSamples);
-    const double loss = train(world, group_norm(2, 8), 2, steps).loss;
+            nn::batch_norm2d(8, {.statistics = nn::BatchStatistics::kReplicas}), share, kSamples);
+    const double loss = train(world, nn::group_norm(2, 8), 2, steps).loss;
     if (world.rank() == 0) std::printf("loss after %d steps %.4f\n", steps, loss);
   });
 }

@@ -7,14 +7,13 @@
 #include <sluice/program.hpp>
 #include <sluice/torch.hpp>
 using namespace sluice;
-namespace nn = torch::nn;
 
-struct BlockImpl : nn::Module {
-  nn::Conv2d first, second;
-  nn::BatchNorm2d first_norm, second_norm;
+struct BlockImpl : torch::nn::Module {
+  torch::nn::Conv2d first, second;
+  torch::nn::BatchNorm2d first_norm, second_norm;
   explicit BlockImpl(int channels)
-      : first(nn::Conv2dOptions(channels, channels, 3).padding(1).bias(false)),
-        second(nn::Conv2dOptions(channels, channels, 3).padding(1).bias(false)),
+      : first(torch::nn::Conv2dOptions(channels, channels, 3).padding(1).bias(false)),
+        second(torch::nn::Conv2dOptions(channels, channels, 3).padding(1).bias(false)),
         first_norm(channels),
         second_norm(channels) {
     register_module("first", first);
@@ -34,8 +33,8 @@ std::unique_ptr<Stage> make_stage(int stage, int stages) {
   if (stages != 2) throw Error(ErrorCode::kUsage, "torch_resnet has two stages, for 1 or 2 ranks");
   if (stage == 0) {
     return torch_stage("body", [] {
-      return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(1, 8, 3).padding(1)), nn::ReLU(),
-                            Block(8));
+      return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 8, 3).padding(1)),
+                                   torch::nn::ReLU(), Block(8));
     });
   }
   const auto loss = [](const torch::Tensor& scores, const torch::Tensor& classes) {
@@ -44,7 +43,8 @@ std::unique_ptr<Stage> make_stage(int stage, int stages) {
   return torch_stage(
       "head",
       [] {
-        return nn::Sequential(Block(8), nn::AdaptiveAvgPool2d(1), nn::Flatten(), nn::Linear(8, 4));
+        return torch::nn::Sequential(Block(8), torch::nn::AdaptiveAvgPool2d(1),
+                                     torch::nn::Flatten(), torch::nn::Linear(8, 4));
       },
       loss);
 }

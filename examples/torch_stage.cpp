@@ -9,7 +9,6 @@
 #include <sluice/program.hpp>
 #include <sluice/torch.hpp>
 using namespace sluice;
-namespace nn = torch::nn;
 
 // Makes a module on the rank that runs the stage. It is a function, so that initial values depend
 // on the seed and the layer's name alone.
@@ -20,15 +19,18 @@ std::unique_ptr<Stage> make_stage(int stage, int stages) {
   };
   if (stage == 0) {
     return torch_stage("first", [] {
-      return nn::Sequential(nn::Linear(16, 32), nn::BatchNorm1d(32), nn::ReLU());
+      return torch::nn::Sequential(torch::nn::Linear(16, 32), torch::nn::BatchNorm1d(32),
+                                   torch::nn::ReLU());
     });
   }
   if (stage == 1) {
-    return torch_stage(
-        "second", [] { return nn::Sequential(nn::Linear(32, 32), nn::ReLU(), nn::Dropout(0.1)); });
+    return torch_stage("second", [] {
+      return torch::nn::Sequential(torch::nn::Linear(32, 32), torch::nn::ReLU(),
+                                   torch::nn::Dropout(0.1));
+    });
   }
   return torch_stage(
-      "head", [] { return nn::Linear(32, 1); }, loss);
+      "head", [] { return torch::nn::Linear(32, 1); }, loss);
 }
 
 int main(int argc, char** argv) {

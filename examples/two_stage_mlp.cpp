@@ -11,8 +11,9 @@
 using namespace sluice;
 
 void train(World& world, const PipelineOptions& options) {
-  const Sequential model({linear(10, 50), relu(), cut(), linear(50, 20), relu(), linear(20, 1)},
-                         mse_loss());
+  const Sequential model({nn::linear(10, 50), nn::relu(), nn::cut(), nn::linear(50, 20), nn::relu(),
+                          nn::linear(20, 1)},
+                         nn::mse_loss());
   Pipeline pipeline(world, options, model,
                     {.inputs = {{DType::kF32, {10}}}, .targets = {{DType::kF32, {1}}}});
   std::mt19937 random(1);

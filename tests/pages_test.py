@@ -282,7 +282,7 @@ def source_of(fence, headers):
 
 def compiles(source, root, compiler):
     """The compiler's first error, or ""."""
-    includes = [f"-I{folder}" for folder in sorted(root.glob("*/include"))]
+    includes = [f"-I{folder}" for pattern in ("*/include", "comm/*/include") for folder in sorted(root.glob(pattern))]
     done = subprocess.run([*compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", "-Wno-unused", "-fsyntax-only",
                            *includes, "-x", "c++", "-"], input=source, text=True, capture_output=True)
     errors = [line for line in done.stderr.splitlines() if "error:" in line]

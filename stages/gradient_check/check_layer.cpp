@@ -22,7 +22,7 @@
 #include "stages/network/specs.hpp"
 #include "stages/tensor/unwritten.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 using Bytes = std::vector<std::byte>;
@@ -613,4 +613,4 @@ void check_gradients(const LayerSpec& layer, const TensorSpec& input,
   });
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

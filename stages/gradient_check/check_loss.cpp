@@ -15,7 +15,7 @@
 #include "stages/network/specs.hpp"
 #include "stages/tensor/unwritten.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 using Bytes = std::vector<std::byte>;
@@ -134,4 +134,4 @@ void check_gradients(const LossSpec& loss, const TensorSpec& outputs,
   naming(loss.kind, [&] { LossCheck(loss, outputs, options).run(); });
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

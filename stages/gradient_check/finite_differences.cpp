@@ -9,7 +9,7 @@
 #include "comm/base/throw_error.hpp"
 #include "stages/tensor/unwritten.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 // The slopes on both sides of a number, and how far rounding may move them.
@@ -112,4 +112,4 @@ void fill_point(const Tensor& tensor, float low, std::uint64_t seed) {
   }
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -9,7 +9,7 @@
 #include <sluice/layers.hpp>
 #include <sluice/tensor.hpp>
 
-namespace sluice {
+namespace sluice::nn {
 
 // A function of tensors that are changed in place, in double precision.
 struct SummedOutputs {
@@ -28,4 +28,4 @@ void compare_gradient(const std::string& what, const Tensor& point, std::span<co
 // 0 and 1 at random. Throws Error(kUsage) for other types.
 void fill_point(const Tensor& tensor, float low, std::uint64_t seed);
 
-}  // namespace sluice
+}  // namespace sluice::nn

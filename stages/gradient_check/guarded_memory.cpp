@@ -10,7 +10,7 @@
 #include "comm/base/throw_error.hpp"
 #include "stages/tensor/unwritten.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 constexpr std::byte kGuard{0xA7}, kSoil{0xFF};
@@ -105,4 +105,4 @@ void require_finite(const Tensor& tensor, const char* call, const std::string& w
   }
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -8,7 +8,7 @@
 #include <sluice/device.hpp>
 #include <sluice/tensor.hpp>
 
-namespace sluice {
+namespace sluice::nn {
 
 class GuardedMemory {
  public:
@@ -58,4 +58,4 @@ class GuardedTensor {
 // Throws Error(kUsage) for a number of a float tensor that is not finite; `what` is "y".
 void require_finite(const Tensor& tensor, const char* call, const std::string& what);
 
-}  // namespace sluice
+}  // namespace sluice::nn

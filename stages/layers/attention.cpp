@@ -7,7 +7,7 @@
 #include "stages/layers/branches.hpp"
 #include "stages/network/specs.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 void require_legal(std::int64_t width, int heads, const AttentionOptions& options) {
@@ -127,4 +127,4 @@ LayerSpec attention(std::int64_t width, int heads, const AttentionOptions& optio
                       options.dropout, options.bias)};
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

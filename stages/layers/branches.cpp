@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace sluice {
+namespace sluice::nn {
 
 Mlp::Mlp(const Options& options, const std::string& name, ParameterSet& parameters)
     : kind_(options.kind),
@@ -194,4 +194,4 @@ void SelfAttention::backward_weight(BranchCall call, const Tensor& x, const Tens
   qkv_.backward_weight(call.compute(), call.shape, x, kept.dqkv);
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -10,7 +10,7 @@
 
 #include "stages/network/parts.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 
 // What a branch's operators take of the compute context.
 struct OperatorMemory {
@@ -156,4 +156,4 @@ class SelfAttention final : public Branch {
   Linear output_;
 };
 
-}  // namespace sluice
+}  // namespace sluice::nn

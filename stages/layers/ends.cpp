@@ -7,7 +7,7 @@
 #include "comm/base/throw_error.hpp"
 #include "stages/network/specs.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 Linear::Options projection_of(const HeadOptions& options) {
@@ -202,4 +202,4 @@ std::string TokenLoss::why_no_answers() const {
       options_.chunks);
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -8,7 +8,7 @@
 
 #include "stages/network/parts.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 
 struct HeadOptions {
   std::int64_t vocabulary = 0, width = 0;
@@ -112,4 +112,4 @@ class TokenLoss final : public Loss {
   std::optional<Linear> projection_;  // with chunks, once there are parameters
 };
 
-}  // namespace sluice
+}  // namespace sluice::nn

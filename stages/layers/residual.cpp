@@ -5,7 +5,7 @@
 #include "comm/base/throw_error.hpp"
 #include "stages/network/specs.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 
 TensorSpec ResidualLayer::output(const TensorSpec& input) const {
   require_stream(input, options_.stream, options_.width, options_.context);
@@ -123,4 +123,4 @@ void ResidualLayer::backward(LayerCall& call, const Tensor& dy, const Tensor& dx
                   as_rows(dy), {as_rows(dx), as_rows(call.rounded_dx)});
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

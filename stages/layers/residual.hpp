@@ -11,7 +11,7 @@
 
 #include "stages/layers/branches.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 
 struct ResidualOptions {
   std::int64_t width = 0;
@@ -87,4 +87,4 @@ class ResidualLayer final : public Layer {
   std::unique_ptr<Branch> branch_;
 };
 
-}  // namespace sluice
+}  // namespace sluice::nn

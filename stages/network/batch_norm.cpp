@@ -15,7 +15,7 @@
 #include "stages/network/picture.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 // The numbers of one channel: `size` in each sample.
@@ -269,4 +269,4 @@ LayerSpec batch_norm2d(std::int64_t channels, const BatchNormOptions& options) {
   return spec;
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -14,7 +14,7 @@
 #include "stages/network/layer_run.hpp"
 #include "stages/network/specs.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 // The memory of a call for the run in it that begins at `begin`.
@@ -265,4 +265,4 @@ LayerSpec residual(std::vector<LayerSpec> layers, std::vector<LayerSpec> shortcu
       .composed = true};
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -12,7 +12,7 @@
 #include "stages/network/specs.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 // The same numbers in another type; integers stay.
@@ -210,4 +210,4 @@ std::unique_ptr<Loss> widened(std::unique_ptr<Loss> loss) {
   return std::make_unique<WidenedLoss>(std::move(loss));
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

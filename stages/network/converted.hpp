@@ -8,7 +8,7 @@
 
 #include "stages/tensor/unwritten.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 
 // The layer takes numbers of the type `takes`; its output becomes one of `gives`. Gradients of
 // input and output have the types of those. `watched`: its first calls were, or need not be.
@@ -35,4 +35,4 @@ void watched(bool& was, const LayerCall& call, const char* what, const Tensor& t
   was = true;
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -15,7 +15,7 @@
 #include "stages/network/picture.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 class ConvolutionLayer final : public Layer {
@@ -154,4 +154,4 @@ LayerSpec conv2d(std::int64_t in, std::int64_t out, HeightWidth kernel,
   return spec;
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

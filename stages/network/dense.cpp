@@ -9,7 +9,7 @@
 #include "stages/network/parts.hpp"
 #include "stages/network/specs.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 constexpr LayerPromises kPromises{.recomputes = true, .capturable = true};
@@ -249,4 +249,4 @@ std::unique_ptr<Layer> make_embedding(const EmbeddingOptions& options) {
   return std::make_unique<EmbeddingLayer>(options);
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -10,7 +10,7 @@
 #include "stages/network/parts.hpp"
 #include "stages/network/specs.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 class ActivationLayer final : public Layer {
@@ -195,4 +195,4 @@ LayerSpec dropout(double probability) {
           settings_of(probability)};
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -7,7 +7,7 @@
 #include "stages/cpu/parallel.hpp"
 #include "stages/network/picture.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 class GroupNormLayer final : public Layer {
@@ -151,4 +151,4 @@ LayerSpec group_norm(std::int64_t groups, std::int64_t channels, double epsilon)
   return layer<GroupNormLayer>("group_norm", groups, channels, epsilon);
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -14,7 +14,7 @@
 #include "stages/network/specs.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 std::size_t take(BumpAllocator& allocator, std::size_t bytes) {
@@ -601,4 +601,4 @@ void LayerRun::announce(const StageContext& ctx, const Part& part) const {
   ctx.final_gradients->from(part.first_gradient);
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -29,7 +29,7 @@
 
 #include "stages/network/skips.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 
 struct NumberedLayer {
   int number = 0;         // in the model
@@ -202,4 +202,4 @@ class LayerRun {
   mutable std::deque<Plan> plans_;
 };
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -9,7 +9,7 @@
 #include "stages/network/specs.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 // Of targets with the outputs' shape, which all count.
@@ -231,4 +231,4 @@ LossSpec elementwise_loss(std::string kind, std::function<LossTerm(float, float)
   return loss<ElementwiseLoss>(std::move(kind), std::move(term));
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -11,7 +11,7 @@
 #include "stages/network/converted.hpp"
 #include "stages/network/specs.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 // The sums of a replica that is alone.
@@ -353,4 +353,4 @@ double LossNetworkStage::target_weight(std::span<const Tensor> targets) const {
   return naming(kind_, [&] { return loss_->weight(outputs, targets[0]); });
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -15,7 +15,7 @@
 
 #include "stages/network/layer_run.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 
 // What a stage is made of.
 struct StageLayers {
@@ -120,4 +120,4 @@ class LossNetworkStage final : public NetworkStage, public LossStage {
   std::unique_ptr<Loss> loss_;
 };
 
-}  // namespace sluice
+}  // namespace sluice::nn

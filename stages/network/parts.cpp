@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace sluice {
+namespace sluice::nn {
 
 BlockShape block_shape(const TensorSpec& input, DeviceKind device, std::int64_t by_sample_from) {
   const int rank = input.shape.rank(), end = is_float(input.dtype) ? rank - 1 : rank;
@@ -200,4 +200,4 @@ Tensor as_rows(const Tensor& tensor) {
   return {tensor.data, {tensor.spec.dtype, Shape{leading_rows(tensor), columns}}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

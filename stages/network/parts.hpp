@@ -15,7 +15,7 @@
 #include "stages/compute/product.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 
 // A micro-batch, and what it is computed on: all that a layer's memory depends on.
 struct BlockShape {
@@ -32,7 +32,7 @@ struct BlockShape {
 // As for_summed_rows() of its samples.
 template <typename Work>
 void for_summed_rows(const BlockShape& shape, const Work& work) {
-  for_summed_rows(shape.samples, shape.sequence, shape.by_sample, work);
+  sluice::for_summed_rows(shape.samples, shape.sequence, shape.by_sample, work);
 }
 
 // Where a layer allocates what it keeps, by lifetime as in LayerMemory. It finds it again by
@@ -201,4 +201,4 @@ struct EmbeddingOptions {
 // The same memory as [rows, last dimension].
 [[nodiscard]] Tensor as_rows(const Tensor& tensor);
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -10,7 +10,7 @@
 
 #include "stages/network/specs.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 
 // channels 0: any.
 inline void require_picture(const TensorSpec& input, std::int64_t channels) {
@@ -73,4 +73,4 @@ double sum_of(std::int64_t count, const Term& term) {
   return sum;
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

@@ -8,7 +8,7 @@
 #include "stages/cpu/parallel.hpp"
 #include "stages/network/picture.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 // Of one channel of one sample.
@@ -202,4 +202,4 @@ LayerSpec avg_pool2d(HeightWidth kernel, const PoolOptions& options) {
 
 LayerSpec global_avg_pool2d() { return layer<GlobalAverage>("global_avg_pool2d"); }
 
-}  // namespace sluice
+}  // namespace sluice::nn

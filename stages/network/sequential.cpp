@@ -17,11 +17,11 @@
 namespace sluice {
 
 struct Sequential::Model {
-  std::vector<LayerSpec> layers;  // without cuts
-  std::vector<int> cuts;          // the layers that begin a stage, ascending
-  std::vector<Skip> skips;
-  LossSpec loss;
-  Precision precision;
+  std::vector<nn::LayerSpec> layers;  // without cuts
+  std::vector<int> cuts;              // the layers that begin a stage, ascending
+  std::vector<nn::Skip> skips;
+  nn::LossSpec loss;
+  nn::Precision precision;
   std::vector<double> costs;  // of layers; empty: the input is not known
   std::string text;           // StageDescription::model
 
@@ -38,7 +38,7 @@ struct Sequential::Model {
       begin = i;
       like = std::move(next);
     }
-    for (const Skip& skip : skips) {
+    for (const nn::Skip& skip : skips) {
       all += fmt::format("skip({}, {}), {}, {}\n", skip.from, skip.to, static_cast<int>(skip.join),
                          skip.axis);
     }
@@ -50,17 +50,17 @@ struct Sequential::Model {
                              loss.kind, loss.settings);
   }
   // Null without a loss; an Error names it.
-  [[nodiscard]] std::unique_ptr<Loss> make_loss() const {
+  [[nodiscard]] std::unique_ptr<nn::Loss> make_loss() const {
     if (loss.kind.empty() && !loss.make) return nullptr;
-    return naming(loss.kind.empty() ? "a loss" : loss.kind, [&] {
+    return nn::naming(loss.kind.empty() ? "a loss" : loss.kind, [&] {
       if (!loss.make) throw_usage("a LossSpec without `make`; legal: a function that makes a Loss");
-      std::unique_ptr<Loss> made = loss.make();
+      std::unique_ptr<nn::Loss> made = loss.make();
       if (made == nullptr) throw_usage("LossSpec::make returned null; legal: a Loss");
       if (precision.operands == DType::kF32 || made->set_precision(precision)) return made;
       return widened(std::move(made));
     });
   }
-  [[nodiscard]] std::vector<NumberedLayer> make(std::size_t index) const {
+  [[nodiscard]] std::vector<nn::NumberedLayer> make(std::size_t index) const {
     const int number = static_cast<int>(index);
     return make_layers(layers[index], number, number);
   }
@@ -68,7 +68,7 @@ struct Sequential::Model {
 
 namespace {
 
-Precision precision_of(const ModelOptions& options) {
+nn::Precision precision_of(const ModelOptions& options) {
   const DType precision = options.precision, stream = options.stream_precision;
   const bool legal = (precision == DType::kF32 || precision == DType::kBf16) &&
                      (stream == DType::kF32 || stream == precision);
@@ -80,26 +80,27 @@ Precision precision_of(const ModelOptions& options) {
 
 }  // namespace
 
-std::string settings_of(std::initializer_list<double> numbers) {
+std::string nn::settings_of(std::initializer_list<double> numbers) {
   return fmt::format("{}", fmt::join(numbers, ", "));
 }
 
-Sequential::Sequential(std::initializer_list<LayerSpec> layers, LossSpec loss,
+Sequential::Sequential(std::initializer_list<nn::LayerSpec> layers, nn::LossSpec loss,
                        const ModelOptions& options)
-    : Sequential(std::vector<LayerSpec>(layers), std::move(loss), options) {}
+    : Sequential(std::vector<nn::LayerSpec>(layers), std::move(loss), options) {}
 
-Sequential::Sequential(std::vector<LayerSpec> layers, LossSpec loss, const ModelOptions& options) {
+Sequential::Sequential(std::vector<nn::LayerSpec> layers, nn::LossSpec loss,
+                       const ModelOptions& options) {
   const auto model = std::make_shared<Model>();
   model->loss = std::move(loss);
   model->precision = precision_of(options);
-  for (LayerSpec& spec : layers) {
+  for (nn::LayerSpec& spec : layers) {
     if (spec.skip) {
       model->skips.push_back(*spec.skip);
       continue;
     }
     if (spec.make) {
       const bool again = options.recompute && spec.composed && spec.kind != "recompute";
-      model->layers.push_back(again ? recompute(std::move(spec)) : std::move(spec));
+      model->layers.push_back(again ? nn::recompute(std::move(spec)) : std::move(spec));
       continue;
     }
     const int next = static_cast<int>(model->layers.size());
@@ -127,10 +128,10 @@ Sequential Sequential::with_input(const TensorSpec& sample) const {
       at_entry({sample.dtype, Shape(std::span<const std::int64_t>(dims))}, model->precision);
   model->costs.clear();
   const int layers = static_cast<int>(model->layers.size());
-  const StageSkips skips(model->skips, 0, layers, /*last=*/true);
+  const nn::StageSkips skips(model->skips, 0, layers, /*last=*/true);
   std::vector<TensorSpec> outputs = {spec};  // of the model's input, and of each layer
   const auto join_before = [&](int layer) {
-    for (const Skip& skip : skips.joins()) {
+    for (const nn::Skip& skip : skips.joins()) {
       if (skip.to != layer) continue;
       const int output = skip.from + 1;  // 0: the model's input
       spec = joined(skip, spec, outputs[static_cast<std::size_t>(output)]);
@@ -138,14 +139,15 @@ Sequential Sequential::with_input(const TensorSpec& sample) const {
   };
   for (int i = 0; i < layers; ++i) {
     join_before(i);
-    const LayerRun made(model->make(static_cast<std::size_t>(i)), {.precision = model->precision});
+    const nn::LayerRun made(model->make(static_cast<std::size_t>(i)),
+                            {.precision = model->precision});
     model->costs.push_back(made.cost(spec));
     spec = made.output(spec);
     outputs.push_back(spec);
   }
   join_before(layers);
-  if (const std::unique_ptr<Loss> loss = model->make_loss()) {
-    naming(model->loss.kind, [&] { (void)loss->targets(spec); });
+  if (const std::unique_ptr<nn::Loss> loss = model->make_loss()) {
+    nn::naming(model->loss.kind, [&] { (void)loss->targets(spec); });
   }
   Sequential same = *this;
   same.model_ = model;
@@ -193,18 +195,19 @@ std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stag
     throw_usage("stage {} of a partition into {} stages; legal: 0 to {}", stage, stages,
                 stages - 1);
   }
-  StageLayers mine{.layers = {},
-                   .begin = first[at(stage)],
-                   .model = model_->text,
-                   .precision = model_->precision};
+  nn::StageLayers mine{.layers = {},
+                       .begin = first[at(stage)],
+                       .model = model_->text,
+                       .precision = model_->precision};
   for (int i = first[at(stage)]; i < first[at(stage) + 1]; ++i) {
     std::ranges::move(model_->make(at(i)), std::back_inserter(mine.layers));
   }
-  mine.skips = StageSkips(model_->skips, first[at(stage)], first[at(stage) + 1],
-                          /*last=*/stage == stages - 1);
-  std::unique_ptr<Loss> loss = stage < stages - 1 ? nullptr : model_->make_loss();
-  if (loss == nullptr) return std::make_unique<NetworkStage>(std::move(mine));
-  return std::make_unique<LossNetworkStage>(std::move(mine), model_->loss.kind, std::move(loss));
+  mine.skips = nn::StageSkips(model_->skips, first[at(stage)], first[at(stage) + 1],
+                              /*last=*/stage == stages - 1);
+  std::unique_ptr<nn::Loss> loss = stage < stages - 1 ? nullptr : model_->make_loss();
+  if (loss == nullptr) return std::make_unique<nn::NetworkStage>(std::move(mine));
+  return std::make_unique<nn::LossNetworkStage>(std::move(mine), model_->loss.kind,
+                                                std::move(loss));
 }
 
 }  // namespace sluice

@@ -15,7 +15,7 @@
 #include "comm/base/throw_error.hpp"
 #include "stages/network/specs.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 std::string name_of(const Skip& skip) { return fmt::format("skip({}, {})", skip.from, skip.to); }
@@ -155,4 +155,4 @@ std::size_t StageSkips::source_of(int from) const {
   return static_cast<std::size_t>(found - sources_.begin());
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

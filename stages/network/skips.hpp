@@ -16,7 +16,7 @@
 #include <sluice/layers.hpp>
 #include <sluice/tensor.hpp>
 
-namespace sluice {
+namespace sluice::nn {
 
 // Throws Error(kUsage) for a connection that a model of `layers` layers cannot have.
 void require_skips(std::span<const Skip> skips, int layers);
@@ -59,4 +59,4 @@ class StageSkips {
   std::size_t inputs_ = 1, outputs_ = 1;
 };
 
-}  // namespace sluice
+}  // namespace sluice::nn

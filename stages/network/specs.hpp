@@ -12,7 +12,7 @@
 
 #include "comm/base/throw_error.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 
 // The types that layers compute with.
 inline bool has_numbers(const TensorSpec& spec) {
@@ -96,4 +96,4 @@ decltype(auto) naming(const Who& who, const Body& body) {
   }
 }
 
-}  // namespace sluice
+}  // namespace sluice::nn

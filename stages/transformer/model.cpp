@@ -20,7 +20,7 @@
 #include "stages/layers/residual.hpp"
 #include "stages/transformer/sizes.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 // Places of dropout within a layer; part of the random streams' keys.
@@ -197,6 +197,38 @@ LayerSpec make_head(const TransformerConfig& config) {
   return head;
 }
 
+}  // namespace
+
+LayerSpec transformer_block(const TransformerConfig& config) {
+  return make_block(config, Within::kSequential);
+}
+
+std::vector<LayerSpec> transformer_layers(const TransformerConfig& config) {
+  validate(config);
+  std::vector<LayerSpec> layers = {embedding_of(config)};
+  for (int block = 0; block < config.layers; ++block) {
+    TransformerConfig mine = config;
+    mine.window = window_of(config, block);
+    mine.full_layers.clear();
+    layers.push_back(make_block(mine, Within::kModel));
+    layers.back().name = fmt::format("blocks.{}.", block);
+  }
+  layers.push_back(make_head(config));
+  return layers;
+}
+
+LossSpec transformer_loss(const TransformerConfig& config) {
+  validate(config);
+  return {"cross_entropy_loss",
+          [options = head_options(config)] { return std::make_unique<TokenLoss>(options); },
+          settings_of(config.vocabulary, config.logit_chunks)};
+}
+
+}  // namespace sluice::nn
+
+namespace sluice {
+namespace {
+
 // Pairs of a query and a key that it sees, half of them on the diagonal.
 double seen_pairs(const TransformerConfig& config, int block) {
   const double context = config.context;
@@ -238,50 +270,12 @@ int window_of(const TransformerConfig& config, int block) {
   return full ? 0 : config.window;
 }
 
-LayerSpec transformer_block(const TransformerConfig& config) {
-  return make_block(config, Within::kSequential);
-}
-
-std::vector<LayerSpec> transformer_layers(const TransformerConfig& config) {
-  validate(config);
-  std::vector<LayerSpec> layers = {embedding_of(config)};
-  for (int block = 0; block < config.layers; ++block) {
-    TransformerConfig mine = config;
-    mine.window = window_of(config, block);
-    mine.full_layers.clear();
-    layers.push_back(make_block(mine, Within::kModel));
-    layers.back().name = fmt::format("blocks.{}.", block);
-  }
-  layers.push_back(make_head(config));
-  return layers;
-}
-
-LossSpec transformer_loss(const TransformerConfig& config) {
-  validate(config);
-  return {"cross_entropy_loss",
-          [options = head_options(config)] { return std::make_unique<TokenLoss>(options); },
-          settings_of(config.vocabulary, config.logit_chunks)};
-}
-
 Transformer::Transformer(const TransformerConfig& config)
-    : Sequential(Sequential(transformer_layers(config), transformer_loss(config))
+    : Sequential(Sequential(nn::transformer_layers(config), nn::transformer_loss(config))
                      .with_input({DType::kI32, Shape{config.context}})) {}
 
-std::unique_ptr<Stage> make_transformer_stage(const TransformerConfig& config,
-                                              const Partition& partition, int stage) {
-  const Sequential model(transformer_layers(config), transformer_loss(config));
-  const std::vector<int>& first = partition.first;
-  if (first.size() >= 2 && (first[1] < 1 || first[first.size() - 2] == config.layers + 2)) {
-    throw_usage(
-        "the partition [{}] leaves the first or the last stage empty; they hold the embedding and "
-        "the head",
-        fmt::join(first, ", "));
-  }
-  return model.stage_of(partition, stage);
-}
-
 std::vector<ParameterInfo> parameter_list(const TransformerConfig& config) {
-  const std::unique_ptr<Stage> whole = make_transformer_stage(config, {{0, config.layers + 2}}, 0);
+  const std::unique_ptr<Stage> whole = Transformer(config)(0, 1);
   std::vector<ParameterInfo> list;
   for (const Parameter* parameter : whole->parameters()->all()) {
     // The only name used twice is the tied embedding, whose owner comes first.

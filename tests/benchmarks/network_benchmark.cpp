@@ -15,6 +15,7 @@
 namespace {
 
 using namespace sluice;
+using namespace sluice::nn;
 
 struct Network {
   TensorSpec sample;

@@ -130,10 +130,7 @@ void run(Communicator& world, int steps, Report& report) {
     options.shape.micro_batches = micro_batches;
     options.shape.micro_batch_size = 4;
     options.training.learning_rate = {.peak = 1e-4};
-    const std::vector<double> costs = layer_costs(model);
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-    };
+    const StageFactory factory = Transformer(model);
     Pipeline pipeline(world, options, factory, source);
     add_row(report, "gpt2, 4 x 256", 2, options, measure(pipeline, options, steps));
   }

@@ -16,6 +16,7 @@
 namespace {
 
 using namespace sluice;
+using namespace sluice::nn;
 
 constexpr std::int64_t kSamples = 32, kMicroBatch = 8;
 const TensorSpec kPicture{DType::kF32, {3, 32, 32}};

@@ -53,13 +53,7 @@ void measure(Communicator& comm, const Arguments& arguments, const std::string& 
   options.shape.micro_batches = 4;
   options.training.learning_rate = {.peak = 1e-5};
   options.expert.save_copy = true;
-  const std::vector<double> costs = layer_costs(model);
-  Pipeline pipeline(
-      comm, options,
-      [&](int stage, int stages) {
-        return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-      },
-      source);
+  Pipeline pipeline(comm, options, Transformer(model), source);
   const auto every = static_cast<std::uint64_t>(arguments.steps);
   Checkpointer saver(pipeline,
                      {.directory = arguments.directory, .every_steps = every, .overwrite = true});

@@ -35,10 +35,7 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
   PipelineOptions options;
   options.shape.micro_batch_size = 4;
   options.training.learning_rate = {.peak = 1e-4};
-  const std::vector<double> costs = layer_costs(model);
-  const StageFactory factory = [&](int stage, int stages) {
-    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-  };
+  const StageFactory factory = Transformer(model);
   Pipeline pipeline(comm, options, factory, source);
   MatMulCache& products = matmuls_of(pipeline.compute());
   products.widen_bf16(widen);
@@ -67,15 +64,15 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
 // The default model of general layers.
 Sequential general_layers(const TransformerConfig& config) {
   const std::int64_t width = config.width;
-  std::vector<LayerSpec> layers = {embedding(config.vocabulary, width, config.context)};
+  std::vector<nn::LayerSpec> layers = {nn::embedding(config.vocabulary, width, config.context)};
   for (int block = 0; block < config.layers; ++block) {
-    layers.push_back(residual({layer_norm(width), attention(width, config.heads)}));
-    layers.push_back(residual(
-        {layer_norm(width), linear(width, 4 * width), gelu_tanh(), linear(4 * width, width)}));
+    layers.push_back(nn::residual({nn::layer_norm(width), nn::attention(width, config.heads)}));
+    layers.push_back(nn::residual({nn::layer_norm(width), nn::linear(width, 4 * width),
+                                   nn::gelu_tanh(), nn::linear(4 * width, width)}));
   }
-  layers.push_back(layer_norm(width));
-  layers.push_back(linear(width, config.vocabulary, /*bias=*/false));
-  return Sequential(std::move(layers), cross_entropy_loss());
+  layers.push_back(nn::layer_norm(width));
+  layers.push_back(nn::linear(width, config.vocabulary, /*bias=*/false));
+  return Sequential(std::move(layers), nn::cross_entropy_loss());
 }
 
 // Steps of each model in turns; seconds, medians.
@@ -133,11 +130,12 @@ int main(int argc, char** argv) try {
                {"model", "tokens/s", "ratio"});
   run_loopback(1, [&](Communicator& comm) {
     const TransformerConfig config;
-    const std::vector<double> seconds = in_turns(
-        comm,
-        {Transformer(config), Sequential(transformer_layers(config), transformer_loss(config)),
-         general_layers(config)},
-        rounds);
+    const std::vector<double> seconds =
+        in_turns(comm,
+                 {Transformer(config),
+                  Sequential(nn::transformer_layers(config), nn::transformer_loss(config)),
+                  general_layers(config)},
+                 rounds);
     const char* const names[] = {"Transformer", "Sequential(transformer_layers())",
                                  "Sequential of general layers"};
     for (std::size_t i = 0; i < seconds.size(); ++i) {

@@ -48,15 +48,10 @@ bool train(sluice::Communicator& world) {
   model.width = 8;
   model.context = 4;
   model.vocabulary = 8;
-  const auto make_stage = [&](int stage, int stages) {
-    const sluice::Partition partition =
-        sluice::partition_by_cost(sluice::layer_costs(model), stages);
-    return sluice::make_transformer_stage(model, partition, stage);
-  };
   const Ones data(model.context);
   sluice::PipelineOptions options;
   options.shape.micro_batches = 2;
-  sluice::Pipeline pipeline(world, options, make_stage, data);
+  sluice::Pipeline pipeline(world, options, sluice::Transformer(model), data);
   const double first = pipeline.train_step().loss;
   return pipeline.train_step().loss < first && pipeline.step() == 2;
 }

@@ -1,9 +1,10 @@
 // Layers: a model put together from parts, in place of a stage written by hand.
 //
-//   const Sequential model({linear(10, 50), relu(), cut(), linear(50, 20), relu(), linear(20, 1)},
-//                          mse_loss());
+//   const Sequential model({nn::linear(10, 50), nn::relu(), nn::cut(), nn::linear(50, 1)},
+//                          nn::mse_loss());
 //   Pipeline pipeline(world, options, model, batches);
 //
+// Layers and losses are in sluice::nn. The model is in sluice, beside Transformer and Pipeline.
 // A Sequential describes the model; each rank makes only the layers of its own stages. It is a
 // StageFactory. skip() lets outputs pass layers and stages. All ranks need the same one: kinds and
 // numbers of layers are compared when the pipeline is made, Error(kMismatch) where they differ.
@@ -39,7 +40,7 @@
 #include <sluice/tensor.hpp>
 
 #pragma GCC visibility push(default)
-namespace sluice {
+namespace sluice::nn {
 
 // --- what a layer is ---
 // Bytes of a layer per micro-batch, by lifetime.
@@ -447,10 +448,14 @@ void check_gradients(const LayerSpec& layer, const TensorSpec& input,
 void check_gradients(const LossSpec& loss, const TensorSpec& outputs,
                      const GradientCheck& options = {});
 
+}  // namespace sluice::nn
+
+namespace sluice {
+
 // --- models ---
 // Properties of the whole model. With a bf16 stream, what layers hand on and keep takes half the
 // memory, and so do messages. An f32 input of the model is converted to the stream's type first,
-// and infer() returns outputs in it. See Layer::set_precision(). A model whose precision is f32
+// and infer() returns outputs in it. See nn::Layer::set_precision(). A model whose precision is f32
 // leaves its layers as they are, those of a transformer's configuration in bf16 too.
 struct ModelOptions {
   DType precision = DType::kF32;         // Precision::operands
@@ -462,9 +467,9 @@ class Sequential {
  public:
   // Without a loss the model only computes outputs. Throws Error(kUsage) for no layers, a cut at an
   // end or two in a row, and numbers that a layer or the options cannot have.
-  Sequential(std::initializer_list<LayerSpec> layers, LossSpec loss = {},
+  Sequential(std::initializer_list<nn::LayerSpec> layers, nn::LossSpec loss = {},
              const ModelOptions& options = {});
-  explicit Sequential(std::vector<LayerSpec> layers, LossSpec loss = {},
+  explicit Sequential(std::vector<nn::LayerSpec> layers, nn::LossSpec loss = {},
                       const ModelOptions& options = {});
 
   // The same model with the type and shape of one sample, as in BatchSpec::inputs: shapes are

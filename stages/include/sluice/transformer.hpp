@@ -125,12 +125,16 @@ class Transformer : public Sequential {
   explicit Transformer(const TransformerConfig& config);
 };
 
-// What it is made of, for models that replace a layer: the embedding, `layers` blocks, the head.
-// Layers keep the names of their parameters, whatever stands beside them. A layer of another kind
-// has its number in the list; LayerSpec::name gives it a name.
-//   std::vector<LayerSpec> layers = transformer_layers(config);
-//   layers[3].parts[1] = residual({rms_norm(width), layer<MyMlp>("my_mlp", width)});
-//   const Sequential model(std::move(layers), transformer_loss(config));
+}  // namespace sluice
+
+namespace sluice::nn {
+
+// What a Transformer is made of, for models that replace a layer: the embedding, `layers` blocks,
+// the head. Layers keep the names of their parameters, whatever stands beside them. A layer of
+// another kind has its number in the list; LayerSpec::name gives it a name.
+//   std::vector<nn::LayerSpec> layers = nn::transformer_layers(config);
+//   layers[3].parts[1] = nn::residual({nn::rms_norm(width), nn::layer<MyMlp>("mlp", width)});
+//   const Sequential model(std::move(layers), nn::transformer_loss(config));
 // A block has two parts: attention and MLP, each with its norm and its sum.
 [[nodiscard]] std::vector<LayerSpec> transformer_layers(const TransformerConfig& config);
 // Of the head's outputs; with TransformerConfig::logit_chunks it has the head's projection.
@@ -142,10 +146,5 @@ class Transformer : public Sequential {
 // window of its own `config`. `layers` is for initial values.
 [[nodiscard]] LayerSpec transformer_block(const TransformerConfig& config);
 
-// Stage `stage` of `partition`. The result implements SplitBackward, and LossStage on the last.
-// Throws Error(kUsage) for a stage that the partition does not have, and for layers out of order.
-[[nodiscard]] std::unique_ptr<Stage> make_transformer_stage(const TransformerConfig& config,
-                                                            const Partition& partition, int stage);
-
-}  // namespace sluice
+}  // namespace sluice::nn
 #pragma GCC visibility pop

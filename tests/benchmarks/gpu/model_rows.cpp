@@ -49,10 +49,7 @@ class Run {
     settings_.checks.trace = how.trace;
     if (how.change != nullptr) how.change(options_);
     settings_.training.optimizer.moments = options_.moments;
-    const std::vector<double> costs = layer_costs(options_.model);
-    factory_ = [model = options_.model, costs](int stage, int stages) {
-      return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-    };
+    factory_ = Transformer(options_.model);
     choose_micro_batch(comm, how.share);
     pipeline_ = std::make_unique<Pipeline>(comm, settings_, factory_, source_);
   }

@@ -39,10 +39,7 @@ class CheckpointerTest : public ::testing::Test {
 
   void run(int ranks, int replicas, const Body& body) {
     const auto source = synthetic_tokens(model_);
-    const std::vector<double> costs = layer_costs(model_);
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(model_, partition_by_cost(costs, stages), stage);
-    };
+    const StageFactory factory = Transformer(model_);
     PipelineOptions options;
     options.shape = {.replicas = replicas, .micro_batches = 4 / replicas};
     options.training.learning_rate = {.peak = 1e-2, .steps = 20};

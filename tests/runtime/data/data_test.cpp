@@ -46,7 +46,7 @@ TEST(MicroBatchesTest, LastMicroBatchIsSmallerWhereTheBatchDoesNotDivide) {
 
 // This source includes the headers of both.
 TEST(MicroBatchesTest, ShapeOfABatchIsATypeBesideTheLayersBlockShape) {
-  EXPECT_FALSE((std::is_same_v<BatchShape, BlockShape>));
+  EXPECT_FALSE((std::is_same_v<BatchShape, nn::BlockShape>));
 }
 
 TEST(MicroBatchesTest, ReplicasTakeContiguousSharesThatCoverTheBatchLargerOnesFirst) {

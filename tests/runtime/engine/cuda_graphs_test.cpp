@@ -102,10 +102,7 @@ TEST_F(CudaGraphsTest, ItsCaseOfChunksHasTwoPartsInAMicroBatch) {
   options.shape = {.micro_batches = what.micro_batches, .micro_batch_size = what.micro_batch_size};
   options.devices.choices = parse_devices("cuda:0");
   const auto source = synthetic_tokens(what.model);
-  const StageFactory factory = [&](int stage, int stages) {
-    return make_transformer_stage(what.model, partition_by_cost(layer_costs(what.model), stages),
-                                  stage);
-  };
+  const StageFactory factory = Transformer(what.model);
   std::int64_t parts = 0;
   run_loopback(1, [&](Communicator& comm) {
     Pipeline pipeline(comm, options, factory, *source);
@@ -161,8 +158,7 @@ void train_counted(Calls& calls) {
   options.devices.cuda_graphs = true;
   options.expert.evaluations = {5};
   const StageFactory factory = [&](int stage, int stages) {
-    return std::make_unique<CountedStage>(
-        make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage), calls);
+    return std::make_unique<CountedStage>(Transformer(model)(stage, stages), calls);
   };
   run_loopback(1, [&](Communicator& comm) {
     Pipeline pipeline(comm, options, factory, *source);
@@ -201,9 +197,7 @@ TEST_F(CudaGraphsTest, BatchesOfOneStepAddUp) {
     options.devices.choices = parse_devices("cuda:0");
     options.devices.cuda_graphs = graphs;
     const StageFactory factory = [&](int stage, int stages) {
-      return std::make_unique<CountedStage>(
-          make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage),
-          calls);
+      return std::make_unique<CountedStage>(Transformer(model)(stage, stages), calls);
     };
     const TensorSpec tokens{DType::kI32, {model.context}};
     std::vector<std::int32_t> numbers(5 * static_cast<std::size_t>(model.context));

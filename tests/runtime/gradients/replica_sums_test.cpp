@@ -128,10 +128,7 @@ INSTANTIATE_TEST_SUITE_P(Jobs, ReplicaSumsTest,
 TEST_P(ReplicaSumsTest, EndWithoutAnAbortWhereThePipelineIsClosed) {
   const TransformerConfig model = small_model();
   const auto source = synthetic_tokens(model);
-  const std::vector<double> costs = layer_costs(model);
-  const StageFactory factory = [&](int stage, int stages) {
-    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-  };
+  const StageFactory factory = Transformer(model);
   for (const bool closes : {true, false}) {
     const int before = emulated::aborted_communicators();
     run_loopback(ranks(), [&](Communicator& comm) {
@@ -180,10 +177,7 @@ TEST_P(MixedReplicaSumsTest, OverNcclOnOneRankAndThroughMessagesOnTheOther) {
 TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
   const TransformerConfig model = small_model();
   const auto source = synthetic_tokens(model);
-  const std::vector<double> costs = layer_costs(model);
-  const StageFactory factory = [&](int stage, int stages) {
-    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-  };
+  const StageFactory factory = Transformer(model);
   run_loopback(ranks(), [&](Communicator& comm) {
     PipelineOptions options;
     options.shape.pipeline = GetParam().pipeline;

@@ -72,12 +72,7 @@ class Model {
     options.training.clip = adamw.at("clip");
     return options;
   }
-  static StageFactory stages(const TransformerConfig& config) {
-    return [config](int stage, int stages) {
-      return make_transformer_stage(config, parse_partition("auto", layer_costs(config), stages),
-                                    stage);
-    };
-  }
+  static StageFactory stages(const TransformerConfig& config) { return Transformer(config); }
   static BatchSpec spec() {
     const Shape shape{golden_models().at("sequence").get<std::int64_t>()};
     return {.inputs = {{DType::kI32, shape}}, .targets = {{DType::kI32, shape}}};
@@ -188,13 +183,13 @@ std::string text_of_file(const std::filesystem::path& path) {
 TEST(HuggingFacePartsTest, ASaveHasTransformersNamesWhereThePartsAreIts) {
   TemporaryDirectory place;
   TransformerConfig config = small_model();
-  std::vector<LayerSpec> layers = transformer_layers(config);
-  LayerSpec mlp = residual(
-      {layer_norm(config.width), linear(config.width, 8), relu(), linear(8, config.width)});
+  std::vector<nn::LayerSpec> layers = nn::transformer_layers(config);
+  nn::LayerSpec mlp = nn::residual({nn::layer_norm(config.width), nn::linear(config.width, 8),
+                                    nn::relu(), nn::linear(8, config.width)});
   mlp.name = "own_mlp.";
   layers[2].parts[1] = std::move(mlp);  // of the second block
   const Sequential model =
-      Sequential(layers, transformer_loss(config)).with_input({DType::kI32, {config.context}});
+      Sequential(layers, nn::transformer_loss(config)).with_input({DType::kI32, {config.context}});
   with_ranks(2, [&](Communicator& comm) {
     PipelineOptions options;
     options.shape = {.pipeline = 2, .micro_batches = 2, .micro_batch_size = 2};

@@ -93,11 +93,7 @@ TransformerConfig model_of() {
   return model;
 }
 
-StageFactory factory() {
-  return [model = model_of()](int stage, int stages) {
-    return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
-  };
-}
+StageFactory factory() { return Transformer(model_of()); }
 
 BatchSpec spec(Feed feed) {
   const TensorSpec tokens{DType::kI32, {kContext}};

@@ -32,17 +32,11 @@ Trained train(DType stream, int ranks, int steps) {
   model.precision = DType::kBf16;
   model.stream_precision = stream;
   const FourBatches source(model);
-  const std::vector<double> costs = layer_costs(model);
   PipelineOptions options;
   options.shape = {.micro_batches = 2, .micro_batch_size = 2};
   options.training.learning_rate = {.peak = 3e-3, .warmup = 10, .steps = 200};
   run_loopback(ranks, [&](Communicator& comm) {
-    Pipeline pipeline(
-        comm, options,
-        [&](int stage, int stages) {
-          return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-        },
-        source);
+    Pipeline pipeline(comm, options, Transformer(model), source);
     std::vector<double> losses;
     for (int step = 0; step < steps; ++step) losses.push_back(pipeline.train_step().loss);
     if (comm.rank() != 0) return;

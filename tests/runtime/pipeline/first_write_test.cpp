@@ -19,6 +19,8 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
+
 // Tied and untied, all kinds of parameters, logits in chunks, one micro-batch that is the first and
 // the last. 48 tokens at most in a micro-batch: most rows of the embedding have none.
 std::vector<TrainingCase> cases() {
@@ -109,8 +111,7 @@ TEST_P(FirstWriteTest, AStageAroundAnotherFindsZeros) {
     options.shape.micro_batches = 3;
     const auto norm_of = [&](bool decays) {
       const StageFactory factory = [&](int stage, int stages) -> std::unique_ptr<Stage> {
-        auto inner =
-            make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+        auto inner = Transformer(model)(stage, stages);
         if (!decays) return inner;
         return std::make_unique<Decaying>(std::move(inner));
       };

@@ -18,6 +18,8 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
+
 struct Network {
   Sequential model;
   OptimizerConfig optimizer;

@@ -26,6 +26,8 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
+
 constexpr std::int64_t kWidth = 6;
 
 std::vector<LayerSpec> parts() {

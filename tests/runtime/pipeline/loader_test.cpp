@@ -51,9 +51,7 @@ class Tokens : public Dataset {
 StageFactory factory() {
   TransformerConfig model = small_model();
   model.context = kContext;
-  return [model](int stage, int stages) {
-    return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
-  };
+  return Transformer(model);
 }
 
 PipelineOptions options_of(int pipeline, int replicas) {

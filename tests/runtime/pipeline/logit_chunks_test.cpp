@@ -25,17 +25,11 @@ void with_chunks(int chunks, const std::function<void(Pipeline&, const DataSourc
   model.vocabulary = 4096;
   model.logit_chunks = chunks;
   const auto source = synthetic_tokens(model);
-  const std::vector<double> costs = layer_costs(model);
   PipelineOptions options;
   options.shape = {.micro_batch_size = 16};
   options.training.inference = inference;
   run_loopback(1, [&](Communicator& comm) {
-    Pipeline pipeline(
-        comm, options,
-        [&](int stage, int stages) {
-          return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-        },
-        *source);
+    Pipeline pipeline(comm, options, Transformer(model), *source);
     body(pipeline, *source);
   });
 }

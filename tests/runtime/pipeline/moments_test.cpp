@@ -31,18 +31,12 @@ Trained train(const OptimizerConfig& optimizer, int steps) {
   TransformerConfig model = small_model();
   model.dropout = 0.1F;
   const FourBatches source(model);
-  const std::vector<double> costs = layer_costs(model);
   PipelineOptions options;
   options.shape = {.micro_batches = 2, .micro_batch_size = 2};
   options.training.learning_rate = {.peak = 3e-3, .warmup = 10, .steps = 200};
   options.training.optimizer = optimizer;
   run_loopback(1, [&](Communicator& comm) {
-    Pipeline pipeline(
-        comm, options,
-        [&](int stage, int stages) {
-          return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-        },
-        source);
+    Pipeline pipeline(comm, options, Transformer(model), source);
     trained.planned = PipelineAccess::layout(pipeline).memory.ranks[0].optimizer;
     for (int step = 0; step < steps; ++step) trained.losses.push_back(pipeline.train_step().loss);
   });
@@ -72,17 +66,11 @@ TEST(RoundedWeightsTest, AdamWLeavesThemCurrent) {
   TransformerConfig model = small_model();
   model.precision = DType::kBf16;
   const auto source = synthetic_tokens(model);
-  const std::vector<double> costs = layer_costs(model);
   for (const bool adamw : {true, false}) {
     PipelineOptions options;
     if (!adamw) options.training.optimizer = OptimizerConfig::sgd(0.9F);
     run_loopback(2, [&](Communicator& comm) {
-      Pipeline pipeline(
-          comm, options,
-          [&](int stage, int stages) {
-            return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-          },
-          *source);
+      Pipeline pipeline(comm, options, Transformer(model), *source);
       const auto current = [&] {
         std::vector<std::string> names;
         int copies = 0;

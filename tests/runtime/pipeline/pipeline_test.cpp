@@ -523,7 +523,7 @@ TEST(PipelineTest, PlansTheMemoryThatItsStagesDescribe) {
   const auto source = synthetic_tokens(model);
   const Partition partition{{0, 1, 2, 3, 4}};
   const StageFactory factory = [&](int stage, int) {
-    return make_transformer_stage(model, partition, stage);
+    return Transformer(model).stage_of(partition, stage);
   };
   PipelineOptions options;
   options.order.schedule = "interleaved";
@@ -594,10 +594,7 @@ TEST(CheckpointTest, ContinuesUnderAnotherDepthWithTheSameBits) {
   TrainingCase what;
   what.model = small_model();
   const auto source = synthetic_tokens(what.model);
-  const std::vector<double> costs = layer_costs(what.model);
-  const StageFactory factory = [&](int stage, int stages) {
-    return make_transformer_stage(what.model, partition_by_cost(costs, stages), stage);
-  };
+  const StageFactory factory = Transformer(what.model);
   PipelineOptions options;
   options.shape.micro_batches = 3;
   options.training.learning_rate = {.peak = 1e-2, .steps = 10};
@@ -628,10 +625,7 @@ TEST(CheckpointTest, RefusesWeightsOfAnotherModelByName) {
   TransformerConfig model = small_model();
   const auto run = [&](const TransformerConfig& config, bool save) {
     const auto source = synthetic_tokens(config);
-    const std::vector<double> costs = layer_costs(config);
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(config, partition_by_cost(costs, stages), stage);
-    };
+    const StageFactory factory = Transformer(config);
     run_loopback(1, [&](Communicator& comm) {
       Pipeline pipeline(comm, {}, factory, *source);
       save ? save_checkpoint(pipeline, {.directory = directory.path()})

@@ -24,6 +24,7 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
 using ::testing::HasSubstr;
 using ::testing::Not;
 

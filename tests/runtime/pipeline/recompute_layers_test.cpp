@@ -19,6 +19,8 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
+
 constexpr std::int64_t kSamples = 12;
 const TensorSpec kPicture{DType::kF32, {2, 6, 7}}, kRows{DType::kF32, {6, 14}};  // of 84
 

@@ -20,6 +20,8 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
+
 constexpr std::int64_t kSide = 5, kPixels = kSide * kSide;
 constexpr int kSamples = 24;  // of the global batch
 constexpr int kSteps = 3;

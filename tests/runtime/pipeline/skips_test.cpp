@@ -19,6 +19,8 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
+
 std::vector<float> numbers(std::size_t count, std::uint64_t site) {
   std::vector<float> made(count);
   for (std::size_t i = 0; i < count; ++i) {
@@ -188,10 +190,7 @@ TEST_P(SkipsTest, BlocksAreThoseOfATransformerStage) {
                       linear(8, 7, /*bias=*/false)},
                      cross_entropy_loss())
               .with_input({DType::kI32, {5}});
-      const StageFactory whole = [&](int stage, int stages) {
-        return make_transformer_stage(config, partition_by_cost(layer_costs(config), stages),
-                                      stage);
-      };
+      const StageFactory whole = Transformer(config);
       const TensorSpec tokens{DType::kI32, {5}};
       const BatchSpec spec{.inputs = {tokens}, .targets = {tokens}};
       Pipeline layers(comm, options_of(comm.size(), "1f1b", 1), model, spec);

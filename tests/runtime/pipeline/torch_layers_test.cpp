@@ -21,6 +21,7 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
 using Parameters = std::map<std::string, torch::Tensor>;
 using Function = std::function<torch::Tensor(const torch::Tensor& x, Parameters& parameters)>;
 

@@ -154,10 +154,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.expert.evaluations = {5};
   options.checks.replicas_every = 1;
   const auto source = synthetic_tokens(what.model);
-  const std::vector<double> costs = layer_costs(what.model);
-  const StageFactory factory = [&](int stage, int stages) {
-    return make_transformer_stage(what.model, partition_by_cost(costs, stages), stage);
-  };
+  const StageFactory factory = Transformer(what.model);
   Pipeline pipeline(comm, options, factory, *source);
   TrainingOutcome outcome;
   for (int step = 0; step < what.steps; ++step) {

@@ -24,6 +24,8 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
+
 // The element of y or dx that is left out; -1: none.
 struct Fault {
   int y_at = -1, dx_at = -1;

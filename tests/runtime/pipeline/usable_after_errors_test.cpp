@@ -140,13 +140,12 @@ TrainingOutcome train(Communicator& comm, const BadRun& run) {
   TransformerConfig model = small_model();
   model.layers = 3;
   const auto source = synthetic_tokens(model);
-  const std::vector<double> costs = layer_costs(model);
   PipelineOptions options = options_of(run.layout);
   options.training.skip_nonfinite = run.policy == Policy::kSkip;
   // The last rank of the job is of the last replica, in either order of ranks.
   const int first_of_last = comm.size() - run.layout.pipeline;
   const StageFactory factory = [&](int stage, int stages) -> std::unique_ptr<Stage> {
-    auto whole = make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+    auto whole = Transformer(model)(stage, stages);
     const bool here =
         stage == (run.place.last_stage ? stages - 1 : 0) && comm.rank() >= first_of_last;
     return std::make_unique<BadStage>(std::move(whole), here ? run.place.bad : Bad::kNothing);
@@ -190,11 +189,7 @@ std::vector<Layout> layouts_of(int ranks) {
   return all;
 }
 
-StageFactory stages_of(const TransformerConfig& model) {
-  return [model](int stage, int stages) {
-    return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
-  };
-}
+StageFactory stages_of(const TransformerConfig& model) { return Transformer(model); }
 
 class UsableTest : public ::testing::TestWithParam<int> {};
 
@@ -313,8 +308,7 @@ TEST_P(UsableTest, WhatOneRankThrowsBeforeACallIsRefusedOnAll) {
     const auto source = synthetic_tokens(model);
     const int last = comm.size() - 1;
     const StageFactory factory = [&](int stage, int stages) -> std::unique_ptr<Stage> {
-      auto whole =
-          make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+      auto whole = Transformer(model)(stage, stages);
       if (stage + 1 < stages) return whole;
       return std::make_unique<NoAnswers>(std::move(whole));
     };

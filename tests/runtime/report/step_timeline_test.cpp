@@ -19,7 +19,8 @@ namespace {
 BatchSpec numbers() { return {.inputs = {{DType::kF32, {4}}}, .targets = {{DType::kF32, {4}}}}; }
 
 Sequential model() {
-  return Sequential({linear(4, 4), relu(), linear(4, 4), linear(4, 4)}, mse_loss())
+  return Sequential({nn::linear(4, 4), nn::relu(), nn::linear(4, 4), nn::linear(4, 4)},
+                    nn::mse_loss())
       .with_input({DType::kF32, {4}});
 }
 

@@ -33,7 +33,7 @@ nlohmann::json trace_of(const Layout& layout) {
   TransformerConfig model = small_model();
   model.layers = 4;
   const auto source = synthetic_tokens(model);
-  const std::vector<double> costs = layer_costs(model);
+  const Transformer transformer(model);
   run_loopback(layout.pipeline * layout.replicas, [&](Communicator& comm) {
     PipelineOptions options;
     options.shape.pipeline = layout.pipeline;
@@ -43,12 +43,7 @@ nlohmann::json trace_of(const Layout& layout) {
     options.order.schedule = layout.schedule;
     options.order.chunks = layout.chunks;
     options.checks.trace = true;
-    Pipeline pipeline(
-        comm, options,
-        [&](int stage, int stages) {
-          return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-        },
-        *source);
+    Pipeline pipeline(comm, options, transformer, *source);
     Timeline timeline;
     (void)pipeline.train_step();
     timeline.begin(pipeline);
@@ -57,8 +52,9 @@ nlohmann::json trace_of(const Layout& layout) {
       timeline.add(pipeline);
     }
     const int stages = layout.pipeline * layout.chunks;
-    const LayerTable layers{.first_layer = partition_by_cost(costs, stages).first,
-                            .costs = std::vector<StageTimes>(costs.size())};
+    const std::vector<int> first = transformer.partition(stages).first;
+    const std::vector<StageTimes> costs(static_cast<std::size_t>(first.back()));
+    const LayerTable layers{.first_layer = first, .costs = costs};
     const double error = timeline.write(pipeline, dir.path() / "trace.json", layers);
     EXPECT_EQ(error > 0, comm.size() > 1);
     pipeline.close();

@@ -40,8 +40,7 @@ TEST_F(CudaAttentionEngineTest, IsNamedForEachKindOfABlock) {
   config.window = 64;
   config.full_layers = {1, 2};
   const TensorSpec tokens{DType::kI32, {1, 128}};
-  const auto description =
-      make_transformer_stage(config, {{0, 6}}, 0)->describe({&tokens, 1}, gpu());
+  const auto description = Transformer(config).stage_of({{0, 6}}, 0)->describe({&tokens, 1}, gpu());
   AttentionShape whole = kShape;
   whole.samples = 1;
   whole.kv_heads = 4;

@@ -64,7 +64,7 @@ TEST_P(WarmUpTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
     for (int s = 0; s < 4; ++s) {
       emulated::forget_launches();
       ComputeContext gpu(kGpu, 1);
-      const auto stage = make_transformer_stage(model(kind), {{0, 1, 2, 3, 4}}, s);
+      const auto stage = Transformer(model(kind)).stage_of({{0, 1, 2, 3, 4}}, s);
       const TensorSpec input = s == 0 ? TensorSpec{DType::kI32, Shape{2, 13}}
                                       : TensorSpec{DType::kF32, Shape{2, 13, 24}};
       StageSetup setup{.compute = &gpu};
@@ -81,23 +81,23 @@ TEST_P(WarmUpTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
 INSTANTIATE_TEST_SUITE_P(Backward, WarmUpTest, ::testing::Bool());
 
 // A program's own, with a buffer that it overwrites, and a sum over replicas.
-class Overwriting : public Layer {
+class Overwriting : public nn::Layer {
  public:
   TensorSpec output(const TensorSpec& input) const override { return input; }
   bool runs_on_gpu() const override { return true; }
-  LayerNeeds needs(const TensorSpec&, ComputeContext&) const override {
+  nn::LayerNeeds needs(const TensorSpec&, ComputeContext&) const override {
     return {.forward_sums = 1};
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     buffer_ = &set.add_buffer(name + "buffer", {1}, Init::constant(5));
   }
-  void forward(LayerCall& call, const Tensor& y) override {
+  void forward(nn::LayerCall& call, const Tensor& y) override {
     double one = 1;
     call.stage.collective->sum({&one, 1});
     fill_zero_async(buffer_->value.data, sizeof(float), call.compute().stream());
     copy_async(y.data, call.x.data, y.spec.bytes(), call.compute().stream());
   }
-  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+  void backward_input(nn::LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     copy_async(dx.data, dy.data, dx.spec.bytes(), call.compute().stream());
   }
 
@@ -108,7 +108,7 @@ class Overwriting : public Layer {
 TEST(WarmUpBuffersTest, LeavesBuffersOfLayersAsTheyAre) {
   ComputeContext gpu(kGpu, 1);
   const std::unique_ptr<Stage> stage =
-      Sequential({layer<Overwriting>("overwriting"), linear(4, 4)})(0, 1);
+      Sequential({nn::layer<Overwriting>("overwriting"), nn::linear(4, 4)})(0, 1);
   StageSetup setup{.compute = &gpu};
   setup.input_sizes = {{{DType::kF32, Shape{2, 4}}}};
   stage->prepare(setup);

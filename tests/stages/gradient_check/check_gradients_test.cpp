@@ -17,7 +17,7 @@
 
 #include "tests/runtime/expect_error.hpp"
 
-namespace sluice {
+namespace sluice::nn {
 namespace {
 
 TEST(CheckGradientsTest, EveryLayerOfRowsPasses) {
@@ -493,4 +493,4 @@ TEST(CheckGradientsTest, FaultsOfALossAreNamed) {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::nn

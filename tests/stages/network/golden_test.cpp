@@ -15,6 +15,7 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
 using Json = nlohmann::json;
 
 std::map<std::string, LayerSpec> layers() {

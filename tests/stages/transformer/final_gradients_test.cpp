@@ -48,7 +48,7 @@ TransformerConfig model(TransformerKind kind, Recompute recompute) {
 std::vector<Told> told_by(const TransformerConfig& config, int index, bool split,
                           ParameterSet** set_out, std::unique_ptr<Stage>& stage) {
   ComputeContext compute(Device{}, 1);
-  stage = make_transformer_stage(config, partition_by_cost(layer_costs(config), 2), index);
+  stage = Transformer(config)(index, 2);
   const TensorSpec tokens{DType::kI32, Shape{2, config.context}};
   const TensorSpec stream{DType::kF32, Shape{2, config.context, config.width}};
   const TensorSpec in_spec = index == 0 ? tokens : stream;

@@ -44,7 +44,7 @@ LocalPipeline::LocalPipeline(const TransformerConfig& config, const Partition& p
       losses_(micro_batches_.size()),
       logits_(micro_batches_.size()) {
   for (int s = 0; s < partition.stages(); ++s) {
-    stages_.push_back(make_transformer_stage(config, partition, s));
+    stages_.push_back(Transformer(config).stage_of(partition, s));
   }
   for (const MicroBatch& batch : micro_batches_) {
     make_edges(batch, flights_.emplace_back());

@@ -72,7 +72,7 @@ const TensorSpec kStreamSpec{DType::kF32, {kSamples, 80, 64}};
 StageDescription describe(const TransformerConfig& config, const Partition& partition, int stage,
                           const TensorSpec& input) {
   ComputeContext compute({}, 1);
-  return make_transformer_stage(config, partition, stage)->describe({&input, 1}, compute);
+  return Transformer(config).stage_of(partition, stage)->describe({&input, 1}, compute);
 }
 
 StageDescription describe_blocks(Recompute recompute, DType precision = DType::kF32) {
@@ -151,8 +151,8 @@ TEST_P(RecomputeMemoryTest, TakesTheBytesItDescribes) {
   for (const bool split : {false, true}) {
     for (const int slots : {1, 4}) {
       ComputeContext compute({}, 1);
-      const auto made = make_transformer_stage(config, {{0, 1, 4, 5}}, 1);
-      auto& stage = dynamic_cast<NetworkStage&>(*made);
+      const auto made = Transformer(config).stage_of({{0, 1, 4, 5}}, 1);
+      auto& stage = dynamic_cast<nn::NetworkStage&>(*made);
       StageSetup setup;
       setup.compute = &compute;
       setup.slots = slots;

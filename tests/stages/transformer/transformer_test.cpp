@@ -271,7 +271,7 @@ TEST(TransformerTest, TheLastStageDescribesItsTargets) {
     config.logit_chunks = chunks;
     const TensorSpec tokens{DType::kI32, Shape{2, config.context}};
     const auto targets = [&](const Partition& partition) {
-      return make_transformer_stage(config, partition, 0)->describe({&tokens, 1}, compute).targets;
+      return Transformer(config).stage_of(partition, 0)->describe({&tokens, 1}, compute).targets;
     };
     EXPECT_THAT(targets(whole(config)), ::testing::ElementsAre(tokens)) << chunks;
     EXPECT_THAT(targets({{0, 2, config.layers + 2}}), ::testing::IsEmpty()) << chunks;
@@ -382,7 +382,7 @@ TEST(TransformerTest, EachOptionOfABlockIsOneOfItsSettings) {
     config.head_dim = 6;
     config.rotary_scaling = kLlama3;
     change(config);
-    return transformer_block(config).settings;
+    return nn::transformer_block(config).settings;
   };
   using Config = TransformerConfig;
   const std::string plain = settings([](Config&) {});
@@ -418,20 +418,20 @@ TEST(TransformerTest, DescribesShapesAndMemory) {
   const TensorSpec stream{DType::kF32, {3, 13, 24}};
   ComputeContext compute({}, 1);
 
-  const auto first = make_transformer_stage(config, partition, 0)->describe({&tokens, 1}, compute);
+  const auto first = Transformer(config).stage_of(partition, 0)->describe({&tokens, 1}, compute);
   EXPECT_EQ(first.outputs, (std::vector<TensorSpec>{stream}));
   EXPECT_EQ(first.input_gradients, (std::vector<bool>{false}));
-  const auto block = make_transformer_stage(config, partition, 1)->describe({&stream, 1}, compute);
+  const auto block = Transformer(config).stage_of(partition, 1)->describe({&stream, 1}, compute);
   EXPECT_EQ(block.input_gradients, (std::vector<bool>{true}));
   // At least: two norms' and attention's results, the MLP's hidden values.
   EXPECT_GE(block.state_bytes_until_weight, 3U * 13 * 4 * (3 * 24 + 40));
   // qkv and the MLP's raised values, probabilities.
   EXPECT_GE(block.state_bytes_until_input, 3U * 13 * 4 * (3 * 24 + 40 + 4 * 13));
-  const auto empty = make_transformer_stage(config, partition, 2)->describe({&stream, 1}, compute);
+  const auto empty = Transformer(config).stage_of(partition, 2)->describe({&stream, 1}, compute);
   EXPECT_EQ(empty.outputs, (std::vector<TensorSpec>{stream}));
   EXPECT_EQ(empty.state_bytes_until_weight + empty.state_bytes_until_input, 0U);
-  EXPECT_EQ(make_transformer_stage(config, partition, 2)->parameters(), nullptr);
-  const auto last = make_transformer_stage(config, partition, 3)->describe({&stream, 1}, compute);
+  EXPECT_EQ(Transformer(config).stage_of(partition, 2)->parameters(), nullptr);
+  const auto last = Transformer(config).stage_of(partition, 3)->describe({&stream, 1}, compute);
   EXPECT_EQ(last.outputs, (std::vector<TensorSpec>{{DType::kF32, {3, 13, 19}}}));
 }
 
@@ -439,7 +439,7 @@ std::string describe_error(int stage, const TensorSpec& input) {
   const TransformerConfig config = small_config(TransformerKind::kGpt2, true);
   ComputeContext compute({}, 1);
   try {
-    (void)make_transformer_stage(config, {{0, 2, 4}}, stage)->describe({&input, 1}, compute);
+    (void)Transformer(config).stage_of({{0, 2, 4}}, stage)->describe({&input, 1}, compute);
   } catch (const Error& error) {
     return error.what();
   }
@@ -473,7 +473,7 @@ TEST(TransformerTest, RefusesTokensAndTargetsOutsideTheVocabulary) {
 TEST(TransformerTest, RefusesMicroBatchesLargerThanPrepared) {
   const TransformerConfig config = small_config(TransformerKind::kGpt2, true);
   ComputeContext compute({}, 1);
-  const auto stage = make_transformer_stage(config, {{0, 2, 4}}, 0);
+  const auto stage = Transformer(config).stage_of({{0, 2, 4}}, 0);
   const TensorSpec prepared{DType::kI32, {2, 5}}, larger{DType::kI32, {3, 5}};
   StageSetup setup;
   setup.compute = &compute;
@@ -491,7 +491,7 @@ TEST(TransformerTest, RefusesAStageThatThePartitionDoesNotHave) {
   const TransformerConfig config;
   for (const int stage : {-1, 2, 99}) {
     try {
-      (void)make_transformer_stage(config, Partition{{0, 3, config.layers + 2}}, stage);
+      (void)Transformer(config).stage_of(Partition{{0, 3, config.layers + 2}}, stage);
       FAIL() << "no error";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kUsage);
@@ -645,18 +645,18 @@ TEST(TransformerConfigTest, RefusesOptionsOfLlamaWithGpt2) {
 TEST(TransformerConfigTest, RefusesPartitionsThatDoNotFit) {
   const TransformerConfig config = small_config(TransformerKind::kGpt2, true);  // 4 layers in all
   for (const std::vector<int>& first :
-       {std::vector<int>{0, 3}, {0, 5}, {1, 4}, {0, 3, 2, 4}, {0, 0, 4}, {0, 4, 4}, {0}}) {
-    EXPECT_THROW((void)make_transformer_stage(config, {first}, 0), Error);
+       {std::vector<int>{0, 3}, {0, 5}, {1, 4}, {0, 3, 2, 4}, {0, 0, 4}, {0}}) {
+    EXPECT_THROW((void)Transformer(config).stage_of({first}, 0), Error);
   }
-  EXPECT_THROW((void)make_transformer_stage(config, {{0, 4}}, 1), Error);
+  EXPECT_THROW((void)Transformer(config).stage_of({{0, 4}}, 1), Error);
 }
 
 TEST(TransformerPartsTest, ATiedEmbeddingStaysTiedInAGroupWithAName) {
   TransformerConfig config = small_config(TransformerKind::kGpt2, /*tied=*/true);
-  std::vector<LayerSpec> layers = transformer_layers(config);
-  layers.front() = group({layers.front()});
+  std::vector<nn::LayerSpec> layers = nn::transformer_layers(config);
+  layers.front() = nn::group({layers.front()});
   layers.front().name = "first.";
-  const Sequential model(layers, transformer_loss(config));
+  const Sequential model(layers, nn::transformer_loss(config));
   const std::unique_ptr<Stage> stage = model(0, 1);
   int uses = 0;
   for (const Parameter* each : stage->parameters()->all()) {

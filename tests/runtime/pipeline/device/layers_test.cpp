@@ -19,6 +19,8 @@
 namespace sluice::testing {
 namespace {
 
+using namespace nn;
+
 PipelineOptions options_of(int pipeline, const std::string& schedule, const std::string& devices) {
   PipelineOptions options;
   options.shape = {.pipeline = pipeline, .micro_batches = 3, .micro_batch_size = 2};

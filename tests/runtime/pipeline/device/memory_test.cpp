@@ -104,12 +104,7 @@ std::vector<Job> jobs() {
   return all;
 }
 
-StageFactory transformer(const TransformerConfig& model) {
-  const std::vector<double> costs = layer_costs(model);
-  return [=](int stage, int stages) {
-    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-  };
-}
+StageFactory transformer(const TransformerConfig& model) { return Transformer(model); }
 
 void run(const Job& job, const std::function<void(Communicator&, const DataSource&)>& body) {
   const auto source = synthetic_tokens(job.model);
@@ -220,7 +215,7 @@ TEST(DeviceMemoryPlanTest, ADryRunTakesNothing) {
 class ChangedStage : public Stage, public SplitBackward {
  public:
   explicit ChangedStage(const TransformerConfig& model)
-      : stage_(make_transformer_stage(model, {{0, 3, 4}}, 0)) {}
+      : stage_(Transformer(model).stage_of({{0, 3, 4}}, 0)) {}
   StageDescription describe(std::span<const TensorSpec> inputs,
                             ComputeContext& compute) const override {
     return stage_->describe(inputs, compute);
@@ -252,7 +247,7 @@ template <typename First, typename... Arguments>
 StageFactory first_and_last(const TransformerConfig& model, Arguments... arguments) {
   return [=](int stage, int) -> std::unique_ptr<Stage> {
     if (stage == 0) return std::make_unique<First>(model, arguments...);
-    return make_transformer_stage(model, {{0, 3, 4}}, stage);
+    return Transformer(model).stage_of({{0, 3, 4}}, stage);
   };
 }
 

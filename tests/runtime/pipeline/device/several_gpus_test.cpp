@@ -43,9 +43,8 @@ void with_pipelines(
     const Wrap& wrap = [](auto stage, int) { return stage; }) {
   const TransformerConfig model = small_model();
   const auto source = synthetic_tokens(model);
-  const std::vector<double> costs = layer_costs(model);
   const StageFactory factory = [&](int stage, int stages) {
-    return wrap(make_transformer_stage(model, partition_by_cost(costs, stages), stage), stage);
+    return wrap(Transformer(model)(stage, stages), stage);
   };
   Pipeline pipeline(comm, options, factory, *source);
   body(pipeline);

@@ -162,10 +162,7 @@ TrainingOutcome train_past_nan(Communicator& comm, const TrainingCase& what, con
   options.training.learning_rate = {.peak = 1e-2, .steps = 10};
   options.training.skip_nonfinite = skip;
   const auto source = synthetic_tokens(what.model);
-  const std::vector<double> costs = layer_costs(what.model);
-  const StageFactory factory = [&](int stage, int stages) {
-    return make_transformer_stage(what.model, partition_by_cost(costs, stages), stage);
-  };
+  const StageFactory factory = Transformer(what.model);
   Pipeline pipeline(comm, options, factory, *source);
   TrainingOutcome outcome;
   while (pipeline.step() < 5) {
@@ -332,9 +329,8 @@ TEST_P(NcclTrainingTest, ARankThatFailsEndsThoseThatWaitForIt) {
     options.shape.micro_batches = 4;
     options.devices.choices = parse_devices("cuda");
     options.devices.transport = TransportChoice::kNccl;
-    const std::vector<double> costs = layer_costs(model);
     const StageFactory factory = [&](int stage, int stages) -> std::unique_ptr<Stage> {
-      auto whole = make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+      auto whole = Transformer(model)(stage, stages);
       if (stage > 0) return whole;
       return std::make_unique<FailingStage>(std::move(whole));
     };
@@ -358,7 +354,6 @@ INSTANTIATE_TEST_SUITE_P(Depths, NcclTrainingTest, ::testing::Values(2, 3, 4));
 std::size_t copied_to_host(int ranks, TransportChoice transport) {
   const TransformerConfig model = small_model();
   const auto source = synthetic_tokens(model);
-  const std::vector<double> costs = layer_costs(model);
   std::size_t copied = 0;
   run_loopback(ranks, [&](Communicator& comm) {
     PipelineOptions options;
@@ -366,9 +361,7 @@ std::size_t copied_to_host(int ranks, TransportChoice transport) {
     options.shape.micro_batches = 2;
     options.devices.choices = parse_devices("cuda");
     options.devices.transport = transport;
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
-    };
+    const StageFactory factory = Transformer(model);
     Pipeline pipeline(comm, options, factory, *source);
     const std::size_t before = emulated::copied_to_host(comm.rank());
     (void)pipeline.train_step();
