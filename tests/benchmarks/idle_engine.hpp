@@ -7,10 +7,9 @@
 #include <sluice/communicator.hpp>
 #include <sluice/data.hpp>
 #include <sluice/device.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/plan.hpp>
-#include <sluice/verify.hpp>
+#include <sluice/schedule.hpp>
 
 #include "runtime/engine/engine.hpp"
 #include "runtime/engine/steady_seconds.hpp"
