@@ -32,7 +32,7 @@ def main():
         compilers.append(clang)
     else:
         print("no clang with std::source_location is installed: the headers were compiled by one compiler")
-    folders = sorted(root.glob("*/include"))
+    folders = sorted([*root.glob("*/include"), *root.glob("*/*/include")])
     headers = sorted(header.relative_to(folder) for folder in folders for header in folder.glob("sluice/*.hpp")
                      if header.name != "torch.hpp")  # needs LibTorch
     failures = [] if headers else [f"no public header under {root}"]

@@ -145,7 +145,7 @@ def in_backticks(page, prose):
 def file_violations(page, prose, exists):
     for number, text in in_backticks(page, prose):
         for include in re.findall(r"<(sluice/\w+\.hpp)>", text):
-            if not any(exists(f"{folder}/include/{include}") for folder in FOLDERS):
+            if not any(exists(f"{folder}/include/{include}") for folder in (*FOLDERS, "comm/error")):
                 yield number, f"<{include}>: no such public header"
         path = text.split()[0].removeprefix("./")
         if not re.fullmatch(r"[\w.*+-]+(/[\w.*+-]+)*/?", path) or path.split("/")[0] in MADE:
@@ -282,7 +282,7 @@ def source_of(fence, headers):
 
 def compiles(source, root, compiler):
     """The compiler's first error, or ""."""
-    includes = [f"-I{folder}" for folder in sorted(root.glob("*/include"))]
+    includes = [f"-I{folder}" for glob in ("*/include", "*/*/include") for folder in sorted(root.glob(glob))]
     done = subprocess.run([*compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", "-Wno-unused", "-fsyntax-only",
                            *includes, "-x", "c++", "-"], input=source, text=True, capture_output=True)
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
