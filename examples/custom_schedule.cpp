@@ -5,10 +5,9 @@
 #include <cstdio>
 
 #include <sluice/data.hpp>
-#include <sluice/draw.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
 #include <sluice/transformer.hpp>
 using namespace sluice;

@@ -2,11 +2,10 @@
 // on: GPipe's picture, as planned and as it ran.   mpirun -n 4 micro_batching
 #include <cstdio>
 
-#include <sluice/draw.hpp>
 #include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
-#include <sluice/step_timeline.hpp>
+#include <sluice/simulate.hpp>
 using namespace sluice;
 
 int main(int argc, char** argv) {

@@ -3,11 +3,10 @@
 #include <cstdio>
 #include <random>
 
-#include <sluice/draw.hpp>
 #include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
-#include <sluice/step_timeline.hpp>
+#include <sluice/simulate.hpp>
 using namespace sluice;
 
 void train(World& world, const PipelineOptions& options) {

@@ -6,7 +6,8 @@
 Each of comm/, schedules/, stages/ and runtime/ is divided into rooms, one folder each; ORDER says which
 rooms a room may use. Public headers lie in <folder>/include/sluice and belong to the room of the source
 of their name, or to the one HEADER_ROOMS says. Their parts in detail/ are installed too, and included by them
-alone. Three things are checked, and no cycle is left by any:
+alone. A public header may declare what a higher room defines, as <sluice/schedule.hpp> does generate(): then
+`symbols` alone shows who uses it. Three things are checked, and no cycle is left by any:
 
   includes   a file includes only files of rooms that its room may use; a public header only public ones
   units      a source with the header of its name is one unit; units form no cycle, within a room either
@@ -14,9 +15,9 @@ alone. Three things are checked, and no cycle is left by any:
              room may use (nm; weak symbols aside)
 
 Also: foreign headers stay where they belong, a folder holds at most MOST_FILES sources, there are at most
-MOST_PUBLIC public headers, each of which makes its declarations visible, and each room has a line in its
-folder's README. Prints one line per violation and exits 1 if there is any; first it checks its own rules on the
-planted violations below.
+MOST_PUBLIC public headers, each of which makes its declarations visible, and MOST_TYPES types in them, and each
+room has a line in its folder's README. Prints one line per violation and exits 1 if there is any; first it
+checks its own rules on the planted violations below.
 """
 
 import collections
@@ -28,7 +29,8 @@ import sys
 FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests")
 SOURCES = (".hpp", ".cpp", ".cu", ".cuh", ".h", ".cc")
 MOST_FILES = 25   # sources that lie flat in one folder
-MOST_PUBLIC = 28  # public headers
+MOST_PUBLIC = 24  # public headers
+MOST_TYPES = 178  # classes, enums and aliases at namespace level in them
 MOST_BEHIND = {"pipeline": 10}  # public headers that one pulls in, itself not counted
 
 # Rooms of a folder, lowest first: a room may use those of the lines before its own.
@@ -72,7 +74,6 @@ NEVER = {
 # Public headers without a source of their name.
 HEADER_ROOMS = {
     "checkpoint": "runtime/checkpoint",
-    "communicator": "comm/group",
     "cuda": "comm/device",
     "data": "runtime/data",
     "detail/torch_stage": "stages/network",
@@ -86,8 +87,8 @@ HEADER_ROOMS = {
     "pipeline": "runtime/pipeline",
     "search": "schedules/search",
     "simulate": "schedules/simulate",
-    "step_timeline": "runtime/report",
     "torch": "stages/network",
+    "world": "comm/group",
 }
 
 # A foreign header, by its beginning, and the places that may include it.
@@ -106,6 +107,12 @@ FOREIGN = (
 SCHEDULES_FOREIGN = (re.compile(r"nlohmann/"), re.compile(r"schedules/files/[^/]+\.cpp$"))
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
+# Not code, or no bracket of it: comments, directives, strings, characters.
+ASIDE = re.compile(r'//[^\n]*|/\*.*?\*/|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\])\'',
+                   re.MULTILINE | re.DOTALL)
+# The head of a definition, up to its "{", or an alias, up to its ";".
+TYPE = re.compile(r"(?:template\s*<.*>\s*)?(?:(?:class|struct|union|enum(?:\s+(?:class|struct))?)\s+(?:\[\[.*\]\]\s*)?"
+                  r"(\w+)\s*(?:final\s*)?(?::[^:].*)?\{|using\s+(\w+)\s*=.*;)", re.DOTALL)
 PUBLIC = re.compile(r"(\w+)(?:/error)?/include/sluice/((?:detail/)?\w+)\.hpp$")
 
 
@@ -288,6 +295,23 @@ def symbol_violations(tree, objects):
         yield "a cycle of rooms by symbol: " + " -> ".join(cycle)
 
 
+def public_types(text):
+    """Names of the classes, enums and aliases that a header defines at namespace level, but in no `detail`."""
+    found, scopes, start = set(), [], 0  # a scope: the name of its namespace, or None
+    text = ASIDE.sub("", text)
+    for mark in re.finditer("[{};]", text):
+        head, start = text[start:mark.end()].strip(), mark.end()
+        match = TYPE.fullmatch(head)
+        if match and not any(scope is None or scope.endswith("detail") for scope in scopes):
+            found.add("::".join([*scopes, match[1] or match[2]]))
+        if mark[0] == "{":
+            space = re.fullmatch(r"(?:inline\s+)?namespace\s+([\w:]+)\s*\{", head)
+            scopes.append(space[1] if space else None)
+        elif mark[0] == "}" and scopes:
+            scopes.pop()
+    return found
+
+
 def size_violations(tree):
     flat = collections.Counter(path.rsplit("/", 1)[0] for path in tree.texts)
     for folder, count in sorted(flat.items()):
@@ -296,6 +320,9 @@ def size_violations(tree):
     public = sum("/" not in stem for stem in tree.public)
     if public > MOST_PUBLIC:
         yield f"{public} public headers; at most {MOST_PUBLIC}"
+    types = set().union(*(public_types(tree.texts[path]) for stem, path in tree.public.items() if "/" not in stem))
+    if len(types) > MOST_TYPES:
+        yield f"{len(types)} public types; at most {MOST_TYPES}"
     for stem, most in MOST_BEHIND.items():
         behind, open_paths = set(), [tree.public[stem]] if stem in tree.public else []
         while open_paths:
@@ -413,6 +440,10 @@ PLANTED = (
     ({"stages/include/sluice/tensor.hpp": "#pragma GCC visibility push(default)\nnamespace sluice {\n}\n"
       "#pragma GCC visibility pop\n"}, (), ""),
     ({f"stages/include/sluice/a{i}.hpp": A for i in range(25)}, (), "public headers; at most"),
+    ({"stages/include/sluice/tensor.hpp": "using A = int;\n" + "".join(
+        f"template <class T>\nstruct A{i} : B<T> {{}};\n" for i in range(MOST_TYPES))}, (), "public types; at most"),
+    ({"stages/include/sluice/tensor.hpp": "class A {\n" + "".join(f"  struct A{i} {{}};\n" for i in range(MOST_TYPES)) +
+      "};\nnamespace detail {\nenum class A { kA };\n}\nclass B;\nvoid f(struct B&) {}\n"}, (), ""),
     ({"runtime/include/sluice/pipeline.hpp": "".join(f"#include <sluice/a{i}.hpp>\n" for i in range(11)),
       **{f"stages/include/sluice/a{i}.hpp": A for i in range(11)}}, (), "pulls in 11"),
 )

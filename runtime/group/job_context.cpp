@@ -12,7 +12,6 @@
 #include <vector>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/options.hpp>
 #include <sluice/schedule.hpp>
 

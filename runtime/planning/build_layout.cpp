@@ -13,7 +13,7 @@
 #include <utility>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
 
 #include "comm/base/index.hpp"

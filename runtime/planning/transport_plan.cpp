@@ -7,7 +7,7 @@
 #include <utility>
 
 #include <sluice/error.hpp>
-#include <sluice/verify.hpp>
+#include <sluice/plan.hpp>
 
 #include "comm/base/throw_error.hpp"
 

@@ -9,7 +9,6 @@
 
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
-#include <sluice/verify.hpp>
 
 namespace sluice {
 

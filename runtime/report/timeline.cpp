@@ -12,10 +12,10 @@
 #include <type_traits>
 #include <utility>
 
+#include <sluice/pipeline.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
-#include <sluice/step_timeline.hpp>
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"

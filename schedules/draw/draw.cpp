@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include <sluice/draw.hpp>
 #include <sluice/error.hpp>
+#include <sluice/simulate.hpp>
 
 #include "schedules/model/dataflow.hpp"
 #include "schedules/model/index.hpp"

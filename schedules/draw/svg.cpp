@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include <sluice/draw.hpp>
+#include <sluice/simulate.hpp>
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"

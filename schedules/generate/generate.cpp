@@ -3,7 +3,7 @@
 #include <limits>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
+#include <sluice/schedule.hpp>
 
 #include "schedules/generate/generators.hpp"
 #include "schedules/model/text.hpp"

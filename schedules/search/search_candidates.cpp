@@ -9,7 +9,7 @@
 #include <utility>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
+#include <sluice/schedule.hpp>
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"

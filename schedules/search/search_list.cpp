@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <stdexcept>
 #include <tuple>
 
 #include "schedules/model/index.hpp"

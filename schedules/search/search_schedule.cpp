@@ -6,7 +6,6 @@
 #include <sluice/error.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/search.hpp>
-#include <sluice/verify.hpp>
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"

@@ -2,7 +2,7 @@
 #include <array>
 #include <cstddef>
 
-#include <sluice/verify.hpp>
+#include <sluice/plan.hpp>
 
 #include "schedules/model/index.hpp"
 

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include <sluice/plan.hpp>
-#include <sluice/verify.hpp>
 
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include <sluice/plan.hpp>
-#include <sluice/verify.hpp>
 
 #include "schedules/model/index.hpp"
 

@@ -6,10 +6,9 @@
 
 #include <sluice/data.hpp>
 #include <sluice/device.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/plan.hpp>
-#include <sluice/verify.hpp>
+#include <sluice/schedule.hpp>
 
 #include "comm/group/communicator.hpp"
 #include "runtime/engine/engine.hpp"

@@ -8,9 +8,9 @@
 #include <thread>
 
 #include <sluice/data.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
 #include <sluice/transformer.hpp>
 

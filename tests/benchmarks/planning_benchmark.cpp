@@ -21,11 +21,9 @@
 #include <utility>
 #include <vector>
 
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
-#include <sluice/verify.hpp>
 
 #include "tests/benchmarks/benchmark_report.hpp"
 

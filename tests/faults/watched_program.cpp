@@ -26,10 +26,10 @@
 #include <vector>
 
 #include <sluice/data.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/program.hpp>
+#include <sluice/schedule.hpp>
 
 #include "comm/base/host.hpp"
 #include "comm/group/collectives.hpp"

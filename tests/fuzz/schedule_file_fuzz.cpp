@@ -11,12 +11,10 @@
 #include <string>
 #include <string_view>
 
-#include <sluice/draw.hpp>
 #include <sluice/error.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/schedule_file.hpp>
 #include <sluice/simulate.hpp>
-#include <sluice/verify.hpp>
 
 namespace sluice {
 namespace {

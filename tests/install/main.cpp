@@ -10,10 +10,10 @@
 #include <vector>
 
 #include <sluice/data.hpp>
-#include <sluice/draw.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/mpi.hpp>
 #include <sluice/pipeline.hpp>
+#include <sluice/schedule.hpp>
+#include <sluice/simulate.hpp>
 #include <sluice/transformer.hpp>
 
 namespace {

@@ -2,7 +2,7 @@
 
 #include <sstream>
 
-#include <sluice/verify.hpp>
+#include <sluice/plan.hpp>
 
 namespace sluice::testing {
 

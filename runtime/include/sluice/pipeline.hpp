@@ -226,5 +226,19 @@ class Pipeline {
   std::unique_ptr<Impl> impl_;
 };
 
+struct StepTimeline;  // <sluice/simulate.hpp>
+
+// The last training step as it ran, beside its plan, for draw_timeline() and draw_svg():
+//
+//   options.checks.trace = true;
+//   ...
+//   const StepTimeline last = step_timeline(pipeline);
+//   if (world.rank() == 0) std::cout << draw_timeline(last.schedule, last.measured);
+//
+// Collective, the same on every rank. Takes a few milliseconds per rank, which compare their
+// clocks. Throws Error(kUsage) on all ranks without options.checks.trace, and before the first
+// step; the pipeline goes on. On a GPU the times are those of the device.
+[[nodiscard]] StepTimeline step_timeline(Pipeline& pipeline);
+
 }  // namespace sluice
 #pragma GCC visibility pop

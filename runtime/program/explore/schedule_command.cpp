@@ -11,7 +11,7 @@
 #include <utility>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/search.hpp>
 
 #include "comm/base/throw_error.hpp"

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include <sluice/draw.hpp>
 #include <sluice/plan.hpp>
+#include <sluice/simulate.hpp>
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"

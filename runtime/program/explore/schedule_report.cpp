@@ -6,11 +6,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include <sluice/draw.hpp>
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
-#include <sluice/verify.hpp>
+#include <sluice/schedule.hpp>
+#include <sluice/simulate.hpp>
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/mapped_file.hpp"

@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/schedule_file.hpp>
 #include <sluice/search.hpp>
 

@@ -13,7 +13,6 @@
 #include <utility>
 
 #include <sluice/compute.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/options.hpp>
 #include <sluice/schedule.hpp>
 

@@ -1,4 +1,5 @@
-// Schedules: who computes what in which order, before any message exists.
+// Schedules: who computes what in which order, before any message exists. generate() makes those
+// that Sluice knows by name.
 //
 //   generate(name, shape) -> check(order) -> lower(add messages, reductions)
 //     -> make_plan(slots, tags, posts) -> verify(plan) -> simulate | draw | execute
@@ -143,6 +144,23 @@ struct Schedule {
 // Appends an action that computes `micro_batch` on `stage` to the list of the stage's rank. Throws
 // Error(kUsage) where the placement has no such stage, or the schedule no list for it.
 void append(Schedule& schedule, ActionKind kind, int stage, int micro_batch);
+
+// Names generate() accepts, in the order they are presented to users.
+[[nodiscard]] const std::vector<std::string>& schedule_names();
+
+// Compute actions only; check() finds nothing in them. Throws Error(kUsage) for an unknown name
+// (listing the known ones) and for shapes the algorithm cannot serve (with the nearest legal
+// values).
+[[nodiscard]] Schedule generate(std::string_view name, const ScheduleShape& shape);
+
+// How many stages generate(name, shape) places. Throws as generate() does.
+[[nodiscard]] int stages_of(std::string_view name, const ScheduleShape& shape);
+// Where it places them. Throws as stages_of().
+[[nodiscard]] Placement placement_of(std::string_view name, const ScheduleShape& shape);
+
+// "forward-only" over any placement: every stage forwards every micro-batch, in an order that
+// cannot deadlock. Requires: micro_batches >= 1, stages times micro_batches fits an int.
+[[nodiscard]] Schedule generate_forward_only(const Placement& placement, int micro_batches);
 
 // Where a schedule or plan breaks a rule. `position` indexes the rank's list, -1: no one place.
 struct Violation {

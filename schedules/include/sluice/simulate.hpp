@@ -1,5 +1,6 @@
 // Event-driven simulation of a lowered schedule: when would each action start and end, what waits
-// for what, and how many bytes does each rank hold meanwhile?
+// for what, and how many bytes does each rank hold meanwhile? And drawings of schedules and their
+// times, as text and as SVG, which are in the library Sluice::search. Pure and thread-safe.
 //
 // Compute actions of a rank run one after another in list order; sends never block and receives are
 // posted ahead, so a compute action starts when its rank is free and its inputs are there. A pair
@@ -26,7 +27,9 @@
 // Units of time and bytes are the caller's; bandwidth is bytes per unit of time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include <sluice/schedule.hpp>
@@ -151,6 +154,55 @@ struct Simulation {
 // one of `old_stages` alike). A border within an old stage passes on what that stage does.
 // Throws Error(kUsage) as simulate() does.
 [[nodiscard]] SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stages);
+
+// A training step as it ran, beside its plan: step_timeline() of <sluice/pipeline.hpp>. Times are
+// in seconds, from the first action of any rank on.
+struct StepTimeline {
+  Schedule schedule;    // what replica 0 ran: compute actions, each in a step of its own
+  Simulation measured;  // as it ran; peak_in_flight follows from the order
+  Simulation planned;   // with the mean time of each stage's actions, and messages that take none
+  // The largest error in seconds of a rank's clock against that of rank 0. An action may seem to
+  // begin that much before its input was there.
+  double clock_error = 0;
+};
+
+// --- drawings ---
+// The schedule as text: one row per rank, one column per unit of time, cells `F0 B0 I0 W0` (stage
+// index in front where a rank has several), idle cells blank. Every compute step takes one unit, a
+// pair prints as `F7+B3`. `mark` brackets one cell and points at its row; a schedule that cannot
+// run, or whose marked step does not compute, is drawn by list position instead of time. Any
+// schedule can be drawn, also a broken one. Rows end in a line feed, without trailing blanks.
+[[nodiscard]] std::string draw_grid(const Schedule& schedule, const Violation* mark = nullptr);
+
+// The violation's message, then its grid with the offending cell marked.
+[[nodiscard]] std::string describe(const Schedule& schedule, const Violation& violation);
+
+// The times of a simulation, or of a step that ran, as text: one row per rank, time from left to
+// right over at most `columns` columns of 1 and more. An action begins with its name, `F0` (with
+// the stage in front where a rank has several), as far as it has columns, and goes on with `-`; one
+// that has no column is left out. A line with the makespan and the bubble follows. Throws
+// Error(kUsage) for a simulation without timeline.
+[[nodiscard]] std::string draw_timeline(const Schedule& schedule, const Simulation& simulation,
+                                        int columns = 80);
+
+// Beyond that many boxes viewers choke.
+inline constexpr std::size_t kMaxSvgActions = 100'000;
+
+// Pictures read like the papers' figures: time from left to right, one row per rank. Forwards are
+// blue, backwards green (the input half teal), weight gradients violet, idle time white; later
+// chunks of a rank are lighter. Boxes show the micro-batch; an overlapped pair is two halves of one
+// box. A pointer over a box shows its rank, action and times. Thin lines lead from the end of an
+// action to where its message arrives, where the simulation has transfers that take time. Below the
+// rows, the bytes that each rank holds over time, where it has them. A legend and a caption with
+// bubbles and peak memory follow.
+//
+// Boxes are as wide as their actions are long in the simulation; the shortest one has room for its
+// number, as long as the picture then stays below `most_width` pixels. At most 500 bytes per
+// action. Requires: `simulation` is simulate()'s of this schedule or of what lower() made of it, or
+// of step_timeline(), as `schedule` then is. Throws Error(kUsage) for a simulation of another
+// schedule, and for more than kMaxSvgActions actions.
+[[nodiscard]] std::string draw_svg(const Schedule& schedule, const Simulation& simulation,
+                                   int most_width = 20'000);
 
 }  // namespace sluice
 #pragma GCC visibility pop

@@ -12,9 +12,8 @@
 #include <utility>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
-#include <sluice/verify.hpp>
+#include <sluice/schedule.hpp>
 
 #include "comm/base/index.hpp"
 #include "tests/comm/nccl/nccl_ranks.hpp"

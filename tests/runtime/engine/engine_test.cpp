@@ -13,8 +13,8 @@
 #include <vector>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
-#include <sluice/verify.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/schedule.hpp>
 
 #include "comm/group/control.hpp"
 #include "runtime/group/guard.hpp"

@@ -22,8 +22,8 @@
 #include <sluice/checkpoint.hpp>
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/pipeline.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/stage.hpp>
 #include <sluice/transformer.hpp>
 

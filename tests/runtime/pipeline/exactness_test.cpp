@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include <sluice/generate.hpp>
+#include <sluice/schedule.hpp>
 
 #include "runtime/program/explore/schedule_report.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"

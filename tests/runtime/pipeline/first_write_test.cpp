@@ -7,10 +7,10 @@
 #include <vector>
 
 #include <sluice/data.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 #include <sluice/pipeline.hpp>
+#include <sluice/schedule.hpp>
 
 #include "tests/runtime/engine/wrapped_stage.hpp"
 #include "tests/runtime/pipeline/scale_layer.hpp"

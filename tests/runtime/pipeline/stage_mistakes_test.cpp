@@ -17,8 +17,8 @@
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
+#include <sluice/simulate.hpp>
 #include <sluice/stage.hpp>
-#include <sluice/step_timeline.hpp>
 
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/engine/wrapped_stage.hpp"

@@ -14,8 +14,8 @@
 
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/pipeline.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/stage.hpp>
 
 #include "runtime/pipeline/pipeline_access.hpp"

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include <sluice/generate.hpp>
 #include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
-#include <sluice/step_timeline.hpp>
+#include <sluice/schedule.hpp>
+#include <sluice/simulate.hpp>
 
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"

@@ -4,9 +4,9 @@
 #include <stdexcept>
 #include <string>
 
-#include <sluice/draw.hpp>
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
+#include <sluice/schedule.hpp>
+#include <sluice/simulate.hpp>
 
 #include "tests/schedules/hand_made.hpp"
 

@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <string>
 
-#include <sluice/draw.hpp>
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
+#include <sluice/schedule.hpp>
+#include <sluice/simulate.hpp>
 
 namespace sluice {
 namespace {

@@ -6,7 +6,6 @@
 
 #include <sluice/error.hpp>
 #include <sluice/plan.hpp>
-#include <sluice/verify.hpp>
 
 namespace sluice::testing {
 

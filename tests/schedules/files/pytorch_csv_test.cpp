@@ -3,9 +3,8 @@
 
 #include <string>
 
-#include <sluice/draw.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/schedule_file.hpp>
 #include <sluice/simulate.hpp>
 

@@ -5,8 +5,8 @@
 #include <string>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/schedule_file.hpp>
 
 #include "tests/schedules/files/file_tools.hpp"

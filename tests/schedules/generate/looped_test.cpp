@@ -6,10 +6,9 @@
 #include <algorithm>
 #include <string>
 
-#include <sluice/draw.hpp>
-#include <sluice/generate.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
-#include <sluice/verify.hpp>
 
 #include "tests/schedules/hand_made.hpp"
 

@@ -7,11 +7,10 @@
 #include <string>
 #include <vector>
 
-#include <sluice/draw.hpp>
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
-#include <sluice/verify.hpp>
 
 #include "tests/schedules/hand_made.hpp"
 

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <string>
 
-#include <sluice/draw.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
 

@@ -3,9 +3,9 @@
 
 #include <string>
 
-#include <sluice/draw.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
+#include <sluice/simulate.hpp>
 
 #include "tests/schedules/hand_made.hpp"
 

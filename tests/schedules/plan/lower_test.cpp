@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
 

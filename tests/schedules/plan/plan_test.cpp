@@ -6,9 +6,8 @@
 #include <string>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
-#include <sluice/verify.hpp>
+#include <sluice/schedule.hpp>
 
 #include "tests/schedules/hand_made.hpp"
 

@@ -9,10 +9,9 @@
 #include <vector>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/search.hpp>
-#include <sluice/verify.hpp>
 
 namespace sluice {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
 
 #include "tests/schedules/hand_made.hpp"

@@ -5,8 +5,8 @@
 #include <string>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/search.hpp>
 #include <sluice/simulate.hpp>
 

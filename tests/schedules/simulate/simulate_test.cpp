@@ -6,8 +6,8 @@
 #include <string>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
 
 #include "tests/schedules/hand_made.hpp"

@@ -22,9 +22,8 @@
 #include <vector>
 
 #include <sluice/error.hpp>
-#include <sluice/generate.hpp>
 #include <sluice/plan.hpp>
-#include <sluice/verify.hpp>
+#include <sluice/schedule.hpp>
 
 #include "tests/schedules/hand_made.hpp"
 

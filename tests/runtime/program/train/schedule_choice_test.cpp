@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <sluice/generate.hpp>
+#include <sluice/schedule.hpp>
 #include <sluice/schedule_file.hpp>
 #include <sluice/simulate.hpp>
 
