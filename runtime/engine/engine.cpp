@@ -25,6 +25,8 @@
 #include "runtime/group/activity.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/group/host_mirror.hpp"
+#include "stages/compute/context_access.hpp"
+#include "stages/tensor/stale_gradients.hpp"
 #include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
@@ -152,8 +154,8 @@ class DeviceTimer {
 class WaitsHere {
  public:
   WaitsHere(ComputeContext& compute, DeviceWait& how)
-      : compute_(compute), before_(compute.set_device_wait(&how)) {}
-  ~WaitsHere() { compute_.set_device_wait(before_); }
+      : compute_(compute), before_(ContextAccess::set_device_wait(compute, &how)) {}
+  ~WaitsHere() { ContextAccess::set_device_wait(compute_, before_); }
   WaitsHere(const WaitsHere&) = delete;
   WaitsHere& operator=(const WaitsHere&) = delete;
 
@@ -627,21 +629,22 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
 }
 
 void Engine::Impl::at_rest(StepActions* actions) {
-  config.compute->free_outgrown();
+  ContextAccess::free_outgrown(*config.compute);
   if (calls.begin_recording()) record_calls(actions);
 }
 
 // The actions of the step that has just run, in its order: their calls put work on a stream that
 // records it. They write gradients as they did.
 void Engine::Impl::record_calls(StepActions* actions) {
-  const auto set_old_gradients = [&](bool old) {
+  const auto set_stale_gradients = [&](bool stale) {
     if (actions == nullptr) return;  // the run adds to none
     for (LocalStage& stage : table.stages()) {
       ParameterSet* const set = stage.binding.parameters;
-      if (set != nullptr && stage.binding.stage->overwrites_gradients()) set->set_old_grads(old);
+      if (set != nullptr && stage.binding.stage->overwrites_gradients())
+        GradientAccess::set_stale(*set, stale);
     }
   };
-  set_old_gradients(request.first_batch);
+  set_stale_gradients(request.first_batch);
   for (const PlanOp& op : mine.ops) {
     if (op.kind != OpKind::kCompute) continue;
     LocalStage& stage = local(op);
@@ -667,7 +670,7 @@ void Engine::Impl::record_calls(StepActions* actions) {
       });
     });
   }
-  set_old_gradients(false);  // measure() has left none
+  set_stale_gradients(false);  // measure() has left none
 }
 
 void Engine::Impl::hand_out(const PlanOp& op, const Slot& output) {

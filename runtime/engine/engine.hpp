@@ -45,7 +45,7 @@ struct StepRequest {
   std::uint64_t step = 0;
   std::uint64_t seed = 0;
   double loss_scale = 1;
-  bool first_batch = true;  // of the step: gradients that stages overwrite are old
+  bool first_batch = true;  // of the step: gradients that stages overwrite are stale
   bool last_batch = true;   // of the step
   std::span<const SampleRange> micro_batches;  // [micro_batch], sizes as in the edge table
   const BatchLoader::Batch* batch = nullptr;   // inputs on stage 0, targets on the last stage

@@ -8,6 +8,7 @@
 
 #include "comm/group/transport.hpp"
 #include "runtime/engine/steady_seconds.hpp"
+#include "stages/compute/context_access.hpp"
 
 namespace sluice {
 
@@ -22,9 +23,9 @@ class MessageProgress final : public ProgressHook {
    public:
     explicit Scope(MessageProgress& messages) : compute_(messages.compute_) {
       messages.error_ = nullptr;  // of a run that another error ended
-      compute_.set_progress_hook(&messages);
+      ContextAccess::set_progress_hook(compute_, &messages);
     }
-    ~Scope() { compute_.set_progress_hook(nullptr); }
+    ~Scope() { ContextAccess::set_progress_hook(compute_, nullptr); }
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 

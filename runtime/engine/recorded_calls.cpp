@@ -5,6 +5,8 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "stages/compute/context_access.hpp"
+#include "stages/tensor/stale_gradients.hpp"
 
 namespace sluice {
 
@@ -31,15 +33,16 @@ void RecordedCalls::begin_step(std::uint64_t step, double loss_scale) {
 bool RecordedCalls::Entry::fits(const StageContext& ctx) const {
   return phase == ctx.phase && samples.first == ctx.first_sample && samples.count == ctx.samples &&
          std::all_of(gradients.begin(), gradients.end(), [](const Written& each) {
-           return each.gradient->is_old() == each.overwritten;
+           return each.parameter->is_stale() == each.overwritten;
          });
 }
 
 bool RecordedCalls::replay(const Entry& entry, const StageContext& ctx) const {
   if (entry.graph.empty() || !entry.fits(ctx)) return false;
-  if (entry.workspace != compute_.workspace_place()) return false;
+  if (entry.workspace != ContextAccess::workspace_place(compute_)) return false;
   entry.graph.launch(compute_.stream());
-  for (const Entry::Written& each : entry.gradients) each.gradient->set_old(false);
+  for (const Entry::Written& each : entry.gradients)
+    GradientAccess::set_stale(*each.parameter, false);
   return true;
 }
 
@@ -54,12 +57,12 @@ void RecordedCalls::record(std::size_t action, Stage& stage, const StageContext&
                            const std::function<void()>& call) {
   Entry& entry = entries_[action];
   if (!stage.graph_capturable() || !entry.is_made || !entry.fits(ctx)) return;
-  entry.workspace = compute_.workspace_place();
+  entry.workspace = ContextAccess::workspace_place(compute_);
   std::vector<Parameter*> parameters;
   if (ParameterSet* set = stage.parameters()) parameters = set->all();
   for (Parameter* each : parameters) {
-    (void)each->gradient.take_asked();
-    entry.gradients.push_back({&each->gradient, each->gradient.is_old()});
+    (void)GradientAccess::take_asked(*each);
+    entry.gradients.push_back({each, each->is_stale()});
   }
   try {
     entry.graph = Graph::record(compute_.stream(), call);
@@ -69,8 +72,9 @@ void RecordedCalls::record(std::size_t action, Stage& stage, const StageContext&
                 "cannot be recorded as a CUDA graph on {}: {}; it can train without --cuda-graphs",
                 to_string(compute_.device()), error.what());
   }
-  std::erase_if(entry.gradients,
-                [](const Entry::Written& each) { return !each.gradient->take_asked(); });
+  std::erase_if(entry.gradients, [](const Entry::Written& each) {
+    return !GradientAccess::take_asked(*each.parameter);
+  });
 }
 
 }  // namespace sluice

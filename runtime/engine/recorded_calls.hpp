@@ -68,7 +68,7 @@ class RecordedCalls {
     const std::byte* workspace = nullptr;
     // The gradients that the call writes, and whether it overwrites them.
     struct Written {
-      GradientState* gradient;
+      Parameter* parameter;
       bool overwritten;
     };
     std::vector<Written> gradients;

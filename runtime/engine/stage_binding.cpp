@@ -14,6 +14,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/sample_specs.hpp"
 #include "runtime/group/guard.hpp"
+#include "stages/tensor/stale_gradients.hpp"
 #include "stages/tensor/unwritten.hpp"
 
 namespace sluice {

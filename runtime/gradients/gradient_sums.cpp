@@ -4,6 +4,7 @@
 
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/index.hpp"
+#include "stages/tensor/stale_gradients.hpp"
 
 namespace sluice {
 namespace {
@@ -73,7 +74,7 @@ void GradientSums::wait_all_on_stream() {
 }
 
 void GradientSums::StageSum::from(std::size_t begin) {
-  parameters_.settle_grads(sums_.compute_.stream(), begin);
+  GradientAccess::zero_stale(parameters_, sums_.compute_.stream(), begin);
   while (left_ > 0) {
     const std::size_t next = left_ - std::min(left_, sums_.bucket_);
     if (next < begin) break;
@@ -84,7 +85,7 @@ void GradientSums::StageSum::from(std::size_t begin) {
 }
 
 void GradientSums::StageSum::sum_on_host() {
-  parameters_.settle_grads(sums_.compute_.stream());
+  GradientAccess::zero_stale(parameters_, sums_.compute_.stream());
   const std::span<float> sum = sums_.mirror_.read_back(parameters_.flat_grads());
   sums_.replicas_.ordered_sum(sum, sums_.mirror_.owner(parameters_.memory()));
   sums_.mirror_.write_back();

@@ -3,9 +3,9 @@
 #include <cmath>
 #include <utility>
 
-#include <sluice/operators.hpp>
-
 #include "comm/base/index.hpp"
+#include "stages/compute/internal_operators.hpp"
+#include "stages/tensor/stale_gradients.hpp"
 
 namespace sluice {
 
@@ -55,7 +55,7 @@ void GradientSync::clear() {
   step_.forget_batches();
   for (const StageBinding& binding : stages_) {
     if (binding.stage->overwrites_gradients()) {
-      binding.parameters->forget_grads(compute_.stream());
+      GradientAccess::mark_stale(*binding.parameters, compute_.stream());
     } else {
       binding.parameters->zero_grads(compute_.stream());
     }
@@ -63,7 +63,8 @@ void GradientSync::clear() {
 }
 
 void GradientSync::measure() {
-  for (const StageBinding& binding : stages_) binding.parameters->settle_grads(compute_.stream());
+  for (const StageBinding& binding : stages_)
+    GradientAccess::zero_stale(*binding.parameters, compute_.stream());
   if (step_.end != BatchEnd::kAccumulate) square_gradients();
 }
 

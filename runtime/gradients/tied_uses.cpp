@@ -6,6 +6,7 @@
 #include <sluice/operators.hpp>
 
 #include "comm/base/index.hpp"
+#include "stages/tensor/stale_gradients.hpp"
 
 namespace sluice {
 namespace {
@@ -66,7 +67,7 @@ std::size_t TiedUses::most_open(const ParameterTable& table) {
 void TiedUses::sum_gradients(int group_index) {
   const std::size_t group = at(group_index);
   for (Parameter* use : parameters_[group]) {  // what no micro-batch has written is zero
-    if (use != nullptr) settle(*use, compute_.stream());
+    if (use != nullptr) zero_if_stale(*use, compute_.stream());
   }
   for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
     Parameter* const mine = parameters_[group][use];
@@ -92,7 +93,7 @@ void TiedUses::broadcast_tied_values() {
     for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
       const Parameter* const owner = parameters_[group].front();
       Parameter* const mine = parameters_[group][use];
-      if (mine != nullptr) mine->rounded_is_current = false;
+      if (mine != nullptr) mine->bf16_copy_is_current = false;
       if (owner != nullptr && mine != nullptr) {
         if (mine->value.data == owner->value.data) continue;  // inference
         copy_async(mine->value.data, owner->value.data, mine->value.spec.bytes(),

@@ -11,6 +11,7 @@
 
 #include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
+#include "stages/compute/context_hooks.hpp"
 
 namespace sluice {
 

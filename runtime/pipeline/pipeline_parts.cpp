@@ -12,6 +12,7 @@
 #include "runtime/planning/build_layout.hpp"
 #include "runtime/planning/stage_report.hpp"
 #include "runtime/planning/transport_plan.hpp"
+#include "stages/compute/context_access.hpp"
 #include "stages/compute/thread_team.hpp"
 
 namespace sluice {
@@ -49,7 +50,7 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
       compute = std::make_unique<ComputeContext>(job.place.device(), options.devices.threads);
     });
     const ThreadTeam team(*compute);
-    compute->set_device_wait(&device_wait);
+    ContextAccess::set_device_wait(*compute, &device_wait);
     compute->set_tf32(options.devices.tf32);
     BuiltLayout built;
     // Libraries may take memory when they plan what the stages will ask of them.
@@ -133,8 +134,8 @@ void PipelineParts::throw_with_plan(const std::string& who, const Error& error) 
 void PipelineParts::take_memory() {
   rethrow_oom_with_plan("the plan", [&] {
     compute->memory().reserve(layout.memory.ranks[at(layout.place.rank)].arena());
-    compute->reserve_workspace(layout.memory.operator_bytes);
-    compute->free_outgrown();
+    ContextAccess::reserve_workspace(*compute, layout.memory.operator_bytes);
+    ContextAccess::free_outgrown(*compute);
   });
 }
 

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include <sluice/error.hpp>
-#include <sluice/operators.hpp>
 #include <sluice/options.hpp>
 
 #include "comm/base/byte_sums.hpp"
@@ -25,6 +24,7 @@
 #include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/save_shares.hpp"
+#include "stages/compute/call_arguments.hpp"
 #include "stages/operators/context.hpp"
 #include "stages/operators/optimizer.hpp"
 
@@ -101,7 +101,7 @@ class MemorySum {
         if (training.inference) continue;
         add_bytes(memory_.gradients, parameter_bytes(elements));
         if (!layout_.parameters.is_owner(stage, static_cast<int>(i))) continue;
-        add_bytes(squares, sum_of_squares_workspace(elements));
+        add_bytes(squares, block_sum_bytes(elements));
         const ParameterGroup* group = group_of(training.groups, entry.parameters[i].name);
         if (training.make_optimizer || (group != nullptr && group->frozen)) continue;
         add_bytes(memory_.optimizer,

@@ -10,6 +10,7 @@
 #include <sluice/compute.hpp>
 #include <sluice/tensor.hpp>
 
+#include "stages/compute/internal_operators.hpp"
 #include "stages/tensor/kernel_arguments.hpp"
 
 namespace sluice {
@@ -54,7 +55,7 @@ namespace sluice {
           run.grad + begin,
           moment(run.first),
           moment(run.second),
-          run.rounded == nullptr ? nullptr : run.rounded + begin,
+          run.bf16_copy == nullptr ? nullptr : run.bf16_copy + begin,
           {key[0], key[1]},
           run.element + static_cast<std::uint64_t>(begin)};
 }

@@ -5,6 +5,7 @@
 #include <sluice/error.hpp>
 
 #include "stages/compute/backend.hpp"
+#include "stages/compute/context_hooks.hpp"
 
 namespace sluice {
 
@@ -52,6 +53,10 @@ void ComputeContext::wait() {
   device_wait_->until(passed_);
 }
 
+void ComputeContext::progress() const {
+  if (hook_ != nullptr) hook_->progress();
+}
+
 void ComputeContext::reserve_workspace(std::size_t bytes) {
   if (bytes <= workspace_.size()) return;
   wait();  // what still runs may use the old one
@@ -61,7 +66,7 @@ void ComputeContext::reserve_workspace(std::size_t bytes) {
     workspace_ = memory_.allocate(bytes);
   } catch (const OutOfMemory&) {
     if (outgrown_.empty()) throw;
-    free_outgrown();
+    outgrown_.clear();
     workspace_ = memory_.allocate(bytes);
   }
 }

@@ -30,7 +30,7 @@ double update_bytes(std::span<const UpdateRun> runs, DType state) {
     const int vectors = (run.first != nullptr ? 1 : 0) + (run.second != nullptr ? 1 : 0);
     const std::size_t each = 3 * sizeof(float) +
                              2 * static_cast<std::size_t>(vectors) * size_of(state) +
-                             (run.rounded != nullptr ? sizeof(Bf16) : 0);
+                             (run.bf16_copy != nullptr ? sizeof(Bf16) : 0);
     bytes += static_cast<double>(run.count) * static_cast<double>(each);
   }
   return bytes;

@@ -12,6 +12,8 @@
 #include <sluice/operators.hpp>
 #include <sluice/tensor.hpp>
 
+#include "stages/compute/internal_operators.hpp"
+
 namespace sluice {
 
 // Bytes of an operand: of tensors and of what lists them. Other parameters have none.
@@ -26,7 +28,7 @@ template <typename Other>
   return 0;
 }
 
-// Values and state of that type, which are read and written, gradients, and rounded copies.
+// Values and state of that type, which are read and written, gradients, and bf16 copies.
 [[nodiscard]] double update_bytes(std::span<const UpdateRun> runs, DType state);
 
 class OperatorProfile {

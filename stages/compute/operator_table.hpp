@@ -1,9 +1,11 @@
-// The operators of a backend as function pointers: those of <sluice/operators.hpp>, with their
-// names, parameters and contracts. No entry is null. Internal to stages/; other code calls
-// operators.hpp, which asks the context for its table.
+// The operators of a backend as function pointers: those of <sluice/operators.hpp> and of
+// internal_operators.hpp, with their names, parameters and contracts. No entry is null. Internal to
+// stages/; other code calls those functions, which ask the context for its table.
 #pragma once
 
 #include <sluice/operators.hpp>
+
+#include "stages/compute/internal_operators.hpp"
 
 // X of the name of each, but for dropout(): <sluice/layers.hpp> has another function of that name.
 // clang-format off

@@ -10,6 +10,7 @@
 #include <sluice/compute.hpp>
 
 #include "stages/compute/backend.hpp"
+#include "stages/compute/context_access.hpp"
 #include "stages/compute/operator_table.hpp"
 #include "stages/cpu/cpu_report.hpp"
 #include "stages/cpu/matmul.hpp"
@@ -40,18 +41,18 @@ class CpuBackend final : public Backend {
 };
 
 [[nodiscard]] inline const Kernels& kernels_of(const ComputeContext& ctx) {
-  return static_cast<const CpuBackend&>(ctx.backend()).kernels();
+  return static_cast<const CpuBackend&>(ContextAccess::backend(ctx)).kernels();
 }
 // Those of a type.
 [[nodiscard]] inline const TypedKernels& kernels_for(const ComputeContext& ctx, DType dtype) {
   return dtype == DType::kBf16 ? kernels_of(ctx).bf16 : kernels_of(ctx).f32;
 }
 [[nodiscard]] inline MatMulCache& matmuls_of(const ComputeContext& ctx) {
-  return static_cast<CpuBackend&>(ctx.backend()).matmuls();
+  return static_cast<CpuBackend&>(ContextAccess::backend(ctx)).matmuls();
 }
 
 [[nodiscard]] inline RowProducts& row_products_of(const ComputeContext& ctx) {
-  return static_cast<CpuBackend&>(ctx.backend()).row_products();
+  return static_cast<CpuBackend&>(ContextAccess::backend(ctx)).row_products();
 }
 [[nodiscard]] inline const RowBlocks& row_blocks_of(const ComputeContext& ctx, DType operands) {
   return row_products_of(ctx).blocks(ctx, operands);

@@ -30,7 +30,7 @@ SLUICE_INLINE void store_moment(Half* to, VecF moment, VecU random, Count part) 
 
 template <typename T>
 SLUICE_INLINE void adamw_part(const AdamWArguments& a, float* value, const float* grad, T* first,
-                              T* second, Half* rounded, const uint32_t* words, int64_t n) {
+                              T* second, Half* bf16_copy, const uint32_t* words, int64_t n) {
   for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
     fetch_ahead(grad + i);
     fetch_ahead(first + i);
@@ -43,7 +43,7 @@ SLUICE_INLINE void adamw_part(const AdamWArguments& a, float* value, const float
     store_moment(first + i, m, random, part);
     store_moment(second + i, v, random >> 16, part);
     store(value + i, w, part);
-    if (rounded != nullptr) store(rounded + i, w, part);
+    if (bf16_copy != nullptr) store(bf16_copy + i, w, part);
   });
 }
 
@@ -53,16 +53,16 @@ void adamw(const AdamWArguments* arguments, const AdamWRange* range, int64_t n) 
   const AdamWRange r = *range;
   T* const first = static_cast<T*>(r.first);
   T* const second = static_cast<T*>(r.second);
-  Half* const rounded = static_cast<Half*>(r.rounded);
+  Half* const bf16_copy = static_cast<Half*>(r.bf16_copy);
   if constexpr (sizeof(T) == sizeof(float)) {
-    adamw_part(a, r.value, r.grad, first, second, rounded, nullptr, n);
+    adamw_part(a, r.value, r.grad, first, second, bf16_copy, nullptr, n);
   } else {
     RandomWords random;
     for (int64_t start = 0; start < n; start += RandomWords::kWords) {
       const uint32_t* words = random.fill(r.key, r.element + static_cast<uint64_t>(start));
       const int64_t count = n - start < RandomWords::kWords ? n - start : RandomWords::kWords;
       adamw_part(a, r.value + start, r.grad + start, first + start, second + start,
-                 rounded == nullptr ? nullptr : rounded + start, words, count);
+                 bf16_copy == nullptr ? nullptr : bf16_copy + start, words, count);
     }
   }
 }

@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "stages/compute/context_access.hpp"
 #include "stages/cuda/matmul.hpp"
 #include "stages/cuda_context/context.hpp"
 #include "stages/cuda_kernels/kernels.hpp"
@@ -31,7 +32,7 @@ class CudaBackend final : public Context {
 
 // Of a compute context for a GPU.
 [[nodiscard]] inline CudaBackend& backend_of(const ComputeContext& ctx) {
-  return static_cast<CudaBackend&>(ctx.backend());
+  return static_cast<CudaBackend&>(ContextAccess::backend(ctx));
 }
 
 }  // namespace sluice::cuda

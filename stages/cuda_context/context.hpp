@@ -18,6 +18,7 @@
 #include <sluice/device.hpp>
 
 #include "stages/compute/backend.hpp"
+#include "stages/compute/context_access.hpp"
 
 struct cublasLtContext;
 struct cudnnContext;
@@ -77,7 +78,7 @@ class Context : public Backend {
 
 // Of a compute context for a GPU.
 [[nodiscard]] inline Context& context_of(const ComputeContext& ctx) {
-  return static_cast<Context&>(ctx.backend());
+  return static_cast<Context&>(ContextAccess::backend(ctx));
 }
 
 // "cuBLASLt 13.1.0, cuDNN 9.19.0": the libraries in use, for reports.

@@ -59,7 +59,7 @@ struct Vector {
 using SquareTable = RunTable<Vector, 1024>;
 
 __device__ bool aligned_run(const AdamWRange& run) {
-  return aligned(run.value, run.grad, run.first, run.second, run.rounded);
+  return aligned(run.value, run.grad, run.first, run.second, run.bf16_copy);
 }
 __device__ bool aligned_run(const UpdateRun& run) {
   return aligned(run.value, run.grad, run.first, run.second);
@@ -126,7 +126,7 @@ struct AdamWUpdate {
       adamw_update(a, grad.at[k], value.at[k], first.at[k], second.at[k]);
     }
     store(run.value + i, value);
-    if (run.rounded != nullptr) store(static_cast<Bf16*>(run.rounded) + i, value);
+    if (run.bf16_copy != nullptr) store(static_cast<Bf16*>(run.bf16_copy) + i, value);
     if constexpr (std::is_same_v<T, float>) {
       store(firsts, first);
       store(seconds, second);

@@ -15,11 +15,13 @@
 #include <sluice/operators.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "stages/compute/context_access.hpp"
 #include "stages/compute/thread_team.hpp"
 #include "stages/gradient_check/finite_differences.hpp"
 #include "stages/gradient_check/guarded_memory.hpp"
 #include "stages/network/layer_run.hpp"
 #include "stages/network/specs.hpp"
+#include "stages/tensor/stale_gradients.hpp"
 #include "stages/tensor/unwritten.hpp"
 
 namespace sluice::nn {
@@ -94,10 +96,10 @@ class LayerCheck {
     require_output_type();
     layer_->add_parameters(set_, "");
     if (layer_->overwrites_gradients()) {
-      for (Parameter* each : set_.all()) each->gradient.set_asks();
+      for (Parameter* each : set_.all()) each->asks_next_write = true;
     }
-    if (!in_bf16() && set_.rounded_bytes(DeviceKind::kCpu) > 0) {
-      throw_usage("its parameters have copies in bf16; legal here: a layer that computes in f32");
+    if (!in_bf16() && set_.bf16_copy_bytes(DeviceKind::kCpu) > 0) {
+      throw_usage("its parameters have bf16 copies; legal here: a layer that computes in f32");
     }
     set_.allocate(compute_.memory(), options.seed);
     move_parameters();
@@ -184,9 +186,9 @@ class LayerCheck {
     outputs_are_written(Phase::kEvaluate);
     const Made first = one_after_the_other(*batches_[0]);
     const Made second = one_after_the_other(*batches_[1]);
-    if (compute_.workspace_peak() > needs_.operator_bytes) {
+    if (ContextAccess::workspace_peak(compute_) > needs_.operator_bytes) {
       throw_usage("operators take {} bytes of the compute context; needs() says {} operator_bytes",
-                  compute_.workspace_peak(), needs_.operator_bytes);
+                  ContextAccess::workspace_peak(compute_), needs_.operator_bytes);
     }
     gradients_are_added(first);
     gradients_are_overwritten(first);
@@ -213,7 +215,7 @@ class LayerCheck {
     }
     set_.mark_values_changed();
     for (const Parameter* each : set_.all()) {
-      if (each->rounded.data != nullptr) convert(compute_, each->value, each->rounded);
+      if (each->bf16_copy.data != nullptr) convert(compute_, each->value, each->bf16_copy);
     }
     values_had_.assign(set_.flat_values().begin(), set_.flat_values().end());
   }
@@ -310,21 +312,21 @@ class LayerCheck {
     require_finite(dx, "backward_input", "dx");
   }
   // From gradients of `start`; returns all of them.
-  // `old`: they are those of an earlier step.
-  std::vector<float> backward_weight(MicroBatch& batch, float start = 0, bool old = false) {
-    return weight_gradients(batch, start, old, "backward_weight", [&](LayerCall& made) {
+  // `stale`: they are those of an earlier step.
+  std::vector<float> backward_weight(MicroBatch& batch, float start = 0, bool stale = false) {
+    return weight_gradients(batch, start, stale, "backward_weight", [&](LayerCall& made) {
       layer_->backward_weight(made, batch.dy.tensor());
     });
   }
   template <typename Body>
-  std::vector<float> weight_gradients(MicroBatch& batch, float start, bool old, const char* name,
+  std::vector<float> weight_gradients(MicroBatch& batch, float start, bool stale, const char* name,
                                       const Body& body) {
     set_.zero_grads(compute_.stream());
     for (const Parameter* each : set_.all())
       std::fill_n(each->grad.as<float>(), each->grad.elements(), start);
-    set_.set_old_grads(old);
+    GradientAccess::set_stale(set_, stale);
     call(batch, Phase::kTrain, name, body);
-    set_.settle_grads(compute_.stream());
+    GradientAccess::zero_stale(set_, compute_.stream());
     std::vector<float> grads;
     double all = 0, of_parameters = 0;
     for (const float g : set_.flat_grads()) all += std::abs(static_cast<double>(g));
@@ -389,8 +391,9 @@ class LayerCheck {
     batch.soil();
     forward(batch);
     backward_input(batch);
-    same_gradients(expected, backward_weight(batch, /*start=*/3, /*old=*/true),
-                   "where gradients are old,", "the first write overwrites, as next_write() says");
+    same_gradients(expected, backward_weight(batch, /*start=*/3, /*stale=*/true),
+                   "where gradients are stale,",
+                   "the first write overwrites, as next_write() says");
   }
 
   // body(parameter, element, index in Made::grads)

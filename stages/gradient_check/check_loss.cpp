@@ -9,6 +9,7 @@
 #include <sluice/layers.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "stages/compute/context_access.hpp"
 #include "stages/compute/thread_team.hpp"
 #include "stages/gradient_check/finite_differences.hpp"
 #include "stages/gradient_check/guarded_memory.hpp"
@@ -57,9 +58,9 @@ class LossCheck {
                   sum, evaluated);
     }
     const std::size_t needs = loss_->operator_bytes(given_.tensor().spec);
-    if (compute_.workspace_peak() > needs) {
+    if (ContextAccess::workspace_peak(compute_) > needs) {
       throw_usage("compute takes {} bytes of the compute context; operator_bytes() says {}",
-                  compute_.workspace_peak(), needs);
+                  ContextAccess::workspace_peak(compute_), needs);
     }
     (void)sum_of(Phase::kTrain, kScale);
     same(gradient, 1, "again, the gradient is");

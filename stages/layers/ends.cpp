@@ -5,6 +5,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "stages/compute/internal_operators.hpp"
 #include "stages/network/specs.hpp"
 
 namespace sluice::nn {

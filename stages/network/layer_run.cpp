@@ -174,7 +174,7 @@ void LayerRun::add_parameters(ParameterSet& set, const std::string& name) {
   for (const Part& part : parts_) {
     if (part.join || !part.overwrites) continue;
     for (std::size_t i = 0; i < part.parameters; ++i) {
-      all[part.first_parameter + i]->gradient.set_asks();
+      all[part.first_parameter + i]->asks_next_write = true;
     }
   }
 }

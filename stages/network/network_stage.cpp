@@ -10,6 +10,7 @@
 #include "comm/base/throw_error.hpp"
 #include "stages/network/converted.hpp"
 #include "stages/network/specs.hpp"
+#include "stages/tensor/stale_gradients.hpp"
 
 namespace sluice::nn {
 namespace {
@@ -78,7 +79,7 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
   description.shared_gradient_bytes = plan.shared_gradients;
   description.workspace_bytes =
       std::max(needs.memory.scratch, other_scratch(description.outputs[0], compute));
-  description.copy_bytes = parameters_.rounded_bytes(compute.device().kind);
+  description.copy_bytes = parameters_.bf16_copy_bytes(compute.device().kind);
   description.operator_bytes = needs.operator_bytes;
   description.table_bytes = needs.table_bytes;
   description.note = needs.note;
@@ -134,9 +135,9 @@ void NetworkStage::allocate(const StageSetup& setup) {
   if (parameters() == nullptr) return;
   parameters_.allocate(memory, setup.seed, trains_);
   for (Parameter* parameter : parameters_.all()) {
-    if (parameter->rounded.data != nullptr) rounded_.push_back(parameter);
+    if (parameter->bf16_copy.data != nullptr) copied_.push_back(parameter);
   }
-  conversions_.reserve(rounded_.size());
+  conversions_.reserve(copied_.size());
   if (trains_) run_.find_gradients(parameters_);
 }
 
@@ -159,10 +160,10 @@ void NetworkStage::prepare_size(ComputeContext& compute, std::span<const TensorS
 
 void NetworkStage::begin_step(ComputeContext& compute) {
   conversions_.clear();
-  for (Parameter* parameter : rounded_) {
-    if (parameter->rounded_is_current) continue;
-    conversions_.push_back({parameter->value, parameter->rounded});
-    parameter->rounded_is_current = true;
+  for (Parameter* parameter : copied_) {
+    if (parameter->bf16_copy_is_current) continue;
+    conversions_.push_back({parameter->value, parameter->bf16_copy});
+    parameter->bf16_copy_is_current = true;
   }
   if (!conversions_.empty()) convert_all(compute, conversions_);
 }
@@ -212,8 +213,8 @@ void NetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> outputs) {
   }
   // The inputs are zeros, and their memory also serves for their gradients.
   const bool wanted = is_float(ctx.inputs[0].spec.dtype);
-  for (const bool old : {true, false}) {
-    parameters_.set_old_grads(old);
+  for (const bool stale : {true, false}) {
+    GradientAccess::set_stale(parameters_, stale);
     backward(ctx, outputs, wanted ? ctx.inputs : std::span<const Tensor>{});
   }
 }
@@ -281,7 +282,7 @@ LossNetworkStage::LossNetworkStage(StageLayers parts, std::string kind, std::uni
   const std::size_t layers = set().size();
   loss_->add_parameters(set());
   const std::vector<Parameter*> all = set().all();
-  for (std::size_t i = layers; i < all.size(); ++i) all[i]->gradient.set_asks();
+  for (std::size_t i = layers; i < all.size(); ++i) all[i]->asks_next_write = true;
 }
 
 StageDescription LossNetworkStage::describe(std::span<const TensorSpec> inputs,
@@ -315,7 +316,7 @@ void LossNetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> output
   const Tensor targets{zeros.data(), spec};
   // The second one adds to gradients, if any. On a CPU a program's own loss may count its calls.
   const bool runs = ctx.compute.device().kind != DeviceKind::kCpu || loss_->capturable();
-  if (trains()) set().set_old_grads(true);
+  if (trains()) GradientAccess::set_stale(set(), true);
   for (int i = 0; runs && i < (trains() ? 2 : 1); ++i) {
     loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
   }
@@ -343,7 +344,7 @@ void LossNetworkStage::loss(StageContext& ctx, std::span<const Tensor> outputs,
                             std::span<const Tensor> targets, double* sum) {
   ParameterSet* const set = parameters();
   if (ctx.phase == Phase::kTrain && set != nullptr && !loss_->leaves_gradients()) {
-    set->settle_grads(ctx.compute.stream());
+    GradientAccess::zero_stale(*set, ctx.compute.stream());
   }
   naming(kind_, [&] { loss_->compute_in(scratch(), ctx, outputs[0], targets[0], sum); });
 }

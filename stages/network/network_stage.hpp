@@ -13,6 +13,7 @@
 #include <sluice/layers.hpp>
 #include <sluice/stage.hpp>
 
+#include "stages/compute/internal_operators.hpp"
 #include "stages/network/layer_run.hpp"
 
 namespace sluice::nn {
@@ -37,7 +38,7 @@ class NetworkStage : public Stage, public SplitBackward {
   void check_inputs(std::span<const Tensor> inputs) const override;
   void prepare(const StageSetup& setup) override;
   void prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) override;
-  // Renews the copies of parameters in bf16 that are old. An optimizer may have written both.
+  // Renews the bf16 copies that are stale. An optimizer may have written both.
   void begin_step(ComputeContext& compute) override;
   [[nodiscard]] bool graph_capturable() const override { return run_.promises().capturable; }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
@@ -83,7 +84,7 @@ class NetworkStage : public Stage, public SplitBackward {
   Precision entry_;  // of the model's input; f32 where it is taken as it is
   bool trusted_;     // LayerSpec::trusted of all layers
   ParameterSet parameters_;
-  std::vector<Parameter*> rounded_;      // those with a copy in bf16
+  std::vector<Parameter*> copied_;       // those with a bf16 copy
   std::vector<Conversion> conversions_;  // of one begin_step()
   bool split_ = true, trains_ = true;    // of StageSetup
   std::vector<const Plan*> prepared_;    // sizes

@@ -17,16 +17,16 @@ Linear::Linear(const std::string& name, const Options& options, ParameterSet& pa
                               options.tied)),
       rounds_bias_(options.bias && options.rounds_bias),
       precision_(options.precision) {
-  if (precision_ != DType::kF32) weight_->rounds = RoundedCopy::kEverywhere;
+  if (precision_ != DType::kF32) weight_->keeps_bf16 = Bf16Copy::kEverywhere;
   if (!options.bias) return;
   bias_ = &parameters.add(name + "bias", Shape{options.out}, options.bias_init, false);
-  if (rounds_bias_ && precision_ != DType::kF32) bias_->rounds = RoundedCopy::kOnGpus;
+  if (rounds_bias_ && precision_ != DType::kF32) bias_->keeps_bf16 = Bf16Copy::kOnGpus;
 }
 
 Tensor Linear::bias_for(const Tensor& y) const {
   if (bias_ == nullptr) return {};
-  const bool rounded = y.spec.dtype != DType::kF32 && bias_->rounded.data != nullptr;
-  return rounded ? bias_->rounded : bias_->value;
+  const bool in_bf16 = y.spec.dtype != DType::kF32 && bias_->bf16_copy.data != nullptr;
+  return in_bf16 ? bias_->bf16_copy : bias_->value;
 }
 
 std::size_t Linear::workspace(ComputeContext& ctx, std::int64_t rows, DType result,

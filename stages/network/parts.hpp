@@ -101,7 +101,7 @@ class Linear {
  private:
   // The weight in the products' precision.
   [[nodiscard]] const Tensor& operand() const {
-    return precision_ == DType::kF32 ? weight_->value : weight_->rounded;
+    return precision_ == DType::kF32 ? weight_->value : weight_->bf16_copy;
   }
   // As a product with this result adds it.
   [[nodiscard]] Tensor bias_for(const Tensor& y) const;

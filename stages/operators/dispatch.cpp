@@ -20,6 +20,8 @@
 #include "comm/base/throw_error.hpp"
 #include "stages/compute/backend.hpp"
 #include "stages/compute/call_arguments.hpp"
+#include "stages/compute/context_access.hpp"
+#include "stages/compute/internal_operators.hpp"
 #include "stages/compute/operator_profile.hpp"
 #include "stages/compute/operator_table.hpp"
 #include "stages/compute/product.hpp"
@@ -363,9 +365,11 @@ void check_attention_shape(const char* name, const AttentionShape& shape) {
                    "and a window of 0 (none) or more");
 }
 
+bool is_profiled(const ComputeContext& ctx) { return ContextAccess::profile(ctx) != nullptr; }
+
 const OperatorTable& operators_of(const ComputeContext& ctx) {
   ctx.progress();
-  return ctx.backend().operators();
+  return ContextAccess::backend(ctx).operators();
 }
 
 // What a profile calls an operator, the floating-point operations of a call, and the bytes that it
@@ -434,7 +438,7 @@ void run(const Work& work, Function OperatorTable::*entry, ComputeContext& ctx,
   }
   const ThreadTeam team(ctx);
   const Function call = operators_of(ctx).*entry;
-  OperatorProfile* const profile = ctx.profile();
+  OperatorProfile* const profile = ContextAccess::profile(ctx);
   if (profile == nullptr) return call(ctx, arguments...);
   profile->begin();
   call(ctx, arguments...);
@@ -492,7 +496,7 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
 
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
-  const double bytes = ctx.profile() == nullptr ? 0 : named_rows(tokens, table, 1);
+  const double bytes = is_profiled(ctx) ? named_rows(tokens, table, 1) : 0;
   run<"tokens:i(s,q) table:f(v,w) positions?:f(>q,w) out:F[sq,w]">(
       {__func__, 0, nullptr, bytes}, &OperatorTable::embedding_forward, ctx, tokens, table,
       positions, out);
@@ -501,7 +505,7 @@ void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& 
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                                const Tensor& dtable, const Tensor& dpositions, Write write) {
   // What is overwritten is so in all rows.
-  const bool some = ctx.profile() != nullptr && write == Write::kAdd;
+  const bool some = is_profiled(ctx) && write == Write::kAdd;
   run<"tokens:i(s,q) dout:F[sq,w] dtable:f(v,w) dpositions?:f(>q,w)">(
       {__func__, 0, nullptr, some ? named_rows(tokens, dtable, 2) : 0},
       &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions, write);
@@ -669,13 +673,13 @@ void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun
   if (step.moments != DType::kF32 && step.moments != DType::kBf16) {
     refuse(__func__, fmt::format("moments are {}; legal: f32, bf16", name_of(step.moments)));
   }
-  run({__func__, 0, nullptr, ctx.profile() == nullptr ? 0 : update_bytes(runs, step.moments)},
+  run({__func__, 0, nullptr, is_profiled(ctx) ? update_bytes(runs, step.moments) : 0},
       &OperatorTable::adamw, ctx, step, runs);
 }
 
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs) {
   require_runs(__func__, runs, step.momentum != 0, false);
-  run({__func__, 0, nullptr, ctx.profile() == nullptr ? 0 : update_bytes(runs, DType::kF32)},
+  run({__func__, 0, nullptr, is_profiled(ctx) ? update_bytes(runs, DType::kF32) : 0},
       &OperatorTable::sgd, ctx, step, runs);
 }
 
@@ -730,7 +734,5 @@ std::size_t softmax_cross_entropy_workspace(std::int64_t rows) { return row_sum_
 std::size_t mean_squared_error_workspace(std::int64_t elements) {
   return block_sum_bytes(elements);
 }
-
-std::size_t sum_of_squares_workspace(std::int64_t elements) { return block_sum_bytes(elements); }
 
 }  // namespace sluice

@@ -3,10 +3,10 @@
 #include <cmath>
 
 #include <sluice/error.hpp>
-#include <sluice/operators.hpp>
 
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
+#include "stages/compute/internal_operators.hpp"
 
 namespace sluice {
 
@@ -35,9 +35,9 @@ std::uint64_t moments_site(const Parameter& parameter) {
 
 // Whether `next` follows `last` in memory and is updated alike.
 bool joins(const UpdateRun& last, const UpdateRun& next) {
-  const bool copy_follows = last.rounded == nullptr || next.rounded == nullptr
-                                ? last.rounded == next.rounded
-                                : last.rounded + last.count == next.rounded;
+  const bool copy_follows = last.bf16_copy == nullptr || next.bf16_copy == nullptr
+                                ? last.bf16_copy == next.bf16_copy
+                                : last.bf16_copy + last.count == next.bf16_copy;
   return last.decay == next.decay && last.site == next.site && copy_follows &&
          last.value + last.count == next.value && last.grad + last.count == next.grad;
 }
@@ -56,7 +56,7 @@ std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters,
                    .count = static_cast<std::int64_t>(padded_floats(*parameter)),
                    .decay = parameter->decay,
                    .site = state == DType::kF32 ? 0 : moments_site(*parameter),
-                   .rounded = is_sgd ? nullptr : parameter->rounded.as<Bf16>()};
+                   .bf16_copy = is_sgd ? nullptr : parameter->bf16_copy.as<Bf16>()};
     if (next.value == nullptr || next.grad == nullptr) {
       throw_error(ErrorCode::kInternal,
                   "parameter {} reaches the optimizer before it "
@@ -171,7 +171,7 @@ class RunOptimizer final : public Optimizer {
            .seed = seed_,
            .step = step},
           runs_);
-    for (Parameter* parameter : parameters_) parameter->rounded_is_current = true;
+    for (Parameter* parameter : parameters_) parameter->bf16_copy_is_current = true;
   }
   std::vector<OptimizerState> state() override { return state_.list(); }
 

@@ -26,14 +26,14 @@ struct AdamWArguments {
 };
 
 // The vectors of one AdamW update. first, second: of f32, or of bf16 with the key of its random
-// rounding and the index of the range's first element. rounded: a copy of the values in bf16, or
+// rounding and the index of the range's first element. bf16_copy: of the values, or
 // null.
 struct AdamWRange {
   float* value;
   const float* grad;
   void* first;
   void* second;
-  void* rounded;
+  void* bf16_copy;
   uint32_t key[2];
   uint64_t element;
 };

@@ -141,8 +141,13 @@ void require_init(const std::string& name, const Init& init) {
       name, to_string(init));
 }
 
-void zero(const Parameter& parameter, StreamView stream) {
-  fill_zero_async(parameter.grad.data, parameter.grad.spec.bytes(), stream);
+Parameter& add_to(std::deque<Parameter>& parameters, std::string name, Shape shape, Init init) {
+  require_init(name, init);
+  Parameter& parameter = parameters.emplace_back();
+  parameter.name = std::move(name);
+  parameter.shape = shape;
+  parameter.init = init;
+  return parameter;
 }
 
 }  // namespace
@@ -160,18 +165,20 @@ Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool deca
   if (is_allocated()) {
     throw_usage("parameter {} is added after allocate(); add it before", name);
   }
-  require_init(name, init);
-  return parameters_.emplace_back(Parameter{std::move(name), shape, init, decay, tied, {}, {}, {}});
+  Parameter& parameter = add_to(parameters_, std::move(name), shape, init);
+  parameter.decay = decay;
+  parameter.tied = tied;
+  return parameter;
 }
 
 Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, Across across) {
   if (is_allocated()) {
     throw_usage("buffer {} is added after allocate(); add it before", name);
   }
-  require_init(name, init);
-  Parameter buffer{std::move(name), shape, init, false, false, {}, {}, {}};
+  Parameter& buffer = add_to(buffers_, std::move(name), shape, init);
+  buffer.decay = false;
   buffer.across = across;
-  return buffers_.emplace_back(std::move(buffer));
+  return buffer;
 }
 
 void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients) {
@@ -198,36 +205,34 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
   }
   draw_values(device, seed);
   allocate_buffers(memory, seed);
-  allocate_rounded(memory);
+  allocate_bf16_copies(memory);
   mark_values_changed();
 }
 
-static bool is_rounded(const Parameter& parameter, DeviceKind device) {
-  return parameter.rounds == RoundedCopy::kEverywhere ||
-         (parameter.rounds == RoundedCopy::kOnGpus && device != DeviceKind::kCpu);
+static bool keeps_bf16(const Parameter& parameter, DeviceKind device) {
+  return parameter.keeps_bf16 == Bf16Copy::kEverywhere ||
+         (parameter.keeps_bf16 == Bf16Copy::kOnGpus && device != DeviceKind::kCpu);
 }
 
-static TensorSpec rounded_spec(const Parameter& parameter) {
-  return {DType::kBf16, parameter.shape};
-}
+static TensorSpec bf16_spec(const Parameter& parameter) { return {DType::kBf16, parameter.shape}; }
 
-std::size_t ParameterSet::rounded_bytes(DeviceKind device) const {
+std::size_t ParameterSet::bf16_copy_bytes(DeviceKind device) const {
   std::size_t bytes = 0;
   for (const Parameter& parameter : parameters_) {
-    if (!is_rounded(parameter, device)) continue;
-    add_bytes(bytes, round_up(rounded_spec(parameter).bytes(), kBufferAlignment));
+    if (!keeps_bf16(parameter, device)) continue;
+    add_bytes(bytes, round_up(bf16_spec(parameter).bytes(), kBufferAlignment));
   }
   return bytes;
 }
 
-void ParameterSet::allocate_rounded(const DeviceMemory& memory) {
+void ParameterSet::allocate_bf16_copies(const DeviceMemory& memory) {
   const DeviceKind device = memory.device().kind;
-  memory_->rounded = memory.allocate(rounded_bytes(device));
-  std::byte* place = memory_->rounded.data();
+  memory_->bf16_copies = memory.allocate(bf16_copy_bytes(device));
+  std::byte* place = memory_->bf16_copies.data();
   for (Parameter& parameter : parameters_) {
-    if (!is_rounded(parameter, device)) continue;
-    parameter.rounded = {place, rounded_spec(parameter)};
-    place += round_up(parameter.rounded.spec.bytes(), kBufferAlignment);
+    if (!keeps_bf16(parameter, device)) continue;
+    parameter.bf16_copy = {place, bf16_spec(parameter)};
+    place += round_up(parameter.bf16_copy.spec.bytes(), kBufferAlignment);
   }
 }
 
@@ -314,69 +319,7 @@ std::span<float> ParameterSet::flat_values() const {
 
 void ParameterSet::mark_values_changed() {
   ++version_;
-  for (Parameter& parameter : parameters_) parameter.rounded_is_current = false;
-}
-
-void ParameterSet::zero_grads(StreamView stream) {
-  const std::span<float> grads = flat_grads();
-  if (!grads.empty()) fill_zero_async(grads.data(), grads.size_bytes(), stream);
-  set_old_grads(false);
-}
-
-void ParameterSet::forget_grads(StreamView stream) {
-  if (flat_grads().empty()) return;
-  for (Parameter& parameter : parameters_) {
-    parameter.gradient.set_old(true);
-    if (!parameter.gradient.is_old()) zero(parameter, stream);
-  }
-}
-
-void ParameterSet::set_old_grads(bool old) {
-  for (Parameter& parameter : parameters_) parameter.gradient.set_old(old);
-}
-
-void ParameterSet::settle_grads(StreamView stream, std::size_t begin) {
-  for (Parameter& parameter : parameters_) {
-    if (parameter.grad.as<float>() >= flat_grads().data() + begin) settle(parameter, stream);
-  }
-}
-
-GradientsAside::GradientsAside(ParameterSet& set, const DeviceMemory& memory) {
-  std::size_t bytes = 0;
-  for (Parameter* parameter : set.all()) {
-    if (parameter->grad.data == nullptr) continue;
-    had_.push_back({parameter, parameter->grad.data, parameter->gradient});
-    if (!parameter->gradient.is_old()) bytes = std::max(bytes, parameter->grad.spec.bytes());
-  }
-  if (bytes == 0) return;
-  memory_ = memory.allocate(bytes, DeviceMemory::Use::kTemporary);
-  for (const Had& had : had_) {
-    if (!had.state.is_old()) had.parameter->grad.data = memory_.data();
-  }
-}
-
-GradientsAside::~GradientsAside() {
-  for (const Had& had : had_) {
-    had.parameter->grad.data = had.data;
-    had.parameter->gradient = had.state;
-  }
-}
-
-// Asks as a write does: where the call is recorded, a replay settles too.
-void settle(Parameter& parameter, StreamView stream) {
-  if (parameter.gradient.next() == Write::kOverwrite) zero(parameter, stream);
-}
-
-Write next_write(std::initializer_list<Parameter*> parameters, StreamView stream) {
-  bool all_old = true;
-  for (const Parameter* parameter : parameters) {
-    if (parameter != nullptr && !parameter->gradient.is_old()) all_old = false;
-  }
-  for (Parameter* parameter : parameters) {
-    if (parameter == nullptr) continue;
-    if (parameter->gradient.next() == Write::kOverwrite && !all_old) zero(*parameter, stream);
-  }
-  return all_old ? Write::kOverwrite : Write::kAdd;
+  for (Parameter& parameter : parameters_) parameter.bf16_copy_is_current = false;
 }
 
 namespace {

@@ -26,6 +26,7 @@
 #include <sluice/device.hpp>
 #include <sluice/operators.hpp>
 
+#include "stages/compute/internal_operators.hpp"
 #include "stages/compute/thread_team.hpp"
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/cpu_report.hpp"

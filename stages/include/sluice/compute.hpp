@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <sluice/device.hpp>
@@ -17,12 +16,15 @@
 #pragma GCC visibility push(default)
 namespace sluice {
 
-class Backend;          // internal: stages/compute/backend.hpp
-class OperatorProfile;  // internal: stages/compute/operator_profile.hpp
+// Internal to Sluice.
+class Backend;
+class DeviceWait;
+class OperatorProfile;
+class ProgressHook;
 
 // What the calls of one operator took.
 struct OperatorTime {
-  std::string name;  // of the function in <sluice/operators.hpp>
+  std::string name;  // of the operator: "linear_forward", "adamw"
   std::int64_t calls = 0;
   double seconds = 0;  // on a GPU by its clock, with the gaps between the operator's kernels
   double bytes = 0;  // that its calls cannot do without: once what they read, once what they write
@@ -51,23 +53,6 @@ struct RotaryPositions {
   float base = 10000;
   RotaryScaling scaling = {};
   friend bool operator==(const RotaryPositions&, const RotaryPositions&) = default;
-};
-
-// Work that advances while operators compute on a CPU: a pipeline's messages.
-class ProgressHook {
- public:
-  virtual ~ProgressHook() = default;
-  // Does not block. The thread is that of the compute context.
-  virtual void progress() noexcept = 0;
-};
-
-// How a host waits for a device whose work may wait for other ranks: a pipeline looks for failures
-// meanwhile.
-class DeviceWait {
- public:
-  virtual ~DeviceWait() = default;
-  // Blocks until the event is done. May throw before, which ends the wait.
-  virtual void until(const Event& event) = 0;
 };
 
 class ComputeContext {
@@ -101,35 +86,18 @@ class ComputeContext {
   [[nodiscard]] std::string arithmetic() const;
 
   // Blocks until all work put on the stream so far is done, as stream().synchronize() does. Throws
-  // what the pipeline's DeviceWait throws: where another rank has failed, the work may never end.
+  // what the pipeline throws where another rank has failed: the work may never end then.
   void wait();
-  // How wait() waits from now on, null: it blocks in CUDA. Outlives its use here. Returns what was
-  // set before.
-  DeviceWait* set_device_wait(DeviceWait* how) { return std::exchange(device_wait_, how); }
 
   // Scratch for one operator call, on the device; its contents do not survive the next call. It
   // grows when asked for more than before, and then the host waits as wait() does. A pipeline
-  // reserves what its stages describe. What was outgrown is freed by free_outgrown(), or where
-  // memory runs out.
+  // reserves what its stages describe. A workspace that was outgrown is freed at the end of a step,
+  // or where memory runs out.
   [[nodiscard]] std::byte* workspace(std::size_t bytes);
-  void reserve_workspace(std::size_t bytes);
-  // To be called where no kernel of the device waits for another rank: freeing waits for kernels.
-  void free_outgrown() { outgrown_.clear(); }
-  // Every operator calls progress() of `hook` before it starts; null: none. The hook outlives its
-  // use here. No effect on a GPU, whose host does not wait for operators.
-  void set_progress_hook(ProgressHook* hook) {
-    hook_ = device().kind == DeviceKind::kCpu ? hook : nullptr;
-  }
-  // The same for a stage that computes for longer than a millisecond without operators: it may call
-  // this as often as it likes.
-  void progress() const {
-    if (hook_ != nullptr) hook_->progress();
-  }
-
-  // Its address; null before the first call.
-  [[nodiscard]] const std::byte* workspace_place() const { return workspace_.data(); }
-  // The most that operators have asked for so far.
-  [[nodiscard]] std::size_t workspace_peak() const { return workspace_peak_; }
+  // Lets a pipeline's messages advance on a CPU, as every operator does before it starts. For a
+  // stage that computes for longer than a millisecond without operators; it may call this as often
+  // as it likes.
+  void progress() const;
 
   // For positions 0 .. sequence - 1: cosines, sines, negated sines of the angles, [sequence, 3,
   // head_dim / 2], on the device. Computed in double precision on first use. Throws Error(kUsage)
@@ -145,11 +113,10 @@ class ComputeContext {
   // Since profile_operators(true), the longest first; empty where it is off. Waits for the device.
   [[nodiscard]] std::vector<OperatorTime> operator_times();
 
-  // Internal: what computes here, and what measures it (null: nothing).
-  [[nodiscard]] Backend& backend() const { return *backend_; }
-  [[nodiscard]] OperatorProfile* profile() const { return profile_.get(); }
-
  private:
+  friend struct ContextAccess;  // internal
+  void reserve_workspace(std::size_t bytes);
+
   struct RotaryTable {
     std::int64_t sequence, head_dim;
     RotaryPositions positions;
@@ -217,40 +184,6 @@ struct Dropout {
   std::uint64_t first_element = 0;
   // Device memory in which a GPU's kernels read key.step; null: key.step itself. Unused on a CPU.
   const std::uint64_t* step_on_device = nullptr;
-};
-
-// One of the tensors of convert_all().
-struct Conversion {
-  Tensor from, to;
-};
-
-// Parameters that are adjacent in memory and have equal settings. `first` and `second`: the
-// optimizer's state, f32 or of AdamWStep::moments.
-struct UpdateRun {
-  float* value = nullptr;
-  const float* grad = nullptr;
-  void* first = nullptr;
-  void* second = nullptr;
-  std::int64_t count = 0;
-  bool decay = true;  // the step's weight_decay applies
-  // Used where moments are bf16: the run lies in one parameter, from its element `element` on.
-  std::uint64_t site = 0;  // RandomKey::site of that parameter
-  std::uint64_t element = 0;
-  Bf16* rounded = nullptr;  // adamw() alone: gets the new values, rounded to nearest; may be null
-};
-
-struct AdamWStep {
-  float learning_rate = 0, beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F, weight_decay = 0;
-  float correction1 = 1, correction2 = 1;  // 1 - beta^t
-  float grad_scale = 1;                    // clipping
-  bool coupled = false;                    // weight decay goes into the gradient, as Adam has it
-  DType moments = DType::kF32;             // of the state: f32 or bf16
-  std::uint64_t seed = 0, step = 0;        // of the random rounding to bf16
-};
-
-struct SgdStep {
-  float learning_rate = 0, momentum = 0, weight_decay = 0, grad_scale = 1;
-  bool nesterov = false;
 };
 
 }  // namespace sluice

@@ -28,7 +28,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <string>
 
 #include <sluice/compute.hpp>
@@ -186,8 +185,6 @@ void dropout_residual(ComputeContext& ctx, const Tensor& x, const Dropout& dropo
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x; y f32, or as x
 // Converts between f32 and bf16 (to nearest even).
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
-// The same of many tensors, from f32 to bf16: in one launch for a thousand of them.
-void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
 
 // --- losses ---
 // logits [rows, vocabulary] of T, targets i32 [rows]; a negative target does not count. *sum = the
@@ -196,34 +193,11 @@ void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum);
 [[nodiscard]] std::size_t softmax_cross_entropy_workspace(std::int64_t rows);
-// Its two halves, for logits that are never there at once: *losses and the losses after it = those
-// of the rows, in memory of the device; *sum = all of them, in the order that one call would have.
-void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
-                       StepValue<double> scale, bool gradient, double* losses);
-void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum);
 // *sum = the squared differences over all elements. outputs and targets have equally many, in any
 // shape. With `gradient`, outputs become 2 * scale * (outputs - targets).
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
                         StepValue<double> scale, bool gradient, double* sum);
 [[nodiscard]] std::size_t mean_squared_error_workspace(std::int64_t elements);
-
-// --- optimizer kernels, over flat f32 vectors ---
-// The step is computed in f32 from the moments as they are before they are stored. A moment in bf16
-// is stored as one of its two neighbours, the one farther from zero with the probability that makes
-// the mean exact: 16 random bits are added below bf16's last, and what is below it is cut off. They
-// belong to element e of the run's parameter: word e % 4 of philox({seed, site, step}, 0, e / 4),
-// its low half for the first moment, its high half for the second. So they do not depend on how
-// parameters fall into runs, threads or devices.
-// Where a run has a copy of its values in bf16, it gets them as convert_all() would round them.
-void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs);
-// first: the velocity; may be null when momentum is 0.
-void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);
-// sums[i] of each vector: double partial sums over its fixed blocks of 16,384 elements, added in a
-// fixed order. `sums` is memory that host and device can write.
-void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
-                     double* sums);
-// For one vector; those of several add up.
-[[nodiscard]] std::size_t sum_of_squares_workspace(std::int64_t elements);
 
 }  // namespace sluice
 #pragma GCC visibility pop

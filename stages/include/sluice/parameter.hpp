@@ -20,7 +20,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include <sluice/device.hpp>
@@ -46,31 +45,8 @@ struct Init {
 // values. kNothing: each keeps its own, and a save has replica 0's.
 enum class Across { kMean, kFirst, kNothing };
 
-// Whether a gradient holds numbers of the step, or what an earlier one left. A gradient is a sum
-// over a step's micro-batches: where its stage asks before each write, the step's first write can
-// replace what is there, and nobody zeroes the gradient before. Of a gradient whose stage does not
-// ask, this never says that it is old.
-class GradientState {
- public:
-  // Before the first step: the stage calls next(), or next_write(), before each write.
-  void set_asks() { asks_ = true; }
-  [[nodiscard]] bool asks() const { return asks_; }
-  // How to write to the gradient now: kOverwrite where it is old, which it is no longer after that.
-  [[nodiscard]] Write next() {
-    asked_ = true;
-    return std::exchange(old_, false) ? Write::kOverwrite : Write::kAdd;
-  }
-  [[nodiscard]] bool is_old() const { return old_; }
-  void set_old(bool old) { old_ = old && asks_; }
-  // Whether next() was called since this was. For a record of what a call does.
-  [[nodiscard]] bool take_asked() { return std::exchange(asked_, false); }
-
- private:
-  bool asks_ = false, old_ = false, asked_ = false;
-};
-
-// Where a set keeps a copy of a parameter in bf16: Parameter::rounded.
-enum class RoundedCopy { kNowhere, kOnGpus, kEverywhere };
+// Where a set keeps a bf16 copy of a parameter: Parameter::bf16_copy.
+enum class Bf16Copy { kNowhere, kOnGpus, kEverywhere };
 
 struct Parameter {
   std::string name;
@@ -81,21 +57,29 @@ struct Parameter {
   // fp32, set by allocate(); they start at multiples of kBufferAlignment. grad: null data without
   // gradients.
   Tensor value, grad;
-  std::shared_ptr<const void> memory;          // owns what both lie in
-  Across across = Across::kMean;               // of a buffer, which has no gradient
-  RoundedCopy rounds = RoundedCopy::kNowhere;  // to be set before ParameterSet::allocate()
-  // A copy of the value in bf16, to nearest, that its stage renews for products; null data: none.
-  // It starts at a multiple of kBufferAlignment and has room up to the next. Who writes the value
-  // either writes the copy too, or has it marked as old by ParameterSet::mark_values_changed().
-  Tensor rounded = {};
-  bool rounded_is_current = false;
-  GradientState gradient = {};
+  std::shared_ptr<const void> memory;        // owns what both lie in
+  Across across = Across::kMean;             // of a buffer, which has no gradient
+  Bf16Copy keeps_bf16 = Bf16Copy::kNowhere;  // to be set before ParameterSet::allocate()
+  // A bf16 copy of the value, to nearest, that its stage renews for matrix products; null data:
+  // none. It starts at a multiple of kBufferAlignment and has room up to the next. Who writes the
+  // value either writes the copy too, or calls ParameterSet::mark_values_changed().
+  Tensor bf16_copy = {};
+  bool bf16_copy_is_current = false;
+
+  // Whether its stage calls next_write() before each write to the gradient
+  // (Stage::overwrites_gradients()). To be set before the first step. Nobody then zeroes the
+  // gradient between steps: it becomes stale.
+  bool asks_next_write = false;
+  // Stale: left by the previous step, to be overwritten by the step's first write.
+  [[nodiscard]] bool is_stale() const { return stale_; }
+
+ private:
+  friend struct GradientAccess;  // internal
+  bool stale_ = false, asked_ = false;
 };
 
-// Zeroes the gradient in order of `stream` if it is old, which it is no longer after that.
-void settle(Parameter& parameter, StreamView stream);
-// How one operator writes the gradients of these parameters (null: none), which it then does. Where
-// some alone are old, zeroes those in order of `stream`, and all are added to.
+// How the next operator writes the gradients of these parameters (null: none): kOverwrite where all
+// are stale. Where only some are, zeroes those in order of `stream`. None is stale after that.
 [[nodiscard]] Write next_write(std::initializer_list<Parameter*> parameters, StreamView stream);
 
 // Bytes of a parameter's values in their set's memory; its gradients take as many.
@@ -135,30 +119,25 @@ class ParameterSet {
   [[nodiscard]] std::span<float> flat_grads() const;
   [[nodiscard]] std::span<float> flat_values() const;
   [[nodiscard]] std::span<float> flat_buffers() const;
-  void zero_grads(StreamView stream);  // in stream order; none is old then
-  // Makes gradients old whose stage asks (GradientState), and zeroes the others, in stream order.
-  void forget_grads(StreamView stream);
-  // The states alone: the gradients whose stage asks become old, or none is.
-  void set_old_grads(bool old);
-  // Zeroes gradients that are still old, of those that lie in flat_grads() from float `begin` on.
-  void settle_grads(StreamView stream, std::size_t begin = 0);
-  // Bytes of the copies in bf16 that allocate() takes besides values, gradients and buffers.
-  [[nodiscard]] std::size_t rounded_bytes(DeviceKind device) const;
+  void zero_grads(StreamView stream);  // in stream order; none is stale then
+  // Bytes of the bf16 copies that allocate() takes besides values, gradients and buffers.
+  [[nodiscard]] std::size_t bf16_copy_bytes(DeviceKind device) const;
   // Owns what all values and gradients lie in.
   [[nodiscard]] std::shared_ptr<const void> memory() const { return memory_; }
-  // Call it after writing values: the copies in another precision are made again, and who keeps
-  // something of the values compares version().
+  // Call it after writing values: the bf16 copies are made again, and who keeps something of the
+  // values compares version().
   void mark_values_changed();
   [[nodiscard]] std::uint64_t version() const { return version_; }
 
  private:
+  friend struct GradientAccess;  // internal
   std::deque<Parameter> parameters_, buffers_;
   struct Memory {
-    Buffer values, grads, buffers, rounded;
+    Buffer values, grads, buffers, bf16_copies;
   };
   std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   void allocate_buffers(const DeviceMemory& memory, std::uint64_t seed);
-  void allocate_rounded(const DeviceMemory& memory);
+  void allocate_bf16_copies(const DeviceMemory& memory);
   void draw_values(Device device, std::uint64_t seed);
   [[nodiscard]] bool is_allocated() const {
     return memory_->values.data() != nullptr || memory_->buffers.data() != nullptr;
@@ -166,27 +145,6 @@ class ParameterSet {
 
   std::size_t flat_floats_ = 0, buffer_floats_ = 0;
   std::uint64_t version_ = 0;
-};
-
-// For its life gradients may be written in any way: a stage runs its calls once without a trace.
-// Those that are not old lie in other memory, all in the same; then all are where and as they were,
-// old ones with other numbers. The work that writes them has to be done before.
-class GradientsAside {
- public:
-  // Takes the bytes of the largest that is not old. Throws what `memory` does. The set outlives it.
-  GradientsAside(ParameterSet& set, const DeviceMemory& memory);
-  ~GradientsAside();
-  GradientsAside(const GradientsAside&) = delete;
-  GradientsAside& operator=(const GradientsAside&) = delete;
-
- private:
-  struct Had {
-    Parameter* parameter;
-    void* data;
-    GradientState state;
-  };
-  std::vector<Had> had_;
-  Buffer memory_;
 };
 
 // --- what parameters are called in files ---

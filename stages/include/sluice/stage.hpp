@@ -155,9 +155,9 @@ class Stage {
   // without running, to be recorded; the record is replayed in later steps. A recorded call may
   // neither wait for the device nor allocate on it.
   [[nodiscard]] virtual bool graph_capturable() const { return false; }
-  // Whether it asks GradientState before each write to a gradient, in loss() too: the runtime then
-  // does not zero gradients whose state says that (set_asks()). False, also for a stage that adds
-  // to gradients of another one inside it: all gradients are zero before a step's first call.
+  // Whether it calls next_write() before each write to a gradient, in loss() too: the runtime then
+  // does not zero those with Parameter::asks_next_write. False, also for a stage that adds to
+  // gradients of another one inside it: all gradients are zero before a step's first call.
   [[nodiscard]] virtual bool overwrites_gradients() const { return false; }
   // Writes every output, and no input. `inputs` stay valid until backward is done; `outputs` only
   // until forward returns.

@@ -9,6 +9,7 @@
 
 #include <sluice/operators.hpp>
 
+#include "stages/compute/internal_operators.hpp"
 #include "stages/transformer/sizes.hpp"
 #include "tests/benchmarks/gpu/rows.hpp"
 
@@ -231,7 +232,7 @@ class Kernels {
     }
     AdamWStep step = {.learning_rate = 1e-5F, .weight_decay = 0.1F};
     row("adamw over all parameters", elements * (4 + 3 * 8), [&] { adamw(ctx_, step, runs); });
-    for (UpdateRun& run : runs) run.rounded = memory.make(DType::kBf16, {run.count}).as<Bf16>();
+    for (UpdateRun& run : runs) run.bf16_copy = memory.make(DType::kBf16, {run.count}).as<Bf16>();
     row("the same, with a bf16 copy", elements * (4 + 3 * 8 + 2), [&] { adamw(ctx_, step, runs); });
     for (UpdateRun& run : runs) {
       run.first = memory.make(DType::kBf16, {run.count}).data;

@@ -11,6 +11,7 @@
 #include <sluice/parameter.hpp>
 #include <sluice/stage.hpp>
 
+#include "stages/tensor/stale_gradients.hpp"
 #include "tests/gpus/required_gpus.hpp"
 
 namespace sluice::testing {
@@ -18,14 +19,14 @@ namespace {
 
 constexpr Device kGpu = {DeviceKind::kCuda, 0};
 
-// Its forward does what a loss does that adds to gradients: it settles all of them, and adds to the
+// Its forward does what a loss does that adds to gradients: it zeroes stale ones, and adds to the
 // first. Both are of a stage that asks.
-class SettlingStage : public Stage {
+class ZeroingStage : public Stage {
  public:
-  explicit SettlingStage(ComputeContext& compute) : addend_(kGpu, 4 * sizeof(float)) {
-    for (const char* name : {"added", "settled"}) set_.add(name, {4}, Init::constant(1));
+  explicit ZeroingStage(ComputeContext& compute) : addend_(kGpu, 4 * sizeof(float)) {
+    for (const char* name : {"added", "zeroed"}) set_.add(name, {4}, Init::constant(1));
     set_.allocate(compute.memory(), 0);
-    for (Parameter* each : set_.all()) each->gradient.set_asks();
+    for (Parameter* each : set_.all()) each->asks_next_write = true;
     const std::vector<float> ones(4, 1);
     copy_now(kGpu, addend_.data(), ones.data(), addend_.size());
   }
@@ -38,7 +39,7 @@ class SettlingStage : public Stage {
   ParameterSet* parameters() override { return &set_; }
   void forward(StageContext& ctx, std::span<const Tensor>, std::span<const Tensor>) override {
     ++calls;
-    set_.settle_grads(ctx.compute.stream());
+    GradientAccess::zero_stale(set_, ctx.compute.stream());
     const Tensor& grad = set_.find("added")->grad;
     add(ctx.compute, {addend_.data(), grad.spec}, grad);
   }
@@ -65,7 +66,7 @@ class RecordedCallsTest : public ::testing::Test {
 
 TEST_F(RecordedCallsTest, AReplayLeavesSettledGradientsAsTheCallDoes) {
   ComputeContext compute(kGpu, 1);
-  SettlingStage stage(compute);
+  ZeroingStage stage(compute);
   ParameterSet& set = *stage.parameters();
   RecordedCalls calls(compute, 1, /*wanted=*/true);
   StageContext ctx{.compute = compute};
@@ -73,37 +74,37 @@ TEST_F(RecordedCallsTest, AReplayLeavesSettledGradientsAsTheCallDoes) {
   for (std::uint64_t step = 1; step <= 3; ++step) {
     SCOPED_TRACE(step);
     calls.begin_step(step, 1);
-    set.forget_grads(compute.stream());
+    GradientAccess::mark_stale(set, compute.stream());
     calls.run(0, stage, ctx, /*on_host=*/false, forward);
     EXPECT_EQ(fetch(compute, set.find("added")->grad), std::vector<float>(4, 1));
-    EXPECT_EQ(fetch(compute, set.find("settled")->grad), std::vector<float>(4, 0));
+    EXPECT_EQ(fetch(compute, set.find("zeroed")->grad), std::vector<float>(4, 0));
     for (Parameter* each : set.all()) {
-      EXPECT_FALSE(each->gradient.is_old()) << each->name;
+      EXPECT_FALSE(each->is_stale()) << each->name;
       EXPECT_EQ(next_write({each}, compute.stream()), Write::kAdd) << each->name;
     }
     if (!calls.begin_recording()) continue;
-    set.set_old_grads(true);
+    GradientAccess::set_stale(set, true);
     calls.record(0, stage, ctx, forward);
-    set.set_old_grads(false);
+    GradientAccess::set_stale(set, false);
   }
   EXPECT_EQ(stage.calls, 2) << "called, then recorded, then replayed";
 }
 
-// The record zeroes gradients that are not old here.
+// The record zeroes gradients that are not stale here.
 TEST_F(RecordedCallsTest, ACallIsMadeWhereGradientsAreNotOldThatTheRecordSettles) {
   ComputeContext compute(kGpu, 1);
-  SettlingStage stage(compute);
+  ZeroingStage stage(compute);
   ParameterSet& set = *stage.parameters();
   RecordedCalls calls(compute, 1, /*wanted=*/true);
   StageContext ctx{.compute = compute};
   const auto forward = [&] { stage.forward(ctx, {}, {}); };
   calls.begin_step(1, 1);
-  set.forget_grads(compute.stream());
+  GradientAccess::mark_stale(set, compute.stream());
   calls.run(0, stage, ctx, /*on_host=*/false, forward);
   ASSERT_TRUE(calls.begin_recording());
-  set.set_old_grads(true);
+  GradientAccess::set_stale(set, true);
   calls.record(0, stage, ctx, forward);
-  set.set_old_grads(false);
+  GradientAccess::set_stale(set, false);
   calls.run(0, stage, ctx, /*on_host=*/false, forward);
   EXPECT_EQ(fetch(compute, set.find("added")->grad), std::vector<float>(4, 2));
   EXPECT_EQ(stage.calls, 3);

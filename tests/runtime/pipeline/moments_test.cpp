@@ -75,9 +75,9 @@ TEST(RoundedWeightsTest, AdamWLeavesThemCurrent) {
         std::vector<std::string> names;
         int copies = 0;
         for (const Pipeline::Owned& owned : pipeline.parameters()) {
-          if (owned.parameter->rounded.data == nullptr) continue;
+          if (owned.parameter->bf16_copy.data == nullptr) continue;
           ++copies;
-          if (owned.parameter->rounded_is_current) names.push_back(owned.parameter->name);
+          if (owned.parameter->bf16_copy_is_current) names.push_back(owned.parameter->name);
         }
         EXPECT_GE(copies, 4) << "the weights of a block at least";
         return names;

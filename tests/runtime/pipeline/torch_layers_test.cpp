@@ -16,6 +16,7 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/torch.hpp>
 
+#include "stages/compute/context_access.hpp"
 #include "tests/comm/mpi/mpi_main.hpp"
 
 namespace sluice::testing {
@@ -64,7 +65,7 @@ void compare(const LayerSpec& spec, const TensorSpec& in, const Function& functi
     const StageDescription description = stage->describe({&in, 1}, compute);
     stage->prepare(
         {.compute = &compute, .split_backward = split, .seed = 5, .input_sizes = {{in}}});
-    compute.reserve_workspace(description.operator_bytes);
+    ContextAccess::reserve_workspace(compute, description.operator_bytes);
     const TensorSpec& out = description.outputs[0];
     std::vector<float> x = numbers(in.shape.elements(), 1, 3), dx(x.size(), std::nanf(""));
     std::vector<std::int32_t> classes;
@@ -216,7 +217,7 @@ void compare_loss(const LossSpec& spec, const Shape& outputs, const torch::Tenso
   SCOPED_TRACE(spec.kind);
   const std::unique_ptr<Loss> loss = spec.make();
   ComputeContext compute(Device{}, 1);
-  compute.reserve_workspace(loss->operator_bytes({DType::kF32, outputs}));
+  ContextAccess::reserve_workspace(compute, loss->operator_bytes({DType::kF32, outputs}));
   std::vector<float> values = numbers(outputs.elements(), 6, 3);
   const Tensor y{values.data(), {DType::kF32, outputs}};
   const torch::Tensor at = as_torch(y).set_requires_grad(true);

@@ -92,7 +92,7 @@ std::size_t spoil_old_gradients(Pipeline& pipeline) {
   HostMirror mirror(pipeline.compute());
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
     const Tensor& grad = owned.parameter->grad;
-    if (!owned.parameter->gradient.is_old()) {
+    if (!owned.parameter->is_stale()) {
       for (const float g : mirror.read_back(grad.floats()))
         EXPECT_EQ(g, 0) << owned.parameter->name;
       continue;

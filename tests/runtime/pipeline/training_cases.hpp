@@ -79,7 +79,7 @@ void with_ranks(int ranks, const std::function<void(Communicator&)>& body);
 void expect_same(Communicator& comm, const std::string& where, const TrainingOutcome& expected,
                  const TrainingOutcome& actual);
 
-// Between two steps: makes every old gradient of this rank NaN, and returns how many there are.
+// Between two steps: makes every stale gradient of this rank NaN, and returns how many there are.
 // All elements of the others are zero, else the test fails.
 std::size_t spoil_old_gradients(Pipeline& pipeline);
 

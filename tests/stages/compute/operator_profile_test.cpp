@@ -8,6 +8,7 @@
 #include <sluice/compute.hpp>
 #include <sluice/operators.hpp>
 
+#include "stages/compute/internal_operators.hpp"
 #include "tests/gpus/required_gpus.hpp"
 
 namespace sluice {
@@ -123,7 +124,7 @@ TEST_F(OperatorProfileTest, CountsAnUpdatesBytes) {
   const auto vector = [&] { return make(ctx, {DType::kF32, {kCount}}).as<float>(); };
   UpdateRun run{
       .value = vector(), .grad = vector(), .first = vector(), .second = vector(), .count = kCount};
-  run.rounded = reinterpret_cast<Bf16*>(vector());
+  run.bf16_copy = reinterpret_cast<Bf16*>(vector());
   for (const DType moments : {DType::kF32, DType::kBf16}) {
     const AdamWStep step{.moments = moments};
     EXPECT_EQ(bytes_of(ctx,

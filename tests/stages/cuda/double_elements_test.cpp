@@ -3,6 +3,7 @@
 #include <bit>
 #include <cstdint>
 
+#include "stages/compute/internal_operators.hpp"
 #include "tests/stages/cuda/double_tools.hpp"
 
 namespace sluice {
@@ -161,7 +162,7 @@ TEST_F(CudaDoubleTest, AdamW) {
                              .count = size,
                              .site = AdamWCase::kSite,
                              .element = AdamWCase::kFirst,
-                             .rounded = copy.tensor().as<Bf16>()};
+                             .bf16_copy = copy.tensor().as<Bf16>()};
       adamw(gpu(), step, {&run, 1});
       expect_within(value, all.new_value, 1e-6, "values");
       Operand rounded(DType::kBf16, {size}, value.values(gpu()));

@@ -4,6 +4,7 @@
 // SLUICE_REAL_SHAPES.
 #include <array>
 
+#include "stages/compute/internal_operators.hpp"
 #include "tests/stages/cuda/double_tools.hpp"
 
 namespace sluice {

@@ -1,4 +1,5 @@
 // Losses, optimizer updates, sums of squares and roundings of many on a GPU against the CPU's.
+#include "stages/compute/internal_operators.hpp"
 #include "tests/stages/cuda/gpu_compare.hpp"
 
 namespace sluice {
@@ -234,7 +235,7 @@ TEST_F(CudaUpdateTest, AdamWWritesRoundedCopiesOfSomeRuns) {
       run.first = firsts.tensor().as<std::byte>() + bytes;
       run.second = seconds.tensor().as<std::byte>() + bytes;
       if (i % 2 == 0) continue;
-      run.rounded = copies.tensor().as<Bf16>() + place;
+      run.bf16_copy = copies.tensor().as<Bf16>() + place;
       for (std::int64_t k = 0; k < run.count; ++k) copied[index_of(place + k)] = true;
     }
     adamw(gpu(), {.learning_rate = 0.01F, .moments = moments}, runs);

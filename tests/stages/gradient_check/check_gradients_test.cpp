@@ -237,10 +237,11 @@ TEST(CheckGradientsTest, WrongGradientsAreFoundByDifferences) {
 TEST(CheckGradientsTest, GradientsThatAreSetInsteadOfAddedAreFound) {
   check_gradients(layer<Square>("square", Faults{.overwrites = true}), kRows);
   expect_fault({.overwrites = true, .weight_kept = true},
-               {"square: where gradients are old, the gradient of 'gain' is ",
+               {"square: where gradients are stale, the gradient of 'gain' is ",
                 "the first write overwrites, as next_write() says"});
-  expect_fault({.overwrites = true, .old_forgotten = true},
-               {"square: where gradients are old, the gradient of 'gain' is 0 at [0], otherwise "});
+  expect_fault(
+      {.overwrites = true, .old_forgotten = true},
+      {"square: where gradients are stale, the gradient of 'gain' is 0 at [0], otherwise "});
   expect_fault({.weight_set = true}, {"square: backward_weight makes ",
                                       " of the gradient 1 of 'gain' at [0], to which it has "});
 }

@@ -1,3 +1,4 @@
+#include "stages/compute/internal_operators.hpp"
 #include "tests/stages/operators/operator_tools.hpp"
 
 namespace sluice {

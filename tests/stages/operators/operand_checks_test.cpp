@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "stages/compute/internal_operators.hpp"
 #include "tests/stages/operators/operand_tools.hpp"
 
 namespace sluice {

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "stages/compute/internal_operators.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/stages/operators/operand_tools.hpp"
 

@@ -1,5 +1,6 @@
 #include <sluice/operators.hpp>
 
+#include "stages/compute/internal_operators.hpp"
 #include "tests/stages/operators/operator_tools.hpp"
 
 namespace sluice {

@@ -365,8 +365,8 @@ struct Copies {
     std::size_t offset = 0;
     for (const std::size_t i : {std::size_t{0}, set.size() - 1}) {
       Parameter& parameter = *set.all()[i];
-      parameter.rounded = {memory.data() + offset, {DType::kBf16, parameter.shape}};
-      offset += round_up(parameter.rounded.spec.bytes(), kBufferAlignment);
+      parameter.bf16_copy = {memory.data() + offset, {DType::kBf16, parameter.shape}};
+      offset += round_up(parameter.bf16_copy.spec.bytes(), kBufferAlignment);
     }
   }
   Buffer memory;
@@ -384,16 +384,16 @@ TEST_F(OptimizerTest, AdamWWritesTheCopiesThatStagesKeep) {
     make_optimizer(config, copied.all(), {})->update(compute_, 1, 0.1F, 1);
     EXPECT_EQ(values(plain), values(copied)) << "copies change no bit";
     for (Parameter* parameter : copied.all()) {
-      if (parameter->rounded.data == nullptr) continue;
-      EXPECT_TRUE(parameter->rounded_is_current);
+      if (parameter->bf16_copy.data == nullptr) continue;
+      EXPECT_TRUE(parameter->bf16_copy_is_current);
       const std::span<float> values = parameter->value.floats();
       for (std::size_t i = 0; i < values.size(); ++i) {
-        ASSERT_EQ(parameter->rounded.as<Bf16>()[i].bits, to_bf16(values[i]).bits)
+        ASSERT_EQ(parameter->bf16_copy.as<Bf16>()[i].bits, to_bf16(values[i]).bits)
             << parameter->name << " " << i;
       }
     }
     copied.mark_values_changed();
-    for (const Parameter* parameter : copied.all()) EXPECT_FALSE(parameter->rounded_is_current);
+    for (const Parameter* parameter : copied.all()) EXPECT_FALSE(parameter->bf16_copy_is_current);
   }
 }
 
@@ -401,7 +401,7 @@ TEST_F(OptimizerTest, SgdLeavesCopiesToTheirStage) {
   const Copies copies(set_);
   set_grads(set_, 1);
   make_optimizer(OptimizerConfig::sgd(0.9F), set_.all(), {})->update(compute_, 1, 0.1F, 1);
-  for (const Parameter* parameter : set_.all()) EXPECT_FALSE(parameter->rounded_is_current);
+  for (const Parameter* parameter : set_.all()) EXPECT_FALSE(parameter->bf16_copy_is_current);
 }
 
 TEST_F(OptimizerTest, MomentsOfOtherTypesAndOfSgdAreRefused) {

@@ -11,6 +11,8 @@
 #include <sluice/error.hpp>
 #include <sluice/parameter.hpp>
 
+#include "stages/tensor/stale_gradients.hpp"
+
 namespace sluice {
 namespace {
 
@@ -265,12 +267,12 @@ TEST(ParameterSetTest, ZeroesGradientsAndCountsVersions) {
 }
 
 // Two parameters whose stage asks, and one of a stage that adds; all gradients are 3.
-class OldGradientsTest : public testing::Test {
+class StaleGradientsTest : public testing::Test {
  protected:
-  OldGradientsTest() {
+  StaleGradientsTest() {
     for (const char* name : {"a", "b", "c"}) set_.add(name, {5}, Init::constant(1));
     set_.allocate({}, 0);
-    for (Parameter* each : {&a(), &b()}) each->gradient.set_asks();
+    for (Parameter* each : {&a(), &b()}) each->asks_next_write = true;
     for (Parameter* each : set_.all()) {
       for (float& g : each->grad.floats()) g = 3;
     }
@@ -282,73 +284,74 @@ class OldGradientsTest : public testing::Test {
   ParameterSet set_;
 };
 
-TEST_F(OldGradientsTest, AreLeftAndOthersZeroed) {
+TEST_F(StaleGradientsTest, AreLeftAndOthersZeroed) {
   EXPECT_EQ(next_write({&a()}, {}), Write::kAdd);
-  set_.forget_grads({});
-  EXPECT_TRUE(a().gradient.is_old() && b().gradient.is_old());
-  EXPECT_FALSE(c().gradient.is_old());
+  GradientAccess::mark_stale(set_, {});
+  EXPECT_TRUE(a().is_stale() && b().is_stale());
+  EXPECT_FALSE(c().is_stale());
   EXPECT_THAT(a().grad.floats(), Each(3.0F));
   EXPECT_THAT(c().grad.floats(), Each(0.0F));
 }
 
-TEST_F(OldGradientsTest, AreOverwrittenOnce) {
-  set_.forget_grads({});
+TEST_F(StaleGradientsTest, AreOverwrittenOnce) {
+  GradientAccess::mark_stale(set_, {});
   EXPECT_EQ(next_write({&a(), nullptr, &b()}, {}), Write::kOverwrite);
   EXPECT_EQ(next_write({&a(), nullptr, &b()}, {}), Write::kAdd);
   EXPECT_THAT(a().grad.floats(), Each(3.0F));
-  set_.settle_grads({});
+  GradientAccess::zero_stale(set_, {});
   EXPECT_THAT(a().grad.floats(), Each(3.0F));
 }
 
-TEST_F(OldGradientsTest, OfOneOperatorAreZeroedWhereSomeAreNot) {
-  set_.forget_grads({});
+TEST_F(StaleGradientsTest, OfOneOperatorAreZeroedWhereSomeAreNot) {
+  GradientAccess::mark_stale(set_, {});
   EXPECT_EQ(next_write({&b()}, {}), Write::kOverwrite);
   EXPECT_EQ(next_write({&a(), &b()}, {}), Write::kAdd);
   EXPECT_THAT(a().grad.floats(), Each(0.0F));
   EXPECT_THAT(b().grad.floats(), Each(3.0F));
-  EXPECT_FALSE(a().gradient.is_old());
+  EXPECT_FALSE(a().is_stale());
 }
 
-TEST_F(OldGradientsTest, ThatNothingWroteAreZeroedFromAPlaceOn) {
-  set_.forget_grads({});
-  set_.settle_grads({}, static_cast<std::size_t>(b().grad.as<float>() - set_.flat_grads().data()));
-  EXPECT_TRUE(a().gradient.is_old());
+TEST_F(StaleGradientsTest, ThatNothingWroteAreZeroedFromAPlaceOn) {
+  GradientAccess::mark_stale(set_, {});
+  GradientAccess::zero_stale(
+      set_, {}, static_cast<std::size_t>(b().grad.as<float>() - set_.flat_grads().data()));
+  EXPECT_TRUE(a().is_stale());
   EXPECT_THAT(a().grad.floats(), Each(3.0F));
   EXPECT_THAT(b().grad.floats(), Each(0.0F));
   EXPECT_EQ(next_write({&b()}, {}), Write::kAdd);
   set_.zero_grads({});
-  EXPECT_FALSE(a().gradient.is_old());
+  EXPECT_FALSE(a().is_stale());
 }
 
-// A record of a call has those that it settles, old or not: a replay does what the call did.
-TEST_F(OldGradientsTest, ThatAreSettledCountAsAskedFor) {
-  set_.forget_grads({});
+// A record of a call has those that it zeroes if stale: a replay does what the call did.
+TEST_F(StaleGradientsTest, ThatAreZeroedCountAsAskedFor) {
+  GradientAccess::mark_stale(set_, {});
   (void)next_write({&b()}, {});
-  for (Parameter* each : {&a(), &b()}) (void)each->gradient.take_asked();
-  settle(a(), {});
-  settle(b(), {});
-  EXPECT_TRUE(a().gradient.take_asked());
-  EXPECT_TRUE(b().gradient.take_asked());
-  EXPECT_FALSE(a().gradient.is_old());
+  for (Parameter* each : {&a(), &b()}) (void)GradientAccess::take_asked(*each);
+  zero_if_stale(a(), {});
+  zero_if_stale(b(), {});
+  EXPECT_TRUE(GradientAccess::take_asked(a()));
+  EXPECT_TRUE(GradientAccess::take_asked(b()));
+  EXPECT_FALSE(a().is_stale());
   EXPECT_THAT(a().grad.floats(), Each(0.0F));
   EXPECT_THAT(b().grad.floats(), Each(3.0F));
 }
 
-TEST_F(OldGradientsTest, AreAsBeforeAfterGradientsAside) {
-  set_.forget_grads({});
+TEST_F(StaleGradientsTest, AreAsBeforeAfterGradientsAside) {
+  GradientAccess::mark_stale(set_, {});
   (void)next_write({&b()}, {});
   const void* const place_of_a = a().grad.data;
   {
     const GradientsAside aside(set_, {});
-    EXPECT_EQ(a().grad.data, place_of_a) << "nobody reads what is old";
-    set_.set_old_grads(true);
+    EXPECT_EQ(a().grad.data, place_of_a) << "nobody reads what is stale";
+    GradientAccess::set_stale(set_, true);
     for (Parameter* each : set_.all()) {
       for (float& g : each->grad.floats()) g = 7;
-      (void)each->gradient.next();
+      (void)GradientAccess::next(*each);
     }
   }
-  EXPECT_TRUE(a().gradient.is_old());
-  EXPECT_FALSE(b().gradient.is_old());
+  EXPECT_TRUE(a().is_stale());
+  EXPECT_FALSE(b().is_stale());
   EXPECT_THAT(b().grad.floats(), Each(3.0F));
 }
 

@@ -21,6 +21,7 @@
 
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "stages/compute/context_access.hpp"
 #include "stages/operators/context.hpp"
 #include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/modules.hpp"
@@ -129,7 +130,8 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
     const JobLayout& layout = PipelineAccess::layout(pipeline);
     const RankMemory& planned = layout.memory.ranks[static_cast<std::size_t>(layout.place.rank)];
     ASSERT_EQ(pipeline.compute().device().index, comm.rank());
-    EXPECT_EQ(pipeline.compute().workspace_peak(), layout.memory.operator_bytes) << where;
+    EXPECT_EQ(ContextAccess::workspace_peak(pipeline.compute()), layout.memory.operator_bytes)
+        << where;
     EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.arena()) << where;
     EXPECT_EQ(mine(comm), before + 1) << where;
     const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
@@ -194,7 +196,7 @@ TEST(DeviceMemoryPlanTest, HoldsSmallerMicroBatchesToo) {
     (void)pipeline.train_step();
     (void)pipeline.evaluate(source, 131);
     (void)pipeline.evaluate(source, 5);
-    EXPECT_EQ(pipeline.compute().workspace_peak(),
+    EXPECT_EQ(ContextAccess::workspace_peak(pipeline.compute()),
               PipelineAccess::layout(pipeline).memory.operator_bytes);
     EXPECT_EQ(mine(comm), before + 1);
   });

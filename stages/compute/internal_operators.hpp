@@ -1,0 +1,74 @@
+// Operators that Sluice's own stages and optimizers call, with the contracts of
+// <sluice/operators.hpp>. Internal to stages/ and runtime/.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include <sluice/compute.hpp>
+#include <sluice/tensor.hpp>
+
+namespace sluice {
+
+// --- many conversions ---
+struct Conversion {
+  Tensor from, to;
+};
+// As convert(), from f32 to bf16: in one launch for a thousand of them.
+void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
+
+// --- the loss by rows ---
+// The two halves of softmax_cross_entropy(), for logits that are never there at once: *losses and
+// the losses after it = those of the rows, in memory of the device; *sum = all of them, in the
+// order that one call would have.
+void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                       StepValue<double> scale, bool gradient, double* losses);
+void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum);
+
+// --- optimizer kernels, over flat f32 vectors ---
+// Parameters that are adjacent in memory and have equal settings. `first` and `second`: the
+// optimizer's state, f32 or of AdamWStep::moments.
+struct UpdateRun {
+  float* value = nullptr;
+  const float* grad = nullptr;
+  void* first = nullptr;
+  void* second = nullptr;
+  std::int64_t count = 0;
+  bool decay = true;  // the step's weight_decay applies
+  // Used where moments are bf16: the run lies in one parameter, from its element `element` on.
+  std::uint64_t site = 0;  // RandomKey::site of that parameter
+  std::uint64_t element = 0;
+  Bf16* bf16_copy = nullptr;  // adamw() alone: gets the new values, rounded to nearest; may be null
+};
+
+struct AdamWStep {
+  float learning_rate = 0, beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F, weight_decay = 0;
+  float correction1 = 1, correction2 = 1;  // 1 - beta^t
+  float grad_scale = 1;                    // clipping
+  bool coupled = false;                    // weight decay goes into the gradient, as Adam has it
+  DType moments = DType::kF32;             // of the state: f32 or bf16
+  std::uint64_t seed = 0, step = 0;        // of the random rounding to bf16
+};
+
+struct SgdStep {
+  float learning_rate = 0, momentum = 0, weight_decay = 0, grad_scale = 1;
+  bool nesterov = false;
+};
+
+// The step is computed in f32 from the moments as they are before they are stored. A moment in bf16
+// is stored as one of its two neighbours, the one farther from zero with the probability that makes
+// the mean exact: 16 random bits are added below bf16's last, and what is below it is cut off. They
+// belong to element e of the run's parameter: word e % 4 of philox({seed, site, step}, 0, e / 4),
+// its low half for the first moment, its high half for the second. So they do not depend on how
+// parameters fall into runs, threads or devices.
+// Where a run has a copy of its values in bf16, it gets them as convert_all() would round them.
+void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs);
+// first: the velocity; may be null when momentum is 0.
+void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);
+// sums[i] of each vector: double partial sums over its fixed blocks of 16,384 elements, added in a
+// fixed order. `sums` is memory that host and device can write. Takes block_sum_bytes() of scratch
+// for each vector (stages/compute/call_arguments.hpp).
+void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
+                     double* sums);
+
+}  // namespace sluice
