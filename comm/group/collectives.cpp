@@ -73,7 +73,8 @@ void add(float* __restrict sum, const float* __restrict term, std::size_t count)
 // both owners, either of which may be null.
 class Collectives::OpenRequests {
  public:
-  OpenRequests(Communicator& comm, std::span<Request> requests, Owner owner, Owner other = nullptr)
+  OpenRequests(Communicator& comm, std::span<Request> requests, KeepAlive owner,
+               KeepAlive other = nullptr)
       : comm_(comm), requests_(requests), owners_{std::move(owner), std::move(other)} {}
   ~OpenRequests() {
     bool any = false;
@@ -88,7 +89,7 @@ class Collectives::OpenRequests {
         request.index = Request::kNone;
       }
     }
-    for (Owner& owner : owners_) {
+    for (KeepAlive& owner : owners_) {
       if (any && owner != nullptr) comm_.keep(std::move(owner));
     }
   }
@@ -98,7 +99,7 @@ class Collectives::OpenRequests {
  private:
   Communicator& comm_;
   std::span<Request> requests_;
-  std::array<Owner, 2> owners_;
+  std::array<KeepAlive, 2> owners_;
 };
 
 Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
@@ -138,7 +139,7 @@ void Collectives::renew_copy(std::size_t bytes) {
 }
 
 void Collectives::send_tagged(int peer, int tag, std::span<const std::byte> bytes,
-                              const Owner& owner) {
+                              const KeepAlive& owner) {
   if (owner == nullptr) renew_copy(std::min(bytes.size(), kPieceBytes));
   Request request;
   const OpenRequests guard(comm_, {&request, 1}, owner == nullptr ? copy_ : owner);
@@ -155,7 +156,8 @@ void Collectives::send_tagged(int peer, int tag, std::span<const std::byte> byte
   } while (!bytes.empty());
 }
 
-void Collectives::recv_tagged(int peer, int tag, std::span<std::byte> bytes, const Owner& owner) {
+void Collectives::recv_tagged(int peer, int tag, std::span<std::byte> bytes,
+                              const KeepAlive& owner) {
   if (owner == nullptr) renew_copy(std::min(bytes.size(), kPieceBytes));
   Request request;
   const OpenRequests guard(comm_, {&request, 1}, owner == nullptr ? copy_ : owner);
@@ -170,11 +172,11 @@ void Collectives::recv_tagged(int peer, int tag, std::span<std::byte> bytes, con
   } while (!bytes.empty());
 }
 
-void Collectives::send(int peer, std::span<const std::byte> bytes, const Owner& owner) {
+void Collectives::send(int peer, std::span<const std::byte> bytes, const KeepAlive& owner) {
   send_tagged(peer, kPointTag, bytes, owner);
 }
 
-void Collectives::recv(int peer, std::span<std::byte> bytes, const Owner& owner) {
+void Collectives::recv(int peer, std::span<std::byte> bytes, const KeepAlive& owner) {
   recv_tagged(peer, kPointTag, bytes, owner);
 }
 
@@ -267,7 +269,7 @@ void Collectives::reserve_sum(std::size_t count) {
   }
 }
 
-void Collectives::ordered_sum(std::span<float> values, const Owner& owner) {
+void Collectives::ordered_sum(std::span<float> values, const KeepAlive& owner) {
   if (comm_.size() == 1 || values.empty()) {
     return;
   }

@@ -35,14 +35,14 @@ class Collectives {
 
   // Blocking point to point. Without an `owner` of the bytes, they pass through a copy of at most
   // kPieceBytes.
-  void send(int peer, std::span<const std::byte> bytes, const Owner& owner = nullptr);
-  void recv(int peer, std::span<std::byte> bytes, const Owner& owner = nullptr);
+  void send(int peer, std::span<const std::byte> bytes, const KeepAlive& owner = nullptr);
+  void recv(int peer, std::span<std::byte> bytes, const KeepAlive& owner = nullptr);
 
   // In place: values[i] = ((g0[i] + g1[i]) + g2[i]) + ... over ranks 0, 1, 2, ... in fp32: a
   // function of the number of ranks alone. Reduce-scatter by owner, then all-gather; elements are
   // divided into size() contiguous shards, one per owner. Without an `owner` of the values, the
   // caller passes their memory to communicator().keep() after a throw.
-  void ordered_sum(std::span<float> values, const Owner& owner = nullptr);
+  void ordered_sum(std::span<float> values, const KeepAlive& owner = nullptr);
   // Allocates what sums of up to `count` values need; without it, their first one does.
   void reserve_sum(std::size_t count);
 
@@ -56,8 +56,8 @@ class Collectives {
 
   void wait(Request& request, std::size_t expected_bytes, const WaitSubject& subject);
   void send_tagged(int peer, int tag, std::span<const std::byte> bytes,
-                   const Owner& owner = nullptr);
-  void recv_tagged(int peer, int tag, std::span<std::byte> bytes, const Owner& owner = nullptr);
+                   const KeepAlive& owner = nullptr);
+  void recv_tagged(int peer, int tag, std::span<std::byte> bytes, const KeepAlive& owner = nullptr);
   // Makes copy_ one of at least `bytes` that no message uses.
   void renew_copy(std::size_t bytes);
   // Of open_: what block `block` of the running sum exchanges with `rank`; two blocks at a time.

@@ -28,7 +28,7 @@ struct Request {
 };
 
 // Keeps memory alive.
-using Owner = std::shared_ptr<const void>;
+using KeepAlive = std::shared_ptr<const void>;
 
 // What arrived.
 struct Arrival {
@@ -65,7 +65,7 @@ class Communicator : public World {
   // cancel(). If a send outlives the communicator, the memory lives until the send is done or the
   // process ends. A thread that uses this communicator or another of the same origin frees it, at
   // the latest when one is made or destroyed after the sends are done.
-  virtual void keep(Owner memory) = 0;
+  virtual void keep(KeepAlive memory) = 0;
 
   // Not collective. After an error: peers may still send what this rank will not receive. MPI's
   // context then stays reserved after the destructor, because a message that arrives late must not

@@ -125,7 +125,7 @@ class DeviceStaging {
 class MessageTransport final : public Transport {
  public:
   MessageTransport(Communicator& comm, std::size_t max_open, std::size_t piece_bytes, Device device,
-                   Owner memory, StreamView compute)
+                   KeepAlive memory, StreamView compute)
       : comm_(comm),
         memory_(std::move(memory)),
         compute_(compute),
@@ -478,7 +478,7 @@ class MessageTransport final : public Transport {
   }
 
   Communicator& comm_;
-  Owner memory_;  // that buffers are sent from
+  KeepAlive memory_;  // that buffers are sent from
   StreamView compute_;
   std::size_t piece_bytes_;
   DeviceStaging staging_;
@@ -492,7 +492,7 @@ class MessageTransport final : public Transport {
 
 std::unique_ptr<Transport> make_message_transport(Communicator& comm, std::size_t max_open,
                                                   std::size_t piece_bytes, Device device,
-                                                  Owner memory, StreamView compute) {
+                                                  KeepAlive memory, StreamView compute) {
   return std::make_unique<MessageTransport>(comm, max_open, piece_bytes, device, std::move(memory),
                                             compute);
 }

@@ -133,6 +133,6 @@ class Transport {
 // caller keeps that memory as Communicator::cancel() says.
 [[nodiscard]] std::unique_ptr<Transport> make_message_transport(
     Communicator& comm, std::size_t max_open, std::size_t piece_bytes = kMaxPieceBytes,
-    Device device = {}, Owner memory = nullptr, StreamView compute = {});
+    Device device = {}, KeepAlive memory = nullptr, StreamView compute = {});
 
 }  // namespace sluice

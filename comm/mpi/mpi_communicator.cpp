@@ -47,7 +47,7 @@ constexpr auto kCancelTimeout = std::chrono::milliseconds(100);
 // Cancelled messages of one communicator that go on, and the memory that they may use.
 struct Unfinished {
   std::vector<MPI_Request> requests;
-  std::vector<Owner> memory;
+  std::vector<KeepAlive> memory;
   // A communicator that all its ranks leave open, until nothing can arrive on it any more.
   MPI_Comm left = MPI_COMM_NULL;
   int last_tag = 0;  // of the last message of a rank, which is empty
@@ -245,7 +245,7 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  void keep(Owner memory) override {
+  void keep(KeepAlive memory) override {
     const bool open = std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
       return slot.request != MPI_REQUEST_NULL && !slot.receives;
     });

@@ -55,7 +55,7 @@ class StageTable {
   // A message or compute op whose micro-batch is not below `micro_batches`; null: none.
   [[nodiscard]] const PlanOp* first_op_out_of_range(std::size_t micro_batches) const;
   // The owner of the slots' memory.
-  [[nodiscard]] Owner memory() const { return store_; }
+  [[nodiscard]] KeepAlive memory() const { return store_; }
   // The number of tensors in all slots: at most that many messages are open at once.
   [[nodiscard]] std::size_t tensors() const { return tensors_; }
   // Whether messages of a GPU go through host memory.

@@ -74,7 +74,7 @@ struct Job {
 };
 
 bool wait_until(Communicator& comm, Request& request, Clock::time_point deadline,
-                const Owner& memory) {
+                const KeepAlive& memory) {
   Waiter waiter(comm.local_size());
   while (!comm.test(request)) {
     if (Clock::now() > deadline) {

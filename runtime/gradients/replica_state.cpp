@@ -67,9 +67,9 @@ void StageBuffers::join() {
   if (count == 1) return;
   for (const Kept& kept : kept_) {
     for (Parameter* buffer : kept.set->buffers()) {
-      if (buffer->across == Across::kNothing) continue;
+      if (buffer->across == ReplicaRule::kNothing) continue;
       const std::span<float> values = mirror_.read_back(buffer->value.floats());
-      if (buffer->across == Across::kFirst) {
+      if (buffer->across == ReplicaRule::kFirst) {
         replicas.broadcast(std::as_writable_bytes(values), 0);
       } else {
         replicas.ordered_sum(values, mirror_.owner(buffer->memory));
@@ -88,7 +88,7 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
     if (set == nullptr) continue;
     std::vector<Parameter*> compared = set->all();
     for (Parameter* buffer : set->buffers()) {
-      if (buffer->across != Across::kNothing) compared.push_back(buffer);
+      if (buffer->across != ReplicaRule::kNothing) compared.push_back(buffer);
     }
     for (const Parameter* parameter : compared) {
       const Digest mine = digest_of(*parameter, mirror);

@@ -114,7 +114,7 @@ void TiedUses::mark_values_changed() {
   }
 }
 
-void TiedUses::receive(const Tensor& tensor, const Owner& memory, std::size_t group,
+void TiedUses::receive(const Tensor& tensor, const KeepAlive& memory, std::size_t group,
                        std::size_t use) {
   const int peer = peer_of(group, use);
   if (ties_[group].routes[use].kind != RouteKind::kNccl) {
@@ -132,7 +132,8 @@ void TiedUses::receive(const Tensor& tensor, const Owner& memory, std::size_t gr
   nccl_->wait_on_stream(ticket);
 }
 
-void TiedUses::send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use) {
+void TiedUses::send(const Tensor& tensor, const KeepAlive& memory, std::size_t group,
+                    std::size_t use) {
   const int peer = peer_of(group, use);
   if (ties_[group].routes[use].kind != RouteKind::kNccl) {
     const std::span<const std::byte> bytes = mirror_.read_back(tensor);

@@ -62,8 +62,8 @@ class TiedUses {
   void wait_all_on_stream();
   // Both run in the order of the compute stream. NCCL reads a sent tensor until its ticket is done.
   // `memory` owns the tensor.
-  void receive(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use);
-  void send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use);
+  void receive(const Tensor& tensor, const KeepAlive& memory, std::size_t group, std::size_t use);
+  void send(const Tensor& tensor, const KeepAlive& memory, std::size_t group, std::size_t use);
 
   JobContext& job_;
   const Placement& placement_;

@@ -40,7 +40,7 @@ std::span<float> HostMirror::read_back(std::span<float> values) {
   return {reinterpret_cast<float*>(bytes.data()), values.size()};
 }
 
-Owner HostMirror::owner(Owner memory) const {
+KeepAlive HostMirror::owner(KeepAlive memory) const {
   return compute_.device().kind == DeviceKind::kCpu ? std::move(memory) : copy_;
 }
 

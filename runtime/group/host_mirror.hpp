@@ -50,7 +50,7 @@ class HostMirror {
   // Puts the bytes that the last call returned back, in stream order.
   void write_back();
   // The owner of the bytes that the last call returned; `memory` owns the device memory.
-  [[nodiscard]] Owner owner(Owner memory) const;
+  [[nodiscard]] KeepAlive owner(KeepAlive memory) const;
 
  private:
   [[nodiscard]] std::span<std::byte> read_back(void* data, std::size_t bytes);

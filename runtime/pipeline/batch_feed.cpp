@@ -327,7 +327,7 @@ void BatchFeed::receive_share(bool targets) {
 
 void BatchFeed::distribute(const Batch& batch, bool targets) {
   if (!targets) targets_.clear();
-  if (feed_ == Feed::kWhereUsed) {
+  if (feed_ == Feed::kPerStage) {
     if (first_) inputs_ = batch.inputs;
     if (last_ && targets) targets_ = batch.targets;
     return;

@@ -22,7 +22,7 @@
 #include "runtime/group/job_context.hpp"
 #include "runtime/group/nccl_routes.hpp"
 #include "runtime/pipeline/batch_feed.hpp"
-#include "runtime/pipeline/programs.hpp"
+#include "runtime/pipeline/plan_cache.hpp"
 #include "runtime/planning/build_layout.hpp"
 #include "runtime/watchdog/watchdog.hpp"
 
@@ -33,7 +33,7 @@ struct PipelineParts {
   struct Batches {
     std::unique_ptr<const DataSource> own;  // shapes alone; null where the caller has a source
     const DataSource* source = nullptr;     // shapes, and batches unless `own`
-    Feed feed = Feed::kWhereUsed;
+    Feed feed = Feed::kPerStage;
   };
   // Collective over `world`.
   PipelineParts(Communicator& world, const PipelineOptions& options_in,
@@ -90,10 +90,10 @@ struct PipelineParts {
   std::shared_ptr<SlotStore> slots = std::make_shared<SlotStore>();
   std::unique_ptr<DeviceBatch> device_batch;
   Batches batches;
-  Programs training{job.place.rank, [this](int n) { return plan_smaller(n); },
-                    [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};
-  Programs forward{job.place.rank, [this](int n) { return plan_forward(layout, n); },
-                   [this](const Plan& plan) { return make_engine(plan, /*trains=*/false); }};
+  PlanCache training{job.place.rank, [this](int n) { return plan_smaller(n); },
+                     [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};
+  PlanCache forward{job.place.rank, [this](int n) { return plan_forward(layout, n); },
+                    [this](const Plan& plan) { return make_engine(plan, /*trains=*/false); }};
   Engine* engine = nullptr;  // of the last training step, at first of the largest
   std::unique_ptr<BatchFeed> feed;
   std::unique_ptr<TiedUses> tied;

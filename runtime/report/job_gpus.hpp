@@ -16,11 +16,11 @@
 
 namespace sluice {
 
-// Operands of products: fp32, TF32 (f32 tensors, rounded in products) or bf16.
+// Operands of matmuls: fp32, TF32 (f32 tensors, rounded in matmuls) or bf16.
 enum class ProductPrecision { kF32, kTf32, kBf16 };
 
 // What a card reaches at most by NVIDIA's data sheet: floating-point operations a second of dense
-// products, and bytes a second of its memory.
+// matmuls, and bytes a second of its memory.
 struct CardPeaks {
   double bf16 = 0, tf32 = 0, fp32 = 0, bytes = 0;
 };
@@ -61,7 +61,7 @@ struct OperatorReport {
   double rank_seconds = 0;  // those steps' seconds times ranks
   ProductPrecision precision = ProductPrecision::kF32;
   // Of the card that all ranks have; the table then has a column for the share of the time in which
-  // it could have moved the bytes and computed the products.
+  // it could have moved the bytes and computed the matmuls.
   std::optional<CardPeaks> card = {};
 };
 

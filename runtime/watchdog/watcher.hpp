@@ -14,9 +14,9 @@
 #include <sluice/options.hpp>
 
 #include "runtime/group/activity.hpp"
+#include "runtime/watchdog/async_writer.hpp"
 #include "runtime/watchdog/report.hpp"
 #include "runtime/watchdog/rules.hpp"
-#include "runtime/watchdog/scribe.hpp"
 #include "runtime/watchdog/tcp_link.hpp"
 
 namespace sluice {
@@ -94,8 +94,8 @@ class Watcher final : public TcpLink::Listener {
   int me_;
   std::vector<int> monitors_;
   Send send_;
-  Scribe voice_;  // standard error
-  Scribe disk_;   // which may hang, while a report has to be heard
+  AsyncWriter voice_;  // standard error
+  AsyncWriter disk_;   // which may hang, while a report has to be heard
   WatchLimits limits_;
   double last_tick_ = 0, next_beat_ = 0, next_status_ = 0, table_due_ = 0;
   RankStatus mine_;

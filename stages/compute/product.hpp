@@ -1,4 +1,4 @@
-// Specifications of matrix products, for every backend's cache of products. Internal to stages/.
+// Specifications of matmuls, for every backend's cache of matmuls. Internal to stages/.
 #pragma once
 
 #include <cstddef>
@@ -53,10 +53,10 @@ void for_summed_rows(std::int64_t samples, std::int64_t rows, bool by_sample, co
 // `rows` of [all, width] from the row `first` on; null data stays null.
 [[nodiscard]] Tensor rows_from(const Tensor& all, std::int64_t first, std::int64_t rows);
 
-// Rows of a sample from which products that sum over the rows of one are as fast as others.
+// Rows of a sample from which matmuls that sum over the rows of one are as fast as others.
 inline constexpr std::int64_t kRowsToSumBySample = 256;
 
-// The products of a linear layer with weight [out, in], over shape.rows rows:
+// The matmuls of a linear layer with weight [out, in], over shape.rows rows:
 // y = x weightᵀ (+ bias), dx = dy weight, and dweight += dyᵀ x, or = dyᵀ x, in f32.
 [[nodiscard]] MatMulSpec linear_product(const LinearShape& shape);
 [[nodiscard]] MatMulSpec linear_input_product(const LinearShape& shape);
@@ -67,7 +67,7 @@ struct MatMulSpecHash {
   [[nodiscard]] std::size_t operator()(const MatMulSpec& spec) const;
 };
 
-// A product that has run. The caller owns the operands.
+// A matmul that has run. The caller owns the operands.
 struct MatMulCall {
   MatMulSpec spec;
   const void* a = nullptr;

@@ -1,11 +1,11 @@
 // Causal self-attention in blocks of query rows: only the scores from the first block of columns
-// that a row of the block sees up to the block's last column are computed. Products run directly on
+// that a row of the block sees up to the block's last column are computed. Matmuls run directly on
 // the packed queries, keys and values, one sample at a time, batched over the key heads; query
-// heads that share a key head are separate products whose key and value gradients accumulate.
+// heads that share a key head are separate matmuls whose key and value gradients accumulate.
 //
 // Matrices of scores are [heads, sequence, ld] per sample, ld a multiple of 16; what lies outside a
 // block's columns is never written or read. Key and value gradients go by blocks of columns: one
-// product over all query rows that see one of them.
+// matmul over all query rows that see one of them.
 #include <cmath>
 
 #include "stages/compute/call_arguments.hpp"

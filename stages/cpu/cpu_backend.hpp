@@ -1,5 +1,5 @@
 // The CPU's operators, and its part of a compute context: the element-wise kernels of its
-// instruction set, and the products prepared so far. Requires of the contexts given here:
+// instruction set, and the matmuls prepared so far. Requires of the contexts given here:
 // device().kind == kCpu.
 #pragma once
 

@@ -1,6 +1,6 @@
 // Runs a primitive of oneDNN, with signals held back.
 //
-// Kernels of oneDNN before 3.11.2 for products in f32 (AVX2 and AVX-512, sums over more than 84
+// Kernels of oneDNN before 3.11.2 for matmuls in f32 (AVX2 and AVX-512, sums over more than 84
 // elements) point the stack pointer into the heap. A signal handler that runs then writes its frame
 // there: over other data, or over malloc's own, after which the process aborts
 // (https://github.com/uxlfoundation/oneDNN/issues/4845). It does not matter whose handler it is or

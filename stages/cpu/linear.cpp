@@ -1,4 +1,4 @@
-// The matrix product layer.
+// The matmul layer.
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/parallel.hpp"
 
@@ -6,7 +6,7 @@ namespace sluice::cpu {
 
 namespace {
 
-// x and the other operand of the product have one type.
+// x and the other operand of the matmul have one type.
 LinearShape linear_shape_of(const Tensor& weight, const Tensor& x) {
   return {.rows = leading_rows(x),
           .in = weight.shape()[1],
@@ -14,7 +14,7 @@ LinearShape linear_shape_of(const Tensor& weight, const Tensor& x) {
           .operands = x.spec.dtype};
 }
 
-// work(first, rows) for each block of rows of a product that keeps them apart, in order.
+// work(first, rows) for each block of rows of a matmul that keeps them apart, in order.
 template <typename Work>
 void for_row_blocks(ComputeContext& ctx, DType operands, std::int64_t rows, const Work& work) {
   if (rows == 0) return;
@@ -24,12 +24,12 @@ void for_row_blocks(ComputeContext& ctx, DType operands, std::int64_t rows, cons
   }
 }
 
-// Rows that a weight gradient's product sums over: 256 of f32, 512 of bf16. A block's operands stay
+// Rows that a weight gradient's matmul sums over: 256 of f32, 512 of bf16. A block's operands stay
 // in a second-level cache of 2 MiB (1024 rows, width 256, AVX-512: 5 % faster in f32, up to 20 % in
 // bf16).
 std::int64_t sum_rows(DType dtype) { return 1024 / static_cast<std::int64_t>(size_of(dtype)); }
 
-// A block of the gradient between a product and SwiGLU.
+// A block of the gradient between a matmul and SwiGLU.
 TensorSpec gradient_block(const RowBlocks& blocks, const LinearShape& shape) {
   return {shape.operands, {std::min(blocks.most, shape.rows), shape.in}};
 }

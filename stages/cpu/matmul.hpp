@@ -1,8 +1,8 @@
-// Matrix products from a cache of prepared library primitives. Making a primitive costs 6 to
-// 370 microseconds; running one allocates nothing in Sluice. So each distinct product is made once,
+// Matmuls from a cache of prepared library primitives. Making a primitive costs 6 to
+// 370 microseconds; running one allocates nothing in Sluice. So each distinct matmul is made once,
 // before the first step, and found by its full specification.
 //
-// The specification fixes everything that a product's bits depend on: sizes, leading dimensions,
+// The specification fixes everything that a matmul's bits depend on: sizes, leading dimensions,
 // transposition, types, bias, accumulation in place; threads and scratch are the cache's own.
 #pragma once
 
@@ -19,7 +19,7 @@ namespace sluice {
 // Used from one thread.
 class MatMulCache {
  public:
-  // Products run on the OpenMP team of the thread that makes the cache.
+  // Matmuls run on the OpenMP team of the thread that makes the cache.
   explicit MatMulCache(Device device);
   ~MatMulCache();
   MatMulCache(const MatMulCache&) = delete;
@@ -31,9 +31,9 @@ class MatMulCache {
   // Makes the primitive and its scratch, runs nothing.
   void prepare(const MatMulSpec& spec);
   [[nodiscard]] std::size_t size() const;  // primitives made
-  // Whether products of bf16 run in f32 on widened copies of their operands
+  // Whether matmuls of bf16 run in f32 on widened copies of their operands
   // (stages/cpu/widened.hpp) rather than by the library's own for bf16; at first where
-  // native_bf16() says no. For tests and benchmarks; products the library has none for are widened
+  // native_bf16() says no. For tests and benchmarks; matmuls the library has none for are widened
   // all the same.
   void widen_bf16(bool widen);
 
@@ -41,7 +41,7 @@ class MatMulCache {
   // clears the record.
   void record(bool on);
   [[nodiscard]] std::span<const MatMulCall> recorded() const;
-  // Runs the calls again in order on the same operands, to measure only a step's products.
+  // Runs the calls again in order on the same operands, to measure only a step's matmuls.
   void replay(std::span<const MatMulCall> calls);
 
  private:

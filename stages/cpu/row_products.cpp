@@ -32,13 +32,13 @@ std::vector<RowBlocks> candidates(int threads) {
   return table;
 }
 
-// Rows of random numbers through one product of every size that the check tries.
+// Rows of random numbers through one matmul of every size that the check tries.
 class RowCheck {
  public:
   RowCheck(DType operands, const RowBlocks& blocks) : operands_(operands), blocks_(blocks) {}
 
-  // Whether each row of a product [in, out] is the same in blocks of all sizes, at two places; of
-  // large products, of some sizes. `transposed`: as in the forward product, else as in the input
+  // Whether each row of a matmul [in, out] is the same in blocks of all sizes, at two places; of
+  // large matmuls, of some sizes. `transposed`: as in the forward matmul, else as in the input
   // gradient.
   bool passes(std::int64_t in, std::int64_t out, bool transposed) {
     a_ = numbers(blocks_.most * in);

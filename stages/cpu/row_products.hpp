@@ -1,6 +1,6 @@
-// Products of rows, of which no row's bits depend on the rows beside it: forward and input gradient
+// Matmuls of rows, of which no row's bits depend on the rows beside it: forward and input gradient
 // of a linear layer. The library takes another kernel for some numbers of rows, and for the last
-// rows of a product. So rows are taken in blocks whose sizes suit it, and the last block is filled
+// rows of a matmul. So rows are taken in blocks whose sizes suit it, and the last block is filled
 // up with zeros. Which sizes do comes from a table by instruction set; a check of the library as it
 // runs here chooses among them, never a time.
 #pragma once
@@ -16,8 +16,8 @@
 namespace sluice {
 
 struct RowBlocks {
-  std::int64_t most = 240;  // rows of a product, a multiple of `step`
-  std::int64_t step = 12;   // every product has a multiple of as many
+  std::int64_t most = 240;  // rows of a matmul, a multiple of `step`
+  std::int64_t step = 12;   // every matmul has a multiple of as many
   bool invariant = true;    // the check has passed
   // Rows of each block but the last of `rows`: as few blocks as there can be, of equal size.
   [[nodiscard]] std::int64_t block(std::int64_t rows) const;
@@ -29,17 +29,17 @@ struct RowBlocks {
 // arguments; the result is kept. Requires a CPU.
 [[nodiscard]] RowBlocks row_blocks(const ComputeContext& ctx, DType operands);
 
-// Runs products of a cache over padded rows. Used from one thread.
+// Runs matmuls of a cache over padded rows. Used from one thread.
 class RowProducts {
  public:
   explicit RowProducts(MatMulCache& products) : products_(products) {}
 
   // row_blocks(), found once.
   [[nodiscard]] const RowBlocks& blocks(const ComputeContext& ctx, DType operands);
-  // Which blocks products have taken so far, such as "f32 rows in blocks of 240 by 12"; empty:
+  // Which blocks matmuls have taken so far, such as "f32 rows in blocks of 240 by 12"; empty:
   // none.
   [[nodiscard]] std::string describe() const;
-  // As MatMulCache::run() of one product of adjacent rows, after blocks() of its operands. Requires
+  // As MatMulCache::run() of one matmul of adjacent rows, after blocks() of its operands. Requires
   // spec.m <= most.
   void run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c);
 

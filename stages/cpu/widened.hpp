@@ -1,7 +1,7 @@
-// Products of bf16 operands as f32 products of copies, for processors whose instructions for bf16
-// are not the faster way. Internal to the product cache.
+// Matmuls of bf16 operands as f32 matmuls of copies, for processors whose instructions for bf16
+// are not the faster way. Internal to the matmul cache.
 //
-// A product is cut into blocks whose copies stay in a core's second-level cache. The blocks along k
+// A matmul is cut into blocks whose copies stay in a core's second-level cache. The blocks along k
 // are added up in f32, in ascending order, and a bf16 result is rounded once, from the whole sum.
 // The cut, and with it the bits, depends only on the specification.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace sluice {
 
-// One of the f32 products.
+// One of the f32 matmuls.
 struct WidenedBlock {
   MatMulSpec product;  // of copies of a and b; of a copy of c where c is bf16, else of c itself
   // Where it begins in the operands, in elements. Of two blocks that begin at one place of an

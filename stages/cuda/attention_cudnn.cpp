@@ -30,7 +30,7 @@ struct Layouts {
   [[nodiscard]] CudnnLayout rows(std::int64_t count, std::int64_t width) const {
     return {{samples, count, sequence, head_dim}, {sequence * width, head_dim, width, 1}};
   }
-  // What is read column by column: the transpose of dense scores, as a product's operand.
+  // What is read column by column: the transpose of dense scores, as a matmul's operand.
   [[nodiscard]] CudnnLayout scores_by_column() const {
     CudnnLayout layout = scores;
     layout.strides[2] = 1;
@@ -71,7 +71,7 @@ CudnnTensor masked(CudnnGraph& graph, const Layouts& at, CudnnTensor scores) {
   return result;
 }
 
-// A row's softmax, stored as bf16 for the product that follows; log_sum = max + log(sum).
+// A row's softmax, stored as bf16 for the matmul that follows; log_sum = max + log(sum).
 CudnnTensor softmax(CudnnGraph& graph, const Layouts& at, CudnnTensor scores, CudnnTensor log_sum) {
   const CudnnTensor largest = graph.intermediate(at.row_values);
   graph.reduce(CUDNN_REDUCE_TENSOR_MAX, scores, largest);

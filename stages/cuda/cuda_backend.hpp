@@ -1,4 +1,4 @@
-// A GPU's part of a compute context: the handles and scratch of Context, and the products and
+// A GPU's part of a compute context: the handles and scratch of Context, and the matmuls and
 // attention graphs that operators prepared with them so far.
 #pragma once
 

@@ -1,5 +1,5 @@
-// The matrix product layer on a GPU: one product for all rows. Only the shape of the micro-batch
-// determines the product.
+// The matmul layer on a GPU: one matmul for all rows. Only the shape of the micro-batch
+// determines the matmul.
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda_kernels/kernels.hpp"
 
@@ -37,7 +37,7 @@ const void* bias_for(ComputeContext& ctx, const Tensor& bias, DType result) {
   return rounded.data;
 }
 
-// The result of a product whose sums have no terms, which the library does not take.
+// The result of a matmul whose sums have no terms, which the library does not take.
 void write_bias(ComputeContext& ctx, const Tensor& bias, const Tensor& y) {
   if (bias.data == nullptr) return fill_zero_async(y.data, y.spec.bytes(), ctx.stream());
   const void* const row = bias_for(ctx, bias, y.spec.dtype);
@@ -47,9 +47,9 @@ void write_bias(ComputeContext& ctx, const Tensor& bias, const Tensor& y) {
   }
 }
 
-// Whether the product applies or differentiates GELU itself. Only in bf16: there the library's
-// approximation of tanh is lost in the rounding of the result. On Ampere and Ada its fused products
-// are slower than a product and a kernel. It takes rows of multiples of 8 elements.
+// Whether the matmul applies or differentiates GELU itself. Only in bf16: there the library's
+// approximation of tanh is lost in the rounding of the result. On Ampere and Ada its fused matmuls
+// are slower than a matmul and a kernel. It takes rows of multiples of 8 elements.
 bool fuses(ComputeContext& ctx, const ProductSpec& spec) {
   constexpr int kHopper = 90;
   const MatMulSpec& product = spec.product;
@@ -106,7 +106,7 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
                                 {.a = dy.data, .b = weight.data, .c = dx.data});
 }
 
-// The product adds to the gradient in f32 (beta = 1), or does not read it (beta = 0); the library
+// The matmul adds to the gradient in f32 (beta = 1), or does not read it (beta = 0); the library
 // chooses the algorithm without beta. Its bias-gradient epilogue stores only this micro-batch's
 // sums: a separate kernel adds them to the gradient (gpu_benchmark biases compares).
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,

@@ -133,7 +133,7 @@ struct KeyHash {
   }
 };
 
-// One product, ready to run. a and b are the row-major operands; the library gets them swapped.
+// One matmul, ready to run. a and b are the row-major operands; the library gets them swapped.
 struct Plan {
   Description description;
   Layout a, b, c;
@@ -205,7 +205,7 @@ std::uint32_t split_of(const cublasLtMatmulAlgo_t& algorithm) {
   return split;
 }
 
-// Which of the library's candidates, its best guess first. In bf16 on Hopper, for a product that
+// Which of the library's candidates, its best guess first. In bf16 on Hopper, for a matmul that
 // does more than multiply while it stores (b transposed and a not: a layer's forward, with its bias
 // and what it adds to; an activation), the one with the most waves, that is the smallest tiles: a
 // multiprocessor then has two at once, and stores the results of one while it multiplies for the

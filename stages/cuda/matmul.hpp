@@ -1,10 +1,10 @@
-// Matrix products on a GPU: cuBLASLt, from a cache of plans. A plan holds the library's descriptors
+// Matmuls on a GPU: cuBLASLt, from a cache of plans. A plan holds the library's descriptors
 // and the algorithm for one specification; it is made on first use (tens of microseconds, on the
 // host), found again by the specification, and run on the context's stream without blocking or
 // allocating.
 //
 // The algorithm is one of the first eight that cublasLtMatmulAlgoGetHeuristic names for the
-// context's workspace, by a fixed rule (pick() in matmul.cpp): never timed, so that a product is a
+// context's workspace, by a fixed rule (pick() in matmul.cpp): never timed, so that a matmul is a
 // function of its specification, the device model and the library's version. The rule is of
 // measurements on an H200 (tests/benchmarks/README.md). Sums run in f32 also where they are split
 // over blocks: reductions in the result's type are excluded, and those in place with them.
@@ -29,13 +29,13 @@ namespace sluice::cuda {
 
 class Context;
 
-// What is done to a product's elements before they are stored.
+// What is done to a matmul's elements before they are stored.
 enum class Epilogue : std::uint8_t {
   kNone,  // only the bias of the specification
-  // aux = the product (with its bias), c = GELU of it (tanh form). The library applies GELU to the
+  // aux = the matmul (with its bias), c = GELU of it (tanh form). The library applies GELU to the
   // sum in f32, not to aux as it was rounded.
   kGelu,
-  kGeluGradient,  // c = product * GELU'(aux)
+  kGeluGradient,  // c = matmul * GELU'(aux)
 };
 
 struct ProductSpec {
@@ -49,7 +49,7 @@ struct ProductOperands {
   const void* a = nullptr;
   const void* b = nullptr;
   const void* bias = nullptr;   // [n], of the result's type
-  const void* added = nullptr;  // what an accumulating product adds to, laid out as c; null: c
+  const void* added = nullptr;  // what an accumulating matmul adds to, laid out as c; null: c
   void* c = nullptr;
   void* aux = nullptr;  // [m, n] with c's strides and type; written by kGelu, read by kGeluGradient
 };
@@ -63,7 +63,7 @@ class Matmuls {
   Matmuls& operator=(const Matmuls&) = delete;
 
   // Throws Error(kDevice) with the specification where the library cannot compute it. Operands that
-  // do not start at multiples of 16 bytes run in a plan of their own. A product without elements is
+  // do not start at multiples of 16 bytes run in a plan of their own. A matmul without elements is
   // nothing to do.
   void run(const ProductSpec& spec, const ProductOperands& operands);
   // Makes the plan for operands at multiples of 16 bytes, and runs nothing: whether the library has

@@ -1,11 +1,11 @@
 // What the CUDA kernels and operators of one compute context share: the libraries' handles, bound
-// to the compute stream, the scratch memory of matrix products, and tickets for the blocks of a
+// to the compute stream, the scratch memory of matmuls, and tickets for the blocks of a
 // kernel. What operators prepare with these is the part of CudaBackend
 // (stages/cuda/cuda_backend.hpp).
 //
 // Made for the device of one memory and one stream, which outlives it; the device is the current
 // one of the calling thread whenever a member or an operator is called. Used from one thread.
-// Nothing here blocks the host once a product or graph was made.
+// Nothing here blocks the host once a matmul or graph was made.
 //
 // The toolkit's headers are not needed to include this: cublasLtHandle_t and cudnnHandle_t are
 // pointers to the two types declared below.
@@ -27,8 +27,8 @@ namespace sluice::cuda {
 
 class Context : public Backend {
  public:
-  // Bytes of scratch that every product may use: what NVIDIA advises for Hopper. Part of what a
-  // product's bits depend on, hence fixed.
+  // Bytes of scratch that every matmul may use: what NVIDIA advises for Hopper. Part of what a
+  // matmul's bits depend on, hence fixed.
   static constexpr std::size_t kWorkspaceBytes = std::size_t{32} << 20;
   static constexpr int kTickets = 1024;
   // Of the memory that workspace() and tickets() share.
@@ -60,8 +60,8 @@ class Context : public Backend {
   // cuDNN. Throws Error(kDevice) if the library cannot start.
   [[nodiscard]] cudnnContext* cudnn();
 
-  // Whether products, attention's too, may round f32 operands to TF32 (10 bits of mantissa), which
-  // is several times as fast. Off by default (--precision tf32). Set it before the first product.
+  // Whether matmuls, attention's too, may round f32 operands to TF32 (10 bits of mantissa), which
+  // is several times as fast. Off by default (--precision tf32). Set it before the first matmul.
   [[nodiscard]] bool tf32() const { return tf32_; }
   void set_tf32(bool allowed) override { tf32_ = allowed; }
 

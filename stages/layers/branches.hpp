@@ -28,7 +28,7 @@ struct BranchCall {
   [[nodiscard]] ComputeContext& compute() const { return layer.compute(); }
 };
 
-// Operands are [rows, width] of the products' precision where nothing else is said.
+// Operands are [rows, width] of the matmuls' precision where nothing else is said.
 class Branch {
  public:
   virtual ~Branch() = default;
@@ -52,21 +52,21 @@ class Branch {
   virtual void backward_weight(BranchCall call, const Tensor& x, const Tensor& dy) = 0;
 };
 
-// The type of a branch's last product.
+// The type of a branch's last matmul.
 struct BranchResult {
   DType alone = DType::kF32;  // f32, or the precision
   DType sum = DType::kF32;    // with a residual added; likewise
 };
 
 // The feed-forward part of a block: down(gelu(up(x))), or down(silu(gate(x)) * up(x)) (SwiGLU,
-// Shazeer 2020) with gate and up in one product.
+// Shazeer 2020) with gate and up in one matmul.
 class Mlp final : public Branch {
  public:
   enum class Kind { kGelu, kSwiGlu };
   struct Options {
     Kind kind = Kind::kGelu;
     std::int64_t width = 0, hidden = 0;
-    double output_deviation = 0.02;  // standard deviation of the last product's initial weights
+    double output_deviation = 0.02;  // standard deviation of the last matmul's initial weights
     bool bias = false;
     DType precision = DType::kF32;
     BranchResult result = {};
@@ -84,7 +84,7 @@ class Mlp final : public Branch {
 
  private:
   struct Kept {
-    Tensor raised;   // until the input gradient: the up product's result
+    Tensor raised;   // until the input gradient: the up matmul's result
     Tensor hidden;   // until the weight gradient: after the activation
     Tensor draised;  // gradients
   };
@@ -100,7 +100,7 @@ class Mlp final : public Branch {
 };
 
 // Causal self-attention with grouped queries (Ainslie et al. 2023): queries, keys and values by one
-// product, perhaps a norm of each query and key and rotary positions, attention, and a product of
+// matmul, perhaps a norm of each query and key and rotary positions, attention, and a matmul of
 // its result.
 class SelfAttention final : public Branch {
  public:
@@ -113,7 +113,7 @@ class SelfAttention final : public Branch {
     DropoutSite probabilities = {};
     // Keep only queries, keys and values; backward_input computes attention again.
     bool recompute = false;
-    double output_deviation = 0.02;  // standard deviation of the last product's initial weights
+    double output_deviation = 0.02;  // standard deviation of the last matmul's initial weights
     bool qkv_bias = false, output_bias = false;
     DType precision = DType::kF32;
     BranchResult result = {};

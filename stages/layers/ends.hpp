@@ -77,7 +77,7 @@ class HeadLayer final : public Layer {
 // multiple of kChunkRows.
 class TokenLoss final : public Loss {
  public:
-  // A multiple of the rows that one of the CPU's products sums over: there the chunks change no
+  // A multiple of the rows that one of the CPU's matmuls sums over: there the chunks change no
   // bit.
   static constexpr std::size_t kChunkRows = 512;
   explicit TokenLoss(const HeadOptions& options) : options_(options) {}

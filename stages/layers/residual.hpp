@@ -1,7 +1,7 @@
 // A residual branch as a layer: y = x + dropout(branch(norm(x))).
 //
-// The branch's last product adds to x. Where something is dropped before the sum, the product is of
-// the products' precision, and dropout adds what stays of it to x, in one pass.
+// The branch's last matmul adds to x. Where something is dropped before the sum, the matmul is of
+// the matmuls' precision, and dropout adds what stays of it to x, in one pass.
 #pragma once
 
 #include <functional>
@@ -19,14 +19,14 @@ struct ResidualOptions {
   std::string norm_name;  // "norm1.": of its parameters
   float norm_epsilon = 1e-5F;
   DropoutSite output;
-  DType precision = DType::kF32;                     // of the branch's products
+  DType precision = DType::kF32;                     // of the branch's matmuls
   DType stream = DType::kF32;                        // of x and y: f32, or the precision
   std::int64_t by_sample_from = kRowsToSumBySample;  // as of block_shape()
   std::int64_t context = 0;                          // the most positions; 0: any
   // Multiply-adds of one sample of so many positions.
   std::function<double(std::int64_t sequence)> cost = {};
 
-  // Of the last product in training: before dropout, or, where nothing is dropped, with the sum.
+  // Of the last matmul in training: before dropout, or, where nothing is dropped, with the sum.
   [[nodiscard]] BranchResult result() const {
     return {output.probability > 0 ? precision : stream, stream};
   }
@@ -76,7 +76,7 @@ class ResidualLayer final : public Layer {
   Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Made made_of(LayerCall& call) const;
   [[nodiscard]] Dropout dropped(const Made& made) const;
-  // What the branch's products read: of the products' precision.
+  // What the branch's matmuls read: of the matmuls' precision.
   [[nodiscard]] Tensor branch_gradient(const Made& made, const Tensor& dy) const;
   // backward_input except for the norm.
   void backward_branch(const Made& made, const Tensor& dy);

@@ -49,7 +49,8 @@ class BatchNormLayer final : public Layer {
   void add_parameters(ParameterSet& set, const std::string& name) override {
     weight_ = &set.add(name + "weight", {channels_}, Init::constant(1), /*decay=*/false);
     bias_ = &set.add(name + "bias", {channels_}, Init::constant(0), /*decay=*/false);
-    const Across across = synchronised() ? Across::kFirst : Across::kMean;  // all have the same
+    const ReplicaRule across =
+        synchronised() ? ReplicaRule::kFirst : ReplicaRule::kMean;  // all have the same
     mean_ = &set.add_buffer(name + "running_mean", {channels_}, Init::constant(0), across);
     variance_ = &set.add_buffer(name + "running_var", {channels_}, Init::constant(1), across);
   }

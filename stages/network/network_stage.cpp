@@ -65,7 +65,7 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
                                         ComputeContext& compute) const {
   const StageSkips& skips = run_.skips();
   if (inputs.size() != skips.inputs()) {
-    throw_usage("these layers take {} tensors, got {}; carrying() hands others past them",
+    throw_usage("these layers take {} tensors, got {}; pass_through() hands others past them",
                 skips.inputs(), inputs.size());
   }
   const Plan& plan = run_.plan_of(taken(inputs), compute);
@@ -168,7 +168,7 @@ void NetworkStage::begin_step(ComputeContext& compute) {
   if (!conversions_.empty()) convert_all(compute, conversions_);
 }
 
-// On a GPU: CUDA loads a kernel at its first launch. On a CPU: a product's first run creates
+// On a GPU: CUDA loads a kernel at its first launch. On a CPU: a matmul's first run creates
 // primitives, and only Sluice's own layers are known to make nothing else of a call. Gradients are
 // overwritten, then added to. Buffers stay as they are. Temporary operands stand for the messages.
 void NetworkStage::warm_up_size(ComputeContext& compute, const Plan& plan) {

@@ -38,7 +38,7 @@ std::size_t Linear::workspace(ComputeContext& ctx, std::int64_t rows, DType resu
                              .result = result,
                              .bias = bias_ != nullptr};
   LinearShape forward = shape;
-  // A GPU's product rounds a bias itself where it has no copy.
+  // A GPU's matmul rounds a bias itself where it has no copy.
   if (rounds_bias_ && ctx.device().kind != DeviceKind::kCpu) forward.bias = false;
   const std::size_t bytes = std::max(linear_forward_workspace(ctx, forward),
                                      linear_backward_weight_workspace(ctx, shape));

@@ -54,7 +54,7 @@ struct LayerAllocators {
   }
 };
 
-// dy as products read it: the copy in bf16 where a layer has it.
+// dy as matmuls read it: the copy in bf16 where a layer has it.
 [[nodiscard]] inline const Tensor& operand_gradient(const LayerCall& call, const Tensor& dy) {
   return call.rounded_dy.data != nullptr ? call.rounded_dy : dy;
 }
@@ -73,7 +73,7 @@ class Linear {
     Init weight = Init::normal(0.02), bias_init = Init::constant(0);
     bool bias = false;
     bool tied = false;
-    DType precision = DType::kF32;  // of x, and of the weight as products read it
+    DType precision = DType::kF32;  // of x, and of the weight as matmuls read it
     // y may have that precision: then a GPU adds a copy of the bias in it.
     bool rounds_bias = false;
   };
@@ -83,27 +83,27 @@ class Linear {
   [[nodiscard]] std::int64_t in() const { return weight_->shape[1]; }
   [[nodiscard]] std::int64_t out() const { return weight_->shape[0]; }
   // The largest ctx.workspace() of a call. `result`: type of y; `before`: the activation that
-  // precedes the product.
+  // precedes the matmul.
   [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows, DType result,
                                       std::optional<Activation> before = std::nullopt) const;
-  // residual: with data, y = residual + the product.
+  // residual: with data, y = residual + the matmul.
   void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y,
                const Tensor& residual = {}) const;
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& dx) const;
   void backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& x,
                        const Tensor& dy) const;
-  // With the activation that follows (precedes) the product; raised is what it was applied to.
+  // With the activation that follows (precedes) the matmul; raised is what it was applied to.
   void forward(ComputeContext& ctx, Activation activation, const Tensor& x, const Tensor& raised,
                const Tensor& y) const;
   void backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
                       const Tensor& raised, const Tensor& draised) const;
 
  private:
-  // The weight in the products' precision.
+  // The weight in the matmuls' precision.
   [[nodiscard]] const Tensor& operand() const {
     return precision_ == DType::kF32 ? weight_->value : weight_->bf16_copy;
   }
-  // As a product with this result adds it.
+  // As a matmul with this result adds it.
   [[nodiscard]] Tensor bias_for(const Tensor& y) const;
 
   Parameter* weight_;

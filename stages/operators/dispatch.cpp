@@ -46,7 +46,7 @@ struct Dim {
   std::size_t from = 0;
   bool width = false;  // the operand's width, not its rows
 };
-// "r", or a product: "sq", "2w".
+// "r", or a matmul: "sq", "2w".
 struct Size {
   Dim one, by;
 };
@@ -404,7 +404,7 @@ double product_flops(const Tensor& x, const Tensor& weight) {
   return 2.0 * static_cast<double>(leading_rows(x)) * static_cast<double>(weight.elements());
 }
 
-// Of so many products over the pairs of a query and a key that it sees.
+// Of so many matmuls over the pairs of a query and a key that it sees.
 double attention_flops(const AttentionShape& shape, int products) {
   const auto seen = static_cast<double>(shape.seen()), rows = static_cast<double>(shape.rows());
   const double pairs = rows * (seen - seen * seen / (2 * static_cast<double>(shape.sequence)));

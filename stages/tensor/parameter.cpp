@@ -171,7 +171,7 @@ Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool deca
   return parameter;
 }
 
-Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, Across across) {
+Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, ReplicaRule across) {
   if (is_allocated()) {
     throw_usage("buffer {} is added after allocate(); add it before", name);
   }

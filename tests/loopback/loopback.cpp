@@ -232,7 +232,7 @@ class LoopbackCommunicator final : public Communicator {
     give_back(request);
   }
 
-  void keep(Owner /*memory*/) override {}  // every send can be withdrawn
+  void keep(KeepAlive /*memory*/) override {}  // every send can be withdrawn
 
   std::unique_ptr<Communicator> split(int colour, int key) override {
     std::unique_lock lock(group_->mutex);

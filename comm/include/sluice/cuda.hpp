@@ -118,8 +118,8 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
                  ...),
                 "a kernel takes its arguments by value");
   // More has to be asked for; what the kernel declares itself counts.
-  constexpr std::size_t kSharedBytesOfRight = 48 * 1024;
-  if (shape.shared_bytes > kSharedBytesOfRight - kMostStaticSharedBytes) {
+  constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
+  if (shape.shared_bytes > kDefaultSharedBytes - kMostStaticSharedBytes) {
     detail::check_launch(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                               cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(shape.shared_bytes)),

@@ -42,7 +42,7 @@ class DataSource {
 enum class Feed {
   // Inputs on the rank of each replica's first stage, targets on that of its last one: the
   // replica's share of the batch. Other ranks pass nothing; what they pass is not read.
-  kWhereUsed,
+  kPerStage,
   // The whole batch on rank 0, which sends each replica a contiguous share. Shares differ by at
   // most one sample, larger ones first.
   kRank0,
@@ -59,7 +59,7 @@ struct Batch {
 struct BatchSpec {
   // Of one sample: type and shape, without dimension 0. "f32 []" stands for one number a sample.
   std::vector<TensorSpec> inputs = {}, targets = {};
-  Feed feed = Feed::kWhereUsed;
+  Feed feed = Feed::kPerStage;
 };
 
 // --- data sets and their loaders ---

@@ -71,7 +71,7 @@ struct PipelineOptions {
     // Per rank, on a CPU, at most ComputeContext::kMostThreads. Calls of the pipeline compute in an
     // OpenMP team of this size; the program's own team is afterwards what it was.
     int threads = 1;
-    bool tf32 = false;  // GPUs may round operands of fp32 products to TF32
+    bool tf32 = false;  // GPUs may round operands of fp32 matmuls to TF32
     // Where NCCL sums gradients over replicas: use its all-reduce, not the sum in the order of
     // replicas. It is faster; its bits depend on NCCL and on the depth of the pipeline.
     bool all_reduce = false;

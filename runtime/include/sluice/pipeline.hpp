@@ -115,7 +115,7 @@ class Pipeline {
   // ranks.
   [[nodiscard]] DataLoader loader(std::shared_ptr<const Dataset> data, LoaderOptions options);
 
-  // What this rank passes of each batch, and with Feed::kWhereUsed of which replica it is. Not
+  // What this rank passes of each batch, and with Feed::kPerStage of which replica it is. Not
   // collective.
   [[nodiscard]] BatchShare share() const;
 

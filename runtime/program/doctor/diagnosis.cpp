@@ -138,7 +138,7 @@ void check_computing(const Ranks& ranks, Findings& findings) {
               [&](const RankFacts& rank) {
                 findings.note(
                     "{}: the CPU has no instructions (AMX) that multiply bf16 faster than fp32: "
-                    "such products run in fp32 on converted copies, --precision bf16 saves memory "
+                    "such matmuls run in fp32 on converted copies, --precision bf16 saves memory "
                     "there, not time",
                     rank.mpi.host);
               });

@@ -32,11 +32,11 @@ struct ScheduleChoice {
 };
 
 // [layer] of the model, embedding and head included, in units of their own. Each half of backward
-// takes as many products as forward. Recomputation adds to the input half.
+// takes as many matmuls as forward. Recomputation adds to the input half.
 [[nodiscard]] std::vector<StageTimes> layer_times(const TransformerConfig& model);
 
 // For a pipeline of `ranks` ranks. Collective over all ranks of the job. For --schedule auto rank 0
-// searches and broadcasts the result. The costs of the search are the layers' products, messages
+// searches and broadcasts the result. The costs of the search are the layers' matmuls, messages
 // take no time, and at most as many micro-batches are in flight as 1f1b holds. The layers of a
 // schedule file that says them are its stages' unless --partition says otherwise, or unless they
 // are of another number of layers, which the remark says. Throws Error(kUsage)

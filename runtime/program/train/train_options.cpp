@@ -217,7 +217,7 @@ void add_computing_options(OptionTable& table, TrainOptions& options) {
                   {{"fp32", ProductPrecision::kF32},
                    {"tf32", ProductPrecision::kTf32},
                    {"bf16", ProductPrecision::kBf16}},
-                  "of products' operands; weights and sums stay fp32; tf32: a GPU's fp32 products "
+                  "of matmuls' operands; weights and sums stay fp32; tf32: a GPU's fp32 matmuls "
                   "round their operands, a CPU's do not")
       .mark(kFunction);
   table

@@ -28,7 +28,7 @@ struct OperatorTime {
   std::int64_t calls = 0;
   double seconds = 0;  // on a GPU by its clock, with the gaps between the operator's kernels
   double bytes = 0;  // that its calls cannot do without: once what they read, once what they write
-  double flops = 0;  // of matrix products and attention; 0 for other operators
+  double flops = 0;  // of matmuls and attention; 0 for other operators
 };
 
 // How rotary angles are scaled for a context longer than the one trained for.
@@ -74,15 +74,15 @@ class ComputeContext {
   [[nodiscard]] int threads() const { return threads_; }
   [[nodiscard]] StreamView stream() const { return stream_.view(); }
 
-  // Whether a GPU's fp32 products may round their operands to TF32; off at first. No effect on a
-  // CPU. Call it before the first product.
+  // Whether a GPU's fp32 matmuls may round their operands to TF32; off at first. No effect on a
+  // CPU. Call it before the first matmul.
   void set_tf32(bool allowed);
-  // The cublasLtHandle_t of this context, for a stage's own matrix products; null on a CPU. The
+  // The cublasLtHandle_t of this context, for a stage's own matmuls; null on a CPU. The
   // context owns it. Callers pass stream() and scratch from workspace().
   [[nodiscard]] void* native_blas() const;
 
   // A line on what the bits of a CPU's results depend on: kernels, matrix library, threads, and how
-  // products take rows once a stage with some has been described. Empty for a GPU.
+  // matmuls take rows once a stage with some has been described. Empty for a GPU.
   [[nodiscard]] std::string arithmetic() const;
 
   // Blocks until all work put on the stream so far is done, as stream().synchronize() does. Throws
@@ -138,7 +138,7 @@ class ComputeContext {
 };
 
 // --- what operators compute on, besides tensors ---
-// A product layer's operands: x [rows, in] and weight [out, in] of type `operands`, y [rows, out].
+// A matmul layer's operands: x [rows, in] and weight [out, in] of type `operands`, y [rows, out].
 struct LinearShape {
   std::int64_t rows = 0, in = 0, out = 0;
   DType operands = DType::kF32, result = DType::kF32;
@@ -156,7 +156,7 @@ enum class Pointwise {
   kCount,  // of them
 };
 
-// Of the product layer's fused forms. kGelu is Pointwise::kGeluTanh. kSwiglu: its operand is [rows,
+// Of the matmul layer's fused forms. kGelu is Pointwise::kGeluTanh. kSwiglu: its operand is [rows,
 // 2 * hidden], gates first.
 enum class Activation { kGelu, kSwiglu };
 

@@ -105,7 +105,7 @@ struct LayerPromises {
 
 // Types of a model's numbers. Parameters, their gradients and statistics are f32.
 struct Precision {
-  DType operands = DType::kF32;  // of products: f32 or bf16
+  DType operands = DType::kF32;  // of matmuls: f32 or bf16
   DType stream = DType::kF32;    // of what layers hand on, and of its gradient: f32, or operands'
 };
 

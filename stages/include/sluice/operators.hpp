@@ -36,7 +36,7 @@
 #pragma GCC visibility push(default)
 namespace sluice {
 
-// --- matrix product layer: weight [out, in], bias [out] (null data: none) ---
+// --- matmul layer: weight [out, in], bias [out] (null data: none) ---
 // y = x weightᵀ + bias; x [rows, in], y [rows, out]. `weight` of x's type, bias f32, y of x's type
 // or f32 (an f32 residual stream). On a GPU a bf16 y takes the bias rounded to bf16; there the bias
 // may be bf16 itself, which takes no scratch.
@@ -45,7 +45,7 @@ void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, 
 [[nodiscard]] std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape);
 // y = residual + x weightᵀ + bias, the end of a branch of the residual stream; y and residual f32,
 // or of x's type, y not residual's memory. On a CPU the bits are those of linear_forward() to y,
-// then add(residual, y). A GPU adds in the product: residual before bias, and a bf16 y is rounded
+// then add(residual, y). A GPU adds in the matmul: residual before bias, and a bf16 y is rounded
 // once. Takes the scratch of linear_forward.
 void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
                              const Tensor& bias, const Tensor& residual, const Tensor& y);
@@ -58,7 +58,7 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
 [[nodiscard]] std::size_t linear_backward_weight_workspace(ComputeContext& ctx,
                                                            const LinearShape& shape);
 
-// The product before or after an activation, fused with it. kSwiglu: raised is [rows, 2 * hidden].
+// The matmul before or after an activation, fused with it. kSwiglu: raised is [rows, 2 * hidden].
 // On a CPU the bits are those of the separate calls; blocks of rows stay in the cache. On a GPU the
 // library may apply GELU in bf16 to the sum before rounding it to `raised`; the values are then
 // those of the separate calls within rounding. Whether it does depends on the shapes, the device
@@ -69,7 +69,7 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y);
-// draised = gradient through the activation of (dy weight), for the product that follows the
+// draised = gradient through the activation of (dy weight), for the matmul that follows the
 // activation; overwrites. All of one type.
 void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
                                       const Tensor& weight, const Tensor& raised,

@@ -43,7 +43,7 @@ struct Init {
 
 // How replicas keep a buffer equal: at the end of each step all take the mean, or replica 0's
 // values. kNothing: each keeps its own, and a save has replica 0's.
-enum class Across { kMean, kFirst, kNothing };
+enum class ReplicaRule { kMean, kFirst, kNothing };
 
 // Where a set keeps a bf16 copy of a parameter: Parameter::bf16_copy.
 enum class Bf16Copy { kNowhere, kOnGpus, kEverywhere };
@@ -58,9 +58,9 @@ struct Parameter {
   // gradients.
   Tensor value, grad;
   std::shared_ptr<const void> memory;        // owns what both lie in
-  Across across = Across::kMean;             // of a buffer, which has no gradient
+  ReplicaRule across = ReplicaRule::kMean;   // of a buffer, which has no gradient
   Bf16Copy keeps_bf16 = Bf16Copy::kNowhere;  // to be set before ParameterSet::allocate()
-  // A bf16 copy of the value, to nearest, that its stage renews for matrix products; null data:
+  // A bf16 copy of the value, to nearest, that its stage renews for matmuls; null data:
   // none. It starts at a multiple of kBufferAlignment and has room up to the next. Who writes the
   // value either writes the copy too, or calls ParameterSet::mark_values_changed().
   Tensor bf16_copy = {};
@@ -100,7 +100,8 @@ class ParameterSet {
   // State that is not trained, such as running statistics: fp32, saved with the parameters, under a
   // name that no parameter has. A stage writes it in forward(), which the runtime calls once for
   // every micro-batch. A step that is refused or skipped leaves it as it was. Else as add().
-  Parameter& add_buffer(std::string name, Shape shape, Init init, Across across = Across::kMean);
+  Parameter& add_buffer(std::string name, Shape shape, Init init,
+                        ReplicaRule across = ReplicaRule::kMean);
 
   // Allocates every value, gradient, buffer and copy, draws initial values (a function of seed,
   // name and position alone) and zeroes gradients. `gradients` false: the stage never runs backward

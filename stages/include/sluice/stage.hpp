@@ -212,7 +212,7 @@ class LossStage {
 // that one stage makes reaches a later one over the edges between them. It has the interfaces that
 // `inner` has. Throws Error(kUsage) for a null `inner` and for `inputs` below 1; a stage that gets
 // fewer tensors is Error(kUsage) when it is described.
-[[nodiscard]] std::unique_ptr<Stage> carrying(std::unique_ptr<Stage> inner, int inputs);
+[[nodiscard]] std::unique_ptr<Stage> pass_through(std::unique_ptr<Stage> inner, int inputs);
 
 // --- which layers sit on which stage: plain integers, no tensors ---
 // Stage s owns layers [first[s], first[s + 1]). first has stages + 1 entries, first[0] = 0 and

@@ -63,7 +63,7 @@ struct TransformerConfig {
   bool qk_norm = false;  // RMSNorm of each head's queries and keys, before rotary positions
   int window = 0;        // positions that a query sees, itself the last of them; 0: all
   std::vector<int> full_layers = {};  // blocks that see all positions in spite of it, ascending
-  DType precision = DType::kF32;  // of products' operands; kBf16 keeps f32 master weights and sums
+  DType precision = DType::kF32;  // of matmuls' operands; kBf16 keeps f32 master weights and sums
   // Of the residual stream, its gradient and the edges between stages. kBf16 needs a precision of
   // kBf16. All that leaves a layer has this type, so the bits do not depend on where stages end. On
   // a CPU what is added to the stream is rounded before the sum, which is rounded too.
@@ -73,7 +73,7 @@ struct TransformerConfig {
   // a part of its rows after the other, with the head's gradients. Its outputs are then the final
   // norm's results, and infer() is Error(kUsage). A part has a multiple of 512 rows, so that there
   // may be fewer parts; with sums_by_sample() at most those of one sample. On a CPU the bits are
-  // those of 1; on a GPU, whose products then have other shapes, they are a function of it.
+  // those of 1; on a GPU, whose matmuls then have other shapes, they are a function of it.
   int logit_chunks = 1;
   // On a CPU, sums over rows (gradients of weights, biases and gains) start anew at each sample,
   // and samples are added in ascending order. So the bits do not depend on how a batch is cut into

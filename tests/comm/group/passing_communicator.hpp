@@ -28,7 +28,7 @@ class PassingCommunicator : public Communicator {
   }
   bool test(Request& request, Arrival* arrival) override { return comm_->test(request, arrival); }
   void cancel(Request& request) override { comm_->cancel(request); }
-  void keep(Owner memory) override { comm_->keep(std::move(memory)); }
+  void keep(KeepAlive memory) override { comm_->keep(std::move(memory)); }
   std::unique_ptr<Communicator> split(int colour, int key) override {
     return comm_->split(colour, key);
   }

@@ -18,7 +18,7 @@
 
 #include "comm/group/control.hpp"
 #include "runtime/group/guard.hpp"
-#include "runtime/pipeline/programs.hpp"
+#include "runtime/pipeline/plan_cache.hpp"
 #include "runtime/planning/transport_plan.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/loopback/loopback.hpp"
@@ -373,7 +373,7 @@ TEST(ProgramsTest, KeepWhatWasUsedLast) {
     Plan largest = plan_of("1f1b", 2, 100);
     Rig rig(largest, comm, control);
     std::vector<int> planned;
-    Programs programs(
+    PlanCache programs(
         comm.rank(),
         [&](int n) {
           planned.push_back(n);
@@ -392,7 +392,7 @@ TEST(ProgramsTest, KeepWhatWasUsedLast) {
       return planned;
     };
     const std::vector<int> most = {1, 2, 3, 4, 5, 6, 7, 8};
-    ASSERT_EQ(most.size(), Programs::kMost);
+    ASSERT_EQ(most.size(), PlanCache::kMost);
     EXPECT_EQ(planned_for(most), most);
     const std::size_t before = allocations_of_this_thread();
     for (int times = 0; times < 3; ++times) {

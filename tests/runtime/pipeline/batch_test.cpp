@@ -69,7 +69,7 @@ struct Job {
   int pipeline = 1, replicas = 1;
   std::string schedule = "1f1b";
   int chunks = 1;
-  Feed feed = Feed::kWhereUsed;
+  Feed feed = Feed::kPerStage;
 };
 
 PipelineOptions options_of(const Job& job) {
@@ -100,7 +100,7 @@ BatchSpec spec(Feed feed) {
   return {.inputs = {tokens}, .targets = {tokens}, .feed = feed};
 }
 
-// What each rank passes: with Feed::kWhereUsed its replica's share.
+// What each rank passes: with Feed::kPerStage its replica's share.
 Batch passed(const Samples& samples, const Job& job, Communicator& comm) {
   if (job.feed == Feed::kRank0) return comm.rank() == 0 ? samples.batch() : Batch{};
   const std::int64_t share = samples.count / job.replicas, more = samples.count % job.replicas;
@@ -117,7 +117,7 @@ void on_all_and_alone(Communicator& comm, const Job& job, const Body& body) {
     body(pipeline, [&](const Samples& samples) { return passed(samples, job, comm); });
   }
   const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
-  Pipeline pipeline(*self, options_of({}), factory(), spec(Feed::kWhereUsed));
+  Pipeline pipeline(*self, options_of({}), factory(), spec(Feed::kPerStage));
   body(pipeline, [](const Samples& samples) { return samples.batch(); });
 }
 
@@ -191,7 +191,7 @@ TEST_P(BatchTest, ABatchOfTheCallerTrainsLikeTheSources) {
     const auto source = synthetic_tokens(model_of());
     for (const int replicas : {1, 2}) {
       if (comm.size() % replicas != 0) continue;
-      for (const Feed feed : {Feed::kWhereUsed, Feed::kRank0}) {
+      for (const Feed feed : {Feed::kPerStage, Feed::kRank0}) {
         const Job job{.pipeline = comm.size() / replicas, .replicas = replicas, .feed = feed};
         Pipeline expected(comm, options_of(job), factory(), *source);
         Pipeline pipeline(comm, options_of(job), factory(), spec(feed));
@@ -470,8 +470,8 @@ struct Tracking : Stage, LossStage {
   ParameterSet set;
   Parameter& weight = set.add("w", {1}, Init::constant(1));
   Parameter& mean = set.add_buffer("mean", {1}, Init::constant(0));
-  Parameter& calls = set.add_buffer("calls", {1}, Init::constant(0), Across::kNothing);
-  Parameter& first = set.add_buffer("first", {1}, Init::constant(7), Across::kFirst);
+  Parameter& calls = set.add_buffer("calls", {1}, Init::constant(0), ReplicaRule::kNothing);
+  Parameter& first = set.add_buffer("first", {1}, Init::constant(7), ReplicaRule::kFirst);
 
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
     return {.outputs = {in[0]}};
@@ -1002,7 +1002,7 @@ TEST_P(BatchTest, ATensorPassesByOtherStages) {
     const StageFactory make = [](int stage, int) -> std::unique_ptr<Stage> {
       if (stage == 0) return std::make_unique<Link>(0, /*makes_two=*/true);
       if (stage == 3) return std::make_unique<Sum>();
-      return carrying(std::make_unique<Link>(stage, /*makes_two=*/false), 1);
+      return pass_through(std::make_unique<Link>(stage, /*makes_two=*/false), 1);
     };
     const std::vector<float> x = {1, 2, 3, 4, 5, 6, 7}, y = {3, 1, 4, 1, 5, 9, 2};
     const BatchSpec numbers{.inputs = {{DType::kF32, {}}}, .targets = {{DType::kF32, {}}}};
@@ -1028,7 +1028,7 @@ TEST_P(BatchTest, ATensorPassesByOtherStages) {
     if (comm.size() == 4) {
       EXPECT_EQ(train(comm, "1f1b"), alone);
     }
-    expect_refusal("needs another one in it", [] { (void)carrying(nullptr, 1); });
+    expect_refusal("needs another one in it", [] { (void)pass_through(nullptr, 1); });
   });
 }
 

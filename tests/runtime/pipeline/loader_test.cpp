@@ -94,12 +94,12 @@ class PipelineLoaderTest : public ::testing::TestWithParam<int> {};
 TEST_P(PipelineLoaderTest, EveryLayoutAndFeedTrainsOnTheSameBatches) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
-    const auto alone = trained(*self, 1, 1, Feed::kWhereUsed, 0);
+    const auto alone = trained(*self, 1, 1, Feed::kPerStage, 0);
     EXPECT_EQ(alone.first.size(), 10U);
-    EXPECT_EQ(trained(comm, comm.size(), 1, Feed::kWhereUsed, 2), alone);
+    EXPECT_EQ(trained(comm, comm.size(), 1, Feed::kPerStage, 2), alone);
     EXPECT_EQ(trained(comm, comm.size(), 1, Feed::kRank0, 1), alone);
     if (comm.size() % 2 != 0) return;
-    const auto pairs = trained(comm, comm.size() / 2, 2, Feed::kWhereUsed, 2);
+    const auto pairs = trained(comm, comm.size() / 2, 2, Feed::kPerStage, 2);
     EXPECT_EQ(pairs.first.size(), 6U);
     EXPECT_EQ(trained(comm, comm.size() / 2, 2, Feed::kRank0, 0), pairs);
   });

@@ -509,7 +509,7 @@ class TorchStage : public Stage, public SplitBackward {
         tensor.scalar_type() == torch::kFloat32 && tensor.dim() <= Shape::kMaxDims;
     if (!counts && !is_float) return constants_.push_back({name, tensor});
     parameters_.add_buffer(full_name(name), shape_of(tensor), Init::constant(0),
-                           counts ? Across::kFirst : Across::kMean);
+                           counts ? ReplicaRule::kFirst : ReplicaRule::kMean);
     buffers_of_module_.emplace_back(name, tensor);
   }
 

@@ -1,4 +1,4 @@
-#include "runtime/watchdog/scribe.hpp"
+#include "runtime/watchdog/async_writer.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -55,17 +55,17 @@ void write_new(const std::filesystem::path& directory, const std::string& stem,
 
 }  // namespace
 
-struct Scribe::State {
+struct AsyncWriter::State {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> jobs;  // the first is under way
   bool started = false, over = false, ended = false;
 };
 
-Scribe::Scribe() : state_(std::make_shared<State>()) {}
+AsyncWriter::AsyncWriter() : state_(std::make_shared<State>()) {}
 
 // The thread owns the state too: it may outlive the scribe.
-void Scribe::start() {
+void AsyncWriter::start() {
   start_thread("watchdog's writer", [state = state_] {
     std::unique_lock lock(state->mutex);
     while (true) {
@@ -82,7 +82,7 @@ void Scribe::start() {
   }).detach();
 }
 
-Scribe::~Scribe() {
+AsyncWriter::~AsyncWriter() {
   std::unique_lock lock(state_->mutex);
   if (!state_->started) return;
   state_->over = true;
@@ -90,7 +90,7 @@ Scribe::~Scribe() {
   state_->changed.wait_for(lock, kEndTime, [&] { return state_->ended; });
 }
 
-void Scribe::run(std::function<void()> job) {
+void AsyncWriter::run(std::function<void()> job) {
   const std::lock_guard lock(state_->mutex);
   if (!std::exchange(state_->started, true)) start();
   if (state_->jobs.size() >= kMostWaitingJobs) return;
@@ -98,11 +98,11 @@ void Scribe::run(std::function<void()> job) {
   state_->changed.notify_all();
 }
 
-void Scribe::say(std::string text) {
+void AsyncWriter::say(std::string text) {
   run([text = std::move(text)] { write_all(STDERR_FILENO, text); });
 }
 
-void Scribe::say_now(std::string text) {
+void AsyncWriter::say_now(std::string text) {
   // A pipe that polls as writable takes that many bytes.
   pollfd out = {.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};
   if (text.size() > PIPE_BUF || ::poll(&out, 1, 0) != 1 || (out.revents & POLLOUT) == 0) {
@@ -111,7 +111,7 @@ void Scribe::say_now(std::string text) {
   write_all(STDERR_FILENO, text);
 }
 
-void Scribe::replace(const std::filesystem::path& path, std::string text) {
+void AsyncWriter::replace(const std::filesystem::path& path, std::string text) {
   run([path, text = std::move(text)] {
     try {
       AtomicFile file(path);
@@ -122,12 +122,12 @@ void Scribe::replace(const std::filesystem::path& path, std::string text) {
   });
 }
 
-void Scribe::add_file(const std::filesystem::path& directory, const std::string& stem,
-                      std::string text) {
+void AsyncWriter::add_file(const std::filesystem::path& directory, const std::string& stem,
+                           std::string text) {
   run([=, text = std::move(text)] { write_new(directory, stem, text); });
 }
 
-bool Scribe::idle() const {
+bool AsyncWriter::idle() const {
   const std::lock_guard lock(state_->mutex);
   return state_->jobs.empty();
 }

@@ -1,4 +1,4 @@
-#include "runtime/pipeline/programs.hpp"
+#include "runtime/pipeline/plan_cache.hpp"
 
 #include <algorithm>
 
@@ -6,7 +6,7 @@
 
 namespace sluice {
 
-Programs::Program* Programs::find(int micro_batches) {
+PlanCache::Program* PlanCache::find(int micro_batches) {
   const auto found = std::find_if(programs_.begin(), programs_.end(), [&](const Program& program) {
     return program.plan->micro_batches == micro_batches;
   });
@@ -15,14 +15,14 @@ Programs::Program* Programs::find(int micro_batches) {
   return &programs_.front();
 }
 
-Engine& Programs::add(Plan& plan) {
+Engine& PlanCache::add(Plan& plan) {
   if (find(plan.micro_batches) == nullptr) {
     programs_.insert(programs_.begin(), {.own = nullptr, .plan = &plan, .engine = nullptr});
   }
   return engine(plan.micro_batches);
 }
 
-void Programs::plan(int micro_batches) {
+void PlanCache::plan(int micro_batches) {
   if (find(micro_batches) != nullptr) return;
   auto made = std::make_unique<Plan>(make_plan_(micro_batches));
   const auto is_own = [](const Program& program) { return program.own != nullptr; };
@@ -34,7 +34,7 @@ void Programs::plan(int micro_batches) {
   programs_.insert(programs_.begin(), {.own = std::move(made), .plan = plan, .engine = nullptr});
 }
 
-Engine& Programs::engine(int micro_batches) {
+Engine& PlanCache::engine(int micro_batches) {
   Program& program = *find(micro_batches);
   if (program.engine == nullptr) {
     program.engine = make_engine_(*program.plan);

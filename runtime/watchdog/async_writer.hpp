@@ -10,13 +10,13 @@
 
 namespace sluice {
 
-class Scribe {
+class AsyncWriter {
  public:
-  Scribe();
+  AsyncWriter();
   // Waits for what is under way, for at most two seconds; what takes longer goes on without this.
-  ~Scribe();
-  Scribe(const Scribe&) = delete;
-  Scribe& operator=(const Scribe&) = delete;
+  ~AsyncWriter();
+  AsyncWriter(const AsyncWriter&) = delete;
+  AsyncWriter& operator=(const AsyncWriter&) = delete;
 
   // To standard error, in one write.
   void say(std::string text);

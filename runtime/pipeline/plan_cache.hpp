@@ -15,14 +15,14 @@
 
 namespace sluice {
 
-class Programs {
+class PlanCache {
  public:
   static constexpr std::size_t kMost = 8;  // besides those that are added
 
   using MakePlan = std::function<Plan(int micro_batches)>;
   using MakeEngine = std::function<std::unique_ptr<Engine>(const Plan& plan)>;
   // `rank`: of the pipeline. With its engine a plan loses the lists of the other ranks.
-  Programs(int rank, MakePlan make_plan, MakeEngine make_engine)
+  PlanCache(int rank, MakePlan make_plan, MakeEngine make_engine)
       : rank_(rank), make_plan_(std::move(make_plan)), make_engine_(std::move(make_engine)) {}
 
   // Makes the engine of a plan that is there already; `plan` outlives this. It stays.

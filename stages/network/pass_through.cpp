@@ -137,7 +137,7 @@ class WithLoss : public Base, public LossStage {
 
 }  // namespace
 
-std::unique_ptr<Stage> carrying(std::unique_ptr<Stage> inner, int inputs) {
+std::unique_ptr<Stage> pass_through(std::unique_ptr<Stage> inner, int inputs) {
   if (inner == nullptr || inputs < 1) {
     throw_usage(
         "a stage that carries tensors needs another one in it, and at least one input for "
