@@ -28,8 +28,7 @@ int main(int argc, char** argv) {
     DataLoader loader = pipeline.loader(data, {.batch_size = 50, .shuffle = true});
     for (int epoch = 1; epoch <= 100; ++epoch) {
       double loss = 0;
-      while (const LoadedBatch* batch = loader.next())
-        loss += pipeline.train_step(*batch).loss / 20;
+      while (const auto* batch = loader.next()) loss += pipeline.train_step(*batch).loss / 20;
       if (epoch % 20 == 0 && world.rank() == 0) std::printf("epoch %3d  loss %.4f\n", epoch, loss);
     }
   });

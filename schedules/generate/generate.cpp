@@ -25,7 +25,7 @@ struct GeneratorRow {
   Schedule (*generate)(const ScheduleShape& shape);
 };
 
-// In the order users see them. A new schedule is one file and one line here.
+// In the order users see them. The steps of a new one: schedules/README.md.
 constexpr std::array kGenerators = {
     GeneratorRow{"gpipe", PlacementKind::kLinear, 1, generators::gpipe},
     GeneratorRow{"gpipe-lifo", PlacementKind::kLinear, 1, generators::gpipe_lifo},

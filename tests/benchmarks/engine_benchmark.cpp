@@ -9,6 +9,7 @@
 
 #include <sluice/program.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "comm/group/transport.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
@@ -92,7 +93,8 @@ class BareLoop {
 int main(int argc, char** argv) {
   using namespace sluice;
   using namespace sluice::benchmarks;
-  return run_main(argc, argv, [&](World& world) {
+  return run_main(argc, argv, [&](World& ranks) {
+    Communicator& world = communicator_of(ranks);
     Report report(
         "Engine overhead, stages that do nothing, ns per compute action",
         {"transport", "schedule", "ranks", "engine ns", "shown ns", "bare MPI ns", "above bare"});

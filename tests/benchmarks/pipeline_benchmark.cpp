@@ -14,6 +14,7 @@
 #include <sluice/simulate.hpp>
 #include <sluice/transformer.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/report/timeline.hpp"
@@ -165,7 +166,8 @@ void run_family(Communicator& world, int steps, Report& report) {
 int main(int argc, char** argv) {
   using namespace sluice;
   using namespace sluice::benchmarks;
-  return run_main(argc, argv, [&](World& world) {
+  return run_main(argc, argv, [&](World& ranks) {
+    Communicator& world = communicator_of(ranks);
     const int steps = std::atoi(argument(argc, argv, "--steps", "9").c_str());
     const bool family = argument(argc, argv, "--stages", "") == "family";
     Report report =

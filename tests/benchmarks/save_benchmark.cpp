@@ -12,6 +12,7 @@
 #include <sluice/program.hpp>
 #include <sluice/transformer.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/checkpoint/verify.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -105,7 +106,8 @@ int main(int argc, char** argv) {
   const auto number = [&](const char* name, const char* otherwise) {
     return std::atoi(argument(argc, argv, name, otherwise).c_str());
   };
-  return sluice::run_main(argc, argv, [&](sluice::World& world) {
+  return sluice::run_main(argc, argv, [&](sluice::World& ranks) {
+    sluice::Communicator& world = sluice::communicator_of(ranks);
     const std::string directory = argument(argc, argv, "--directory", "");
     if (directory.empty()) {
       throw sluice::Error(sluice::ErrorCode::kUsage, "--directory DIR is missing: saves go there");

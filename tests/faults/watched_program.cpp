@@ -33,6 +33,7 @@
 
 #include "comm/base/host.hpp"
 #include "comm/group/collectives.hpp"
+#include "comm/group/communicator.hpp"
 #include "comm/group/control.hpp"
 #include "runtime/engine/engine.hpp"
 #include "runtime/group/job_context.hpp"
@@ -252,7 +253,8 @@ int main(int argc, char** argv) {
   arguments.how = argc > 1 ? argv[1] : "train";
   if (argc > 2) arguments.timeout = std::atof(argv[2]);
   if (argc > 3) arguments.number = std::atol(argv[3]);
-  return sluice::run_main(argc, argv, [&](sluice::World& world) {
+  return sluice::run_main(argc, argv, [&](sluice::World& ranks) {
+    sluice::Communicator& world = sluice::communicator_of(ranks);
     const sluice::PlaceSignals place;
     if (arguments.how == "deadlock") return sluice::deadlock(world, arguments);
     if (arguments.how == "many") return sluice::make_many(world, arguments);

@@ -4,13 +4,17 @@
 //   foreign     rank 1 throws something that is no Error
 //   filesystem  rank 1 throws what std::filesystem does
 //   none        every rank returns
+#include <cstddef>
 #include <filesystem>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 
+#include <sluice/error.hpp>
 #include <sluice/program.hpp>
 
+#include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace {
@@ -28,7 +32,8 @@ void wait_for_nothing(sluice::Communicator& world) {
 
 int main(int argc, char** argv) {
   const std::string how = argc > 1 ? argv[1] : "none";
-  return sluice::run_main(argc, argv, [&](sluice::World& world) {
+  return sluice::run_main(argc, argv, [&](sluice::World& ranks) {
+    sluice::Communicator& world = sluice::communicator_of(ranks);
     if (how == "none") return;
     if (how == "all") throw sluice::Error(sluice::ErrorCode::kUsage, "refused by all");
     if (world.rank() != 1) wait_for_nothing(world);

@@ -88,7 +88,7 @@ class Last : public Stage, public LossStage {
   bool fails_;
 };
 
-void train(Communicator& world, const std::string& file, bool first_fails, bool last_fails) {
+void train(World& world, const std::string& file, bool first_fails, bool last_fails) {
   const NoData data;
   const auto make_stage = [&](int stage, int) -> std::unique_ptr<Stage> {
     if (stage == 0) return std::make_unique<First>(first_fails);
@@ -124,7 +124,7 @@ int train_on_two_threads(int argc, char** argv) {
   {
     const auto world = MpiSession(nullptr, nullptr).world();
     const auto first = world->duplicate(), second = world->duplicate();
-    const auto work = [](Communicator& own) {
+    const auto work = [](World& own) {
       for (int i = 0; i < 4; ++i) train(own, "", false, false);
       std::printf("rank %d has trained\n", own.rank());
     };
@@ -146,7 +146,7 @@ int main(int argc, char** argv) {
                              file == "funneled" ? MPI_THREAD_FUNNELED : MPI_THREAD_MULTIPLE);
   }
   if (how == "threads") return train_on_two_threads(argc, argv);
-  const auto fail = [&](Communicator& world) {
+  const auto fail = [&](World& world) {
     try {
       train(world, file, /*first_fails=*/true, /*last_fails=*/how == "unreceived");
     } catch (const Error&) {

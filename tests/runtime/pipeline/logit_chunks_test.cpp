@@ -70,9 +70,10 @@ TEST(LogitChunksTest, AnEvaluationIsThatOfLogitsAtOnce) {
 }
 
 TEST(LogitChunksTest, WhatIsNotLegalIsRefused) {
-  expect_error(ErrorCode::kUsage, {"--logit-chunks", "0"}, [] { with_chunks(0, [](auto&) {}); });
+  expect_error(ErrorCode::kUsage, {"--logit-chunks", "0"},
+               [] { with_chunks(0, [](auto&, auto&) {}); });
   expect_error(ErrorCode::kUsage, {"--logit-chunks", "65537"},
-               [] { with_chunks(65537, [](auto&) {}); });
+               [] { with_chunks(65537, [](auto&, auto&) {}); });
 }
 
 TEST(LogitChunksTest, InferenceIsRefusedAndThePipelineTrainsOn) {
