@@ -348,7 +348,11 @@ def visibility_violations(tree):
 def read_objects(tree, build):
     """What nm says of each object of `build` that comes from a source in a room, or from all of a room's."""
     objects = []
+    rules = pathlib.Path(build, "build.ninja")
+    rules = rules.read_text() if rules.exists() else None
     for file in sorted(pathlib.Path(build).glob("*/CMakeFiles/*.dir/**/*.o")):
+        if rules and file.relative_to(build).as_posix() not in rules:
+            continue  # of a source that is gone
         folder = file.relative_to(build).parts[0]
         inner = file.as_posix().split(".dir/", 1)[1].removesuffix(".o")
         path = f"{folder}/{inner}"

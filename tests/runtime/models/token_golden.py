@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Makes the files that TokenDecoder is compared with: three tokenizers and what the package `tokenizers` decodes.
 
-    tests/runtime/models/golden.py           # writes data/
-    tests/runtime/models/golden.py --check   # compares it
+    tests/runtime/models/token_golden.py           # writes data/
+    tests/runtime/models/token_golden.py --check   # compares it
 
 byte_level.json is trained on a text with letters of every Unicode block. fallback.json and metaspace.json have
 the decoders of Llama 2 and of older files of its kind. golden.json has lists of ids and their texts. Needs the version of
@@ -79,9 +79,9 @@ def lists_of(tokenizer, text, draw):
 
 def make():
     if tokenizers.__version__ != VERSION:
-        sys.exit(f"golden.py: tokenizers {tokenizers.__version__} is installed, {VERSION} is needed")
+        sys.exit(f"token_golden.py: tokenizers {tokenizers.__version__} is installed, {VERSION} is needed")
     if unicodedata.unidata_version != UNICODE:
-        sys.exit(f"golden.py: this Python has Unicode {unicodedata.unidata_version}, {UNICODE} is needed")
+        sys.exit(f"token_golden.py: this Python has Unicode {unicodedata.unidata_version}, {UNICODE} is needed")
     draw = random.Random(5)
     llama = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
                                decoders.Strip(content=" ", left=1, right=0)])
@@ -110,7 +110,7 @@ def main():
     files = make()
     if sys.argv[1:] == ["--check"]:
         wrong = [name for name, text in files.items() if (DATA / name).read_bytes() != text.encode()]
-        sys.exit(f"golden.py: not as the script makes them: {', '.join(wrong)}" if wrong else 0)
+        sys.exit(f"token_golden.py: not as the script makes them: {', '.join(wrong)}" if wrong else 0)
     DATA.mkdir(exist_ok=True)
     for name, text in files.items():
         (DATA / name).write_bytes(text.encode())

@@ -14,7 +14,7 @@ import sys
 
 import jsonschema
 
-SCHEMA = pathlib.Path(__file__).resolve().parents[3] / "runtime/program/explore/schedule_output.schema.json"
+SCHEMA = pathlib.Path(__file__).resolve().parents[4] / "runtime/program/explore/schedule_output.schema.json"
 COMMANDS = (
     "",
     "--schedule zb-v --ranks 3 --micro-batches 5 --message-time 0.5 --timeline",
