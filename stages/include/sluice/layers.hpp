@@ -435,10 +435,10 @@ struct GradientCheck {
 };
 // Runs the layer on a CPU with this input: its gradients agree with finite differences; it writes
 // all of its outputs and gradients, and nothing next to them or to its memory, and changes nothing
-// else; it adds to gradients of parameters, and overwrites stale ones where it says so; needs() names
-// all that it takes; two micro-batches in flight have the bits of one after the other; what it
-// promises of `recomputes`, `keeps_alone` and `in_place` holds; in bf16 it makes what it makes in
-// f32, if its set_precision() says that it takes bf16. Parameters are moved off their initial
+// else; it adds to gradients of parameters, and overwrites stale ones where it says so; needs()
+// names all that it takes; two micro-batches in flight have the bits of one after the other; what
+// it promises of `recomputes`, `keeps_alone` and `in_place` holds; in bf16 it makes what it makes
+// in f32, if its set_precision() says that it takes bf16. Parameters are moved off their initial
 // values. Differences are of f32 outputs, summed in double precision. Throws Error(kUsage) that
 // names the layer's kind, what is wrong, where, what was found and what was expected, and what the
 // layer throws. For small inputs: it calls forward some hundred times for each parameter.
