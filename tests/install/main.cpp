@@ -41,7 +41,7 @@ class Ones : public sluice::DataSource {
   std::int64_t context_;
 };
 
-bool train(sluice::Communicator& world) {
+bool train(sluice::World& world) {
   sluice::TransformerConfig model;
   model.layers = 4;
   model.heads = 1;
@@ -63,7 +63,7 @@ int main(int argc, char** argv) {
   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &granted);
   bool right = false;
   {
-    const std::unique_ptr<sluice::Communicator> world = sluice::make_world(MPI_COMM_WORLD);
+    const std::unique_ptr<sluice::World> world = sluice::make_world(MPI_COMM_WORLD);
     const sluice::Schedule schedule = sluice::generate("gpipe", {.ranks = 2, .micro_batches = 4});
     std::printf("%s", sluice::draw_grid(schedule).c_str());
     right = !sluice::check(schedule) && train(*world);
