@@ -191,7 +191,7 @@ class AwareCommunicator final : public Communicator {
     receives_.erase(request.index);
     comm_->cancel(request);
   }
-  void keep(Owner memory) override { comm_->keep(std::move(memory)); }
+  void keep(KeepAlive memory) override { comm_->keep(std::move(memory)); }
   std::unique_ptr<Communicator> split(int colour, int key) override {
     return std::make_unique<AwareCommunicator>(comm_->split(colour, key), fault_);
   }
