@@ -1,8 +1,8 @@
-// Matmuls of rows, of which no row's bits depend on the rows beside it: forward and input gradient
-// of a linear layer. The library takes another kernel for some numbers of rows, and for the last
-// rows of a matmul. So rows are taken in blocks whose sizes suit it, and the last block is filled
-// up with zeros. Which sizes do comes from a table by instruction set; a check of the library as it
-// runs here chooses among them, never a time.
+// Matmuls in which the bits of a row do not depend on the rows beside it: forward and input
+// gradient of a linear layer. The library takes another kernel for some numbers of rows, and for
+// the last rows of a matmul. So rows are taken in blocks whose sizes suit it, and the last block is
+// filled up with zeros. Which sizes do comes from a table by instruction set; a check of the
+// library as it runs here chooses among them, never a time.
 #pragma once
 
 #include <cstdint>
