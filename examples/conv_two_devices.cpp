@@ -17,7 +17,7 @@ int main(int argc, char** argv) {
     const Sequential model({half(3, 16), nn::cut(), half(16, 32)}, nn::mse_loss());
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 2}};
     if (argc > 1) options.devices.choices = parse_devices(argv[1]);
-    Pipeline pipeline(world, options, model, {.inputs = {picture}, .targets = {features}});
+    Pipeline pipeline(world, model, {.inputs = {picture}, .targets = {features}}, options);
     std::vector<float> x(8 * 3 * 32 * 32), y(8 * 32 * 32 * 32, 0.5F);
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = float(i % 1009) / 1009;
     const Batch batch{.inputs = {view(x, {8, 3, 32, 32})}, .targets = {view(y, {8, 32, 32, 32})}};

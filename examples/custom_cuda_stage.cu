@@ -115,7 +115,7 @@ int main(int argc, char** argv) {
       if (stage + 1 == stages) return std::make_unique<LastLayer>(name);
       return std::make_unique<Layer>(name);
     };
-    Pipeline pipeline(world, options, make_stage, {.inputs = {row}, .targets = {row}});
+    Pipeline pipeline(world, make_stage, {.inputs = {row}, .targets = {row}}, options);
     double loss = 0;
     for (int step = 0; step < 200; ++step) loss = pipeline.train_step(batch).loss;
     if (world.rank() == 0) std::printf("loss %.4f\n", loss);

@@ -44,8 +44,8 @@ int main(int argc, char** argv) {
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 16},
                             .order = {.schedule = "zb-h1"}};
     options.training.learning_rate = {.peak = 0.01};
-    Pipeline pipeline(world, options, model,
-                      {.inputs = {{DType::kF32, {2}}}, .targets = {{DType::kF32, {1}}}});
+    Pipeline pipeline(world, model,
+                      {.inputs = {{DType::kF32, {2}}}, .targets = {{DType::kF32, {1}}}}, options);
     std::vector<float> x, y;  // the product of two numbers on a grid
     for (int i = 0; i < 64; ++i) {
       const int row = i / 8;

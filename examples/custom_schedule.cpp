@@ -45,7 +45,7 @@ int main(int argc, char** argv) {
     PipelineOptions options;
     options.shape.micro_batches = order->micro_batches;  // of one window each
     options.order.given = order;
-    Pipeline pipeline(world, options, model, text->spec());
+    Pipeline pipeline(world, model, text->spec(), options);
     DataLoader loader = pipeline.loader(text, {.batch_size = 5, .shuffle = true});
     double loss = 0;
     for (int step = 0; step < 3; ++step) loss = pipeline.train_step(*loader.next()).loss;

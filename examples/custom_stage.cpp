@@ -50,7 +50,7 @@ int main(int argc, char** argv) {
     options.training.learning_rate = {.peak = 0.2};
     const auto make_stage = [](int s, int) { return std::make_unique<OneNumber>(s == 0); };
     const BatchSpec numbers{.inputs = {{DType::kF32, {1}}}, .targets = {{DType::kF32, {1}}}};
-    Pipeline pipeline(world, options, make_stage, numbers);
+    Pipeline pipeline(world, make_stage, numbers, options);
     const std::vector<float> x = {-1, 0, 1, 2}, y = {-2, 1, 4, 7};
     const Batch batch{.inputs = {view(x, {4, 1})}, .targets = {view(y, {4, 1})}};
     for (int step = 0; step < 100; ++step) pipeline.train_step(batch);

@@ -74,7 +74,7 @@ int main(int argc, char** argv) {
     const std::int64_t steps = images / 128 * epochs;
     options.training.learning_rate = {
         .peak = 2e-3, .final_share = 0.02, .warmup = 50, .steps = std::uint64_t(steps)};
-    Pipeline pipeline(world, options, model, train->spec());
+    Pipeline pipeline(world, model, train->spec(), options);
     DataLoader batches = pipeline.loader(
         train, {.batch_size = 128, .shuffle = true, .workers = 1, .drop_last = true});
     DataLoader tests = pipeline.loader(test, {.batch_size = 1000});

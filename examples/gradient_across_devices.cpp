@@ -44,7 +44,7 @@ int main(int argc, char** argv) {
         {nn::layer<Variable>("variable"), nn::linear(1, 1), nn::cut(), nn::linear(1, 1)},
         nn::loss<Sum>("sum"));
     const TensorSpec five{DType::kF32, {5, 1}};
-    Pipeline pipeline(world, options, model, {.inputs = {five}, .targets = {five}});
+    Pipeline pipeline(world, model, {.inputs = {five}, .targets = {five}}, options);
     auto values = pipeline.state();
     const auto set = [&](const char* name, float value) { values[name].tensor().at(0) = value; };
     set("1.weight", 2), set("1.bias", 0), set("2.weight", 3), set("2.bias", 5);

@@ -110,7 +110,7 @@ void train(MPI_Comm ranks, int simulators) {
   PipelineOptions options{
       .shape = {.micro_batches = 4, .micro_batch_size = kPatches * simulators / 4}};
   options.training.learning_rate = {.peak = 3e-3, .steps = kRounds};
-  Pipeline pipeline(*world, options, model, batches);
+  Pipeline pipeline(*world, model, batches, options);
   const int samples = kPatches * simulators;
   std::vector<float> x(std::size_t(samples) * kPatch), y(std::size_t(samples), 0);
   double loss = 0;

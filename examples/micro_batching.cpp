@@ -15,8 +15,8 @@ int main(int argc, char** argv) {
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 4},
                             .order = {.schedule = "gpipe"},
                             .checks = {.trace = true}};
-    Pipeline pipeline(world, options, model,
-                      {.inputs = {{DType::kF32, {5}}}, .targets = {{DType::kF32, {5}}}});
+    Pipeline pipeline(world, model,
+                      {.inputs = {{DType::kF32, {5}}}, .targets = {{DType::kF32, {5}}}}, options);
     std::vector<float> x(16 * 5), y(16 * 5, 1);
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = float(i) / 80;
     const Batch batch{.inputs = {view(x, {16, 5})}, .targets = {view(y, {16, 5})}};

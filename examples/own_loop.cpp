@@ -78,7 +78,7 @@ int main(int argc, char** argv) {
       const bool last = stage + 1 == stages;
       return std::make_unique<Dense>(stage, stage == 0 ? 1 : 32, last ? 1 : 32, last);
     };
-    Pipeline pipeline(world, options, make_stage, numbers);
+    Pipeline pipeline(world, make_stage, numbers, options);
 
     double best = std::numeric_limits<double>::infinity(), rate = 0.02;
     std::map<std::string, HostTensor> best_values;

@@ -46,7 +46,7 @@ int main(int argc, char** argv) {
     const auto data = make_token_source(std::make_shared<TokenFile>(argv[1]), 32, 256, /*seed=*/1);
     PipelineOptions options{.shape = {.micro_batches = 4, .micro_batch_size = 2}};
     options.training.learning_rate = {.peak = 3e-3};
-    Pipeline pipeline(world, options, model, *data);
+    Pipeline pipeline(world, model, *data, options);
     for (int step = 1; step <= 20; ++step) {
       const double loss = pipeline.train_step().loss;
       if (step % 5 == 0 && world.rank() == 0) std::printf("step %d  loss %.6f\n", step, loss);

@@ -19,8 +19,8 @@ int main(int argc, char** argv) {
     // No training: no gradients, no optimizer. Several requests are in flight, one a micro-batch.
     PipelineOptions options{.shape = {.micro_batches = 16}, .training = {.inference = true}};
     const TensorSpec request{DType::kF32, {16, kWidth}};  // 16 rows each
-    Pipeline pipeline(world, options, Sequential(layers).with_input(request),
-                      {.inputs = {request}});
+    Pipeline pipeline(world, Sequential(layers).with_input(request), {.inputs = {request}},
+                      options);
     std::vector<float> x(std::size_t(kRequests) * 16 * kWidth);
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = float(i % 977) / 977 - 0.5F;
     const auto requests = [&](int first, int count) {

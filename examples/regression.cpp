@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
     options.training.learning_rate = {.peak = 0.01};
     const Sequential model({nn::linear(10, 50), nn::relu(), nn::cut(), nn::linear(50, 1)},
                            nn::mse_loss());
-    Pipeline pipeline(world, options, model, data->spec());
+    Pipeline pipeline(world, model, data->spec(), options);
     DataLoader loader = pipeline.loader(data, {.batch_size = 50, .shuffle = true});
     for (int epoch = 1; epoch <= 100; ++epoch) {
       double loss = 0;

@@ -51,7 +51,7 @@ Trained train(World& ranks, const nn::LayerSpec& norm, int micro_batch_size, int
                                     .micro_batch_size = micro_batch_size}};
   options.training.learning_rate = {.peak = 0.01};
   const auto data = std::make_shared<Discs>();
-  Pipeline pipeline(ranks, options, model.with_input(data->spec().inputs[0]), data->spec());
+  Pipeline pipeline(ranks, model.with_input(data->spec().inputs[0]), data->spec(), options);
   DataLoader loader = pipeline.loader(data, {.batch_size = kSamples});
   Trained result;
   result.loss = pipeline.forward_backward(*loader.next()).loss;

@@ -68,8 +68,8 @@ int main(int argc, char** argv) {
     if (world.size() == 1) options.order = {.schedule = "looped-bfs", .chunks = 2};
     options.training.learning_rate = {.peak = 1e-2};
     Pipeline pipeline(
-        world, options, make_stage,
-        {.inputs = {{DType::kF32, {1, kSide, kSide}}}, .targets = {{DType::kI64, {}}}});
+        world, make_stage,
+        {.inputs = {{DType::kF32, {1, kSide, kSide}}}, .targets = {{DType::kI64, {}}}}, options);
     for (int step = 1; step <= 30; ++step) {
       const double loss = pipeline.train_step(batch).loss;
       if (step % 10 == 0 && world.rank() == 0) std::printf("step %d  loss %.17g\n", step, loss);

@@ -53,7 +53,7 @@ int main(int argc, char** argv) {
     options.order.chunks = world.size() == 1 ? 3 : 1;
     options.training.learning_rate = {.peak = 1e-2};
     options.expert.evaluations = {rows};
-    Pipeline pipeline(world, options, make_stage, *data);
+    Pipeline pipeline(world, make_stage, *data, options);
     for (int epoch = 1; epoch <= 5; ++epoch) {
       for (int step = 0; step < rows / 64; ++step) (void)pipeline.train_step();
       const double loss = pipeline.evaluate(*data, rows).loss;

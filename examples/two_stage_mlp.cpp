@@ -13,8 +13,8 @@ void train(World& world, const PipelineOptions& options) {
   const Sequential model({nn::linear(10, 50), nn::relu(), nn::cut(), nn::linear(50, 20), nn::relu(),
                           nn::linear(20, 1)},
                          nn::mse_loss());
-  Pipeline pipeline(world, options, model,
-                    {.inputs = {{DType::kF32, {10}}}, .targets = {{DType::kF32, {1}}}});
+  Pipeline pipeline(world, model,
+                    {.inputs = {{DType::kF32, {10}}}, .targets = {{DType::kF32, {1}}}}, options);
   std::mt19937 random(1);
   std::vector<float> x(100 * 10), y(10, 1);  // 100 samples; all targets are one
   for (float& value : x) value = std::uniform_real_distribution<float>()(random);

@@ -37,12 +37,12 @@ struct Pipeline::Impl {
   TrainingSteps steps{parts, calls};
 };
 
-Pipeline::Pipeline(World& world, const PipelineOptions& options, const StageFactory& make_stage,
-                   const DataSource& source)
+Pipeline::Pipeline(World& world, const StageFactory& make_stage, const DataSource& source,
+                   const PipelineOptions& options)
     : impl_(std::make_unique<Impl>(communicator_of(world), options, make_stage,
                                    PipelineParts::Batches{nullptr, &source})) {}
-Pipeline::Pipeline(World& world, const PipelineOptions& options, const StageFactory& make_stage,
-                   const BatchSpec& batches) {
+Pipeline::Pipeline(World& world, const StageFactory& make_stage, const BatchSpec& batches,
+                   const PipelineOptions& options) {
   PipelineParts::Batches from{
       .own = make_batch_shapes(batches), .source = nullptr, .feed = batches.feed};
   from.source = from.own.get();

@@ -66,8 +66,8 @@ int main(int argc, char** argv) {
     PipelineOptions options{.shape = {.micro_batch_size = samples}};
     options.training.optimizer = OptimizerConfig::sgd(0.9F);
     options.training.learning_rate = {.peak = 0.01};
-    Pipeline pipeline(world, options, Sequential(net.layers, cross_entropy_loss()),
-                      {.inputs = {net.sample}, .targets = {{DType::kI32, {}}}});
+    Pipeline pipeline(world, Sequential(net.layers, cross_entropy_loss()),
+                      {.inputs = {net.sample}, .targets = {{DType::kI32, {}}}}, options);
     std::vector<std::int64_t> dims = {samples};
     for (int d = 0; d < net.sample.shape.rank(); ++d) dims.push_back(net.sample.shape[d]);
     const Shape shape{std::span<const std::int64_t>(dims)};

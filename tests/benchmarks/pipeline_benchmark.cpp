@@ -103,7 +103,7 @@ Measured measure_sleeping(Communicator& world, const PipelineOptions& options, m
   const auto source =
       make_array_source(std::vector<float>(16, 1), 1, std::vector<float>(16, 1), 1, 16);
   const StageFactory factory = [time](int, int) { return std::make_unique<SleepingStage>(time); };
-  Pipeline pipeline(world, options, factory, *source);
+  Pipeline pipeline(world, factory, *source, options);
   return measure(pipeline, options, steps);
 }
 
@@ -132,7 +132,7 @@ void run(Communicator& world, int steps, Report& report) {
     options.shape.micro_batch_size = 4;
     options.training.learning_rate = {.peak = 1e-4};
     const StageFactory factory = Transformer(model);
-    Pipeline pipeline(world, options, factory, source);
+    Pipeline pipeline(world, factory, source, options);
     add_row(report, "gpt2, 4 x 256", 2, options, measure(pipeline, options, steps));
   }
 }

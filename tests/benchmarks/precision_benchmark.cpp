@@ -102,7 +102,7 @@ int main(int argc, char** argv) {
           Sequential(layers_of(argv[1]), cross_entropy_loss(), how).with_input(kPicture));
       const BatchSpec spec{
           .inputs = {kPicture}, .targets = {{DType::kI32, {}}}, .feed = Feed::kRank0};
-      pipelines.push_back(std::make_unique<Pipeline>(world, options, models.back(), spec));
+      pipelines.push_back(std::make_unique<Pipeline>(world, models.back(), spec, options));
     }
     std::vector<std::vector<double>> seconds(modes.size());
     std::vector<double> losses(modes.size());

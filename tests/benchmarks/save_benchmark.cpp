@@ -54,7 +54,7 @@ void measure(Communicator& comm, const Arguments& arguments, const std::string& 
   options.shape.micro_batches = 4;
   options.training.learning_rate = {.peak = 1e-5};
   options.expert.save_copy = true;
-  Pipeline pipeline(comm, options, Transformer(model), source);
+  Pipeline pipeline(comm, Transformer(model), source, options);
   const auto every = static_cast<std::uint64_t>(arguments.steps);
   Checkpointer saver(pipeline,
                      {.directory = arguments.directory, .every_steps = every, .overwrite = true});

@@ -36,7 +36,7 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
   options.shape.micro_batch_size = 4;
   options.training.learning_rate = {.peak = 1e-4};
   const StageFactory factory = Transformer(model);
-  Pipeline pipeline(comm, options, factory, source);
+  Pipeline pipeline(comm, factory, source, options);
   MatMulCache& products = matmuls_of(pipeline.compute());
   products.widen_bf16(widen);
   for (int i = 0; i < 3; ++i) pipeline.train_step();
@@ -84,7 +84,7 @@ std::vector<double> in_turns(Communicator& comm, const std::vector<Sequential>& 
   options.shape.micro_batch_size = 4;
   std::vector<std::unique_ptr<Pipeline>> pipelines;
   for (const Sequential& model : models) {
-    pipelines.push_back(std::make_unique<Pipeline>(comm, options, model, source));
+    pipelines.push_back(std::make_unique<Pipeline>(comm, model, source, options));
   }
   std::vector<std::vector<double>> seconds(models.size());
   for (int i = -3; i < rounds; ++i) {

@@ -104,16 +104,16 @@ void print(Pipeline& pipeline) {
 #define SLUICE_REAL(symbol) asm("__real_" symbol)
 #define SLUICE_WRAP(symbol) asm("__wrap_" symbol)
 
-#define SLUICE_SYMBOL                                                     \
-  "_ZN6sluice8PipelineC1ERNS_5WorldERKNS_15PipelineOptionsERKSt8function" \
-  "IFSt10unique_ptrINS_5StageESt14default_deleteIS8_EEiiEERKNS_9BatchSpecE"
-void real_construct(Pipeline*, World&, const PipelineOptions&, const StageFactory&,
-                    const BatchSpec&) SLUICE_REAL(SLUICE_SYMBOL);
-void wrap_construct(Pipeline*, World&, const PipelineOptions&, const StageFactory&,
-                    const BatchSpec&) SLUICE_WRAP(SLUICE_SYMBOL);
-void wrap_construct(Pipeline* self, World& world, const PipelineOptions& options,
-                    const StageFactory& make_stage, const BatchSpec& batches) {
-  real_construct(self, world, with_order(options), make_stage, batches);
+#define SLUICE_SYMBOL                                                                           \
+  "_ZN6sluice8PipelineC1ERNS_5WorldERKSt8functionIFSt10unique_ptrINS_5StageESt14default_delete" \
+  "IS5_EEiiEERKNS_9BatchSpecERKNS_15PipelineOptionsE"
+void real_construct(Pipeline*, World&, const StageFactory&, const BatchSpec&,
+                    const PipelineOptions&) SLUICE_REAL(SLUICE_SYMBOL);
+void wrap_construct(Pipeline*, World&, const StageFactory&, const BatchSpec&,
+                    const PipelineOptions&) SLUICE_WRAP(SLUICE_SYMBOL);
+void wrap_construct(Pipeline* self, World& world, const StageFactory& make_stage,
+                    const BatchSpec& batches, const PipelineOptions& options) {
+  real_construct(self, world, make_stage, batches, with_order(options));
   record_of(self) = Record{.world = &world};
 }
 #undef SLUICE_SYMBOL

@@ -120,13 +120,13 @@ PipelineOptions options_of(const Arguments& arguments) {
 std::unique_ptr<Pipeline> make_pipeline(Communicator& world, const Arguments& arguments,
                                         const DataSource& source) {
   return std::make_unique<Pipeline>(
-      world, options_of(arguments),
+      world,
       [&](int stage, int stages) {
         testing::PlannedFailure failure;
         if (stage + 1 == stages) failure = {kStep, 1, [&] { fail(arguments); }};
         return std::make_unique<ArithmeticStage>(stage, failure);
       },
-      source);
+      source, options_of(arguments));
 }
 
 void train(Communicator& world, const Arguments& arguments) {

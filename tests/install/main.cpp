@@ -51,7 +51,7 @@ bool train(sluice::World& world) {
   const Ones data(model.context);
   sluice::PipelineOptions options;
   options.shape.micro_batches = 2;
-  sluice::Pipeline pipeline(world, options, sluice::Transformer(model), data);
+  sluice::Pipeline pipeline(world, sluice::Transformer(model), data, options);
   const double first = pipeline.train_step().loss;
   return pipeline.train_step().loss < first && pipeline.step() == 2;
 }

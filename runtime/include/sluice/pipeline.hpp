@@ -1,7 +1,7 @@
 // Pipeline: a model in stages over the ranks of a world, trained step by step.
 //
-// A program gives it a world, options, a factory for stages, and either a BatchSpec or a
-// DataSource. It calls train_step() with a batch, or without one where the source has them. Several
+// A program gives it a world, a factory for stages, either a BatchSpec or a DataSource, and
+// options. It calls train_step() with a batch, or without one where the source has them. Several
 // pipelines may exist in one process.
 //
 // Threads: one thread per rank makes all calls of a pipeline. MPI_THREAD_FUNNELED suffices where
@@ -94,13 +94,13 @@ class Pipeline {
  public:
   // For batches of the caller. options.shape says how large a step's batch may be:
   // batch_size samples over all replicas, in micro-batches of micro_batch_size.
-  Pipeline(World& world, const PipelineOptions& options, const StageFactory& make_stage,
-           const BatchSpec& batches);
+  Pipeline(World& world, const StageFactory& make_stage, const BatchSpec& batches,
+           const PipelineOptions& options = {});
   // Makes this rank's stages and everything that they need. `world` and `source` must outlive the
   // pipeline. The source is asked for a batch ahead, also for the one after the last step. Throws
   // Error(kUsage) for options that cannot work, with the nearest legal values.
-  Pipeline(World& world, const PipelineOptions& options, const StageFactory& make_stage,
-           const DataSource& source);
+  Pipeline(World& world, const StageFactory& make_stage, const DataSource& source,
+           const PipelineOptions& options = {});
   // Aborts NCCL's communicators unless close() was called. Waits for no other rank, and for at most
   // 10 seconds for the call of the source that is under way. A source that returns later, if ever,
   // must live until then.

@@ -361,7 +361,7 @@ std::string digest_after_a_step(Communicator& world, const std::vector<DeviceCho
   options.shape.micro_batches = 4;
   options.devices.choices = devices;
   const MadeUpTokens data(model);
-  Pipeline pipeline(world, options, Transformer(model), data);
+  Pipeline pipeline(world, Transformer(model), data, options);
   pipeline.train_step();
   SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
   Collectives collectives(world, kBaseTag, &silence);

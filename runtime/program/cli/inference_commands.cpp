@@ -318,7 +318,7 @@ void generate_text(const std::filesystem::path& save, const GenerateOptions& opt
   const TransformerConfig& model = request.model;
   Printer* const printer = request.printer.get();
   const std::unique_ptr<DataSource> source = make_token_shapes(model.context);
-  Pipeline pipeline(world, pipeline_options(options, request), Transformer(model), *source);
+  Pipeline pipeline(world, Transformer(model), *source, pipeline_options(options, request));
   load_model(pipeline, save);
   Generator generator(pipeline, model, options.sampling, request.prompt);
   if (printer) {
@@ -415,7 +415,7 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
   const std::int64_t part =
       validation_part(options.pipeline.shape.micro_batch_size, /*replicas=*/1);
   options.pipeline.expert.evaluations = validation_sizes(samples, part);
-  Pipeline pipeline(world, options.pipeline, Transformer(model), *source);
+  Pipeline pipeline(world, Transformer(model), *source, options.pipeline);
   load_model(pipeline, save);
   std::optional<Progress> progress;  // on a terminal
   if (world.rank() == 0 && terminal_output()) progress.emplace(1, 1, /*terminal=*/true);

@@ -383,7 +383,7 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
 }
 
 void Training::make_pipeline() {
-  pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, stages(), *data_.source);
+  pipeline_ = std::make_unique<Pipeline>(world_, stages(), *data_.source, pipeline_options_);
   start_ = load_start(*pipeline_, options_, data_.identity);
   reports_.emplace(*pipeline_, world_, options_, start_.skipped);
   open_metrics();

@@ -2,7 +2,7 @@
 //
 //   const Sequential model({nn::linear(10, 50), nn::relu(), nn::cut(), nn::linear(50, 1)},
 //                          nn::mse_loss());
-//   Pipeline pipeline(world, options, model, batches);
+//   Pipeline pipeline(world, model, batches, options);
 //
 // Layers and losses are in sluice::nn. The model is in sluice, beside Transformer and Pipeline.
 // A Sequential describes the model; each rank makes only the layers of its own stages. It is a

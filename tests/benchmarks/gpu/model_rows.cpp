@@ -51,7 +51,7 @@ class Run {
     settings_.training.optimizer.moments = options_.moments;
     factory_ = Transformer(options_.model);
     choose_micro_batch(comm, how.share);
-    pipeline_ = std::make_unique<Pipeline>(comm, settings_, factory_, source_);
+    pipeline_ = std::make_unique<Pipeline>(comm, factory_, source_, settings_);
   }
 
   // Wall seconds per step, with the stream drained before and after.

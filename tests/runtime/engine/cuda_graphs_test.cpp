@@ -105,7 +105,7 @@ TEST_F(CudaGraphsTest, ItsCaseOfChunksHasTwoPartsInAMicroBatch) {
   const StageFactory factory = Transformer(what.model);
   std::int64_t parts = 0;
   run_loopback(1, [&](Communicator& comm) {
-    Pipeline pipeline(comm, options, factory, *source);
+    Pipeline pipeline(comm, factory, *source, options);
     pipeline.compute().profile_operators(true);
     (void)pipeline.train_step();
     for (const OperatorTime& each : pipeline.compute().operator_times()) {
@@ -161,7 +161,7 @@ void train_counted(Calls& calls) {
     return std::make_unique<CountedStage>(Transformer(model)(stage, stages), calls);
   };
   run_loopback(1, [&](Communicator& comm) {
-    Pipeline pipeline(comm, options, factory, *source);
+    Pipeline pipeline(comm, factory, *source, options);
     for (int step = 0; step < 5; ++step) {
       (void)pipeline.train_step();
       if (step == 0) calls.backward_in_first_step = calls.backward;
@@ -210,7 +210,7 @@ TEST_F(CudaGraphsTest, BatchesOfOneStepAddUp) {
     };
     std::vector<double> norms;
     run_loopback(1, [&](Communicator& comm) {
-      Pipeline pipeline(comm, options, factory, {.inputs = {tokens}, .targets = {tokens}});
+      Pipeline pipeline(comm, factory, {.inputs = {tokens}, .targets = {tokens}}, options);
       for (int step = 0; step < 4; ++step) {
         EXPECT_GT(spoil_old_gradients(pipeline), 0U);
         (void)pipeline.accumulate(part(0, 3));

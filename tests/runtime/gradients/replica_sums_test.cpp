@@ -138,7 +138,7 @@ TEST_P(ReplicaSumsTest, EndWithoutAnAbortWhereThePipelineIsClosed) {
       options.shape.micro_batches = 2;
       options.devices.choices = parse_devices("cuda");
       options.expert.evaluations = {4};
-      Pipeline pipeline(comm, options, factory, *source);
+      Pipeline pipeline(comm, factory, *source, options);
       (void)pipeline.train_step();
       if (!closes) return;
       pipeline.close();
@@ -187,7 +187,7 @@ TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
     options.shape.micro_batches = 4;
     options.devices.choices = parse_devices("cuda,cpu");
     options.checks.trace = true;
-    Pipeline pipeline(comm, options, factory, *source);
+    Pipeline pipeline(comm, factory, *source, options);
     (void)pipeline.train_step();
     double last_compute = 0;
     std::vector<TraceEvent> sums;
@@ -276,7 +276,7 @@ class BucketOrderTest : public ReplicaSumsTest {
             });
       };
       try {
-        Pipeline pipeline(comm, options, factory, *source);
+        Pipeline pipeline(comm, factory, *source, options);
         (void)pipeline.train_step();
       } catch (const Error& error) {
         said[static_cast<std::size_t>(comm.rank())] = error.what();
@@ -377,7 +377,7 @@ TEST(CollectiveOfAStageTest, CarriesTheRanksMessagesWhileItWaits) {
         EXPECT_EQ(one, 2);
       });
     };
-    Pipeline pipeline(comm, options, factory, *source);
+    Pipeline pipeline(comm, factory, *source, options);
     (void)pipeline.train_step();
   });
   EXPECT_TRUE(joined_late);

@@ -103,8 +103,8 @@ TEST_P(TiedUsesTest, AllGetTheOwnersValueAndTheOwnerAllGradients) {
   run_loopback(3, [&](Communicator& comm) {
     const auto source = make_array_source({1, 2}, 1, {1, 1}, 1, 2);
     Pipeline pipeline(
-        comm, options(), [](int stage, int) { return std::make_unique<TiedStage>(stage); },
-        *source);
+        comm, [](int stage, int) { return std::make_unique<TiedStage>(stage); }, *source,
+        options());
     const std::vector<TiedParameter>& ties = PipelineAccess::layout(pipeline).parameters.tied;
     ASSERT_EQ(ties.size(), 2U);
     using enum RouteKind;

@@ -194,14 +194,14 @@ TEST(HuggingFacePartsTest, ASaveHasTransformersNamesWhereThePartsAreIts) {
     PipelineOptions options;
     options.shape = {.pipeline = 2, .micro_batches = 2, .micro_batch_size = 2};
     const auto data = synthetic_tokens(config);
-    Pipeline pipeline(comm, options, model, *data);
+    Pipeline pipeline(comm, model, *data, options);
     for (int step = 0; step < 2; ++step) (void)pipeline.train_step();
     save_checkpoint(pipeline, {.directory = place.path() / "run",
                                .model = {},
                                .layout = hugging_face_layout(config),
                                .files = hugging_face_files(config, DType::kF32)});
     const std::string digest = digest_of(pipeline);
-    Pipeline other(comm, options, model, *data);
+    Pipeline other(comm, model, *data, options);
     (void)load_checkpoint(other, place.path() / "run");
     EXPECT_EQ(digest_of(other), digest);
     EXPECT_EQ(other.train_step().loss, pipeline.train_step().loss);

@@ -113,11 +113,11 @@ Batch passed(const Samples& samples, const Job& job, Communicator& comm) {
 using Body = std::function<void(Pipeline& pipeline, const std::function<Batch(const Samples&)>&)>;
 void on_all_and_alone(Communicator& comm, const Job& job, const Body& body) {
   {
-    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline pipeline(comm, factory(), spec(job.feed), options_of(job));
     body(pipeline, [&](const Samples& samples) { return passed(samples, job, comm); });
   }
   const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
-  Pipeline pipeline(*self, options_of({}), factory(), spec(Feed::kPerStage));
+  Pipeline pipeline(*self, factory(), spec(Feed::kPerStage), options_of({}));
   body(pipeline, [](const Samples& samples) { return samples.batch(); });
 }
 
@@ -175,7 +175,7 @@ TEST_P(BatchTest, EveryScheduleTakesSmallerSteps) {
         PipelineOptions options = options_of({.pipeline = comm.size(), .schedule = name});
         options.order.chunks = chunks;
         options.shape.micro_batches = 8;
-        Pipeline pipeline(comm, options, factory(), spec({}));
+        Pipeline pipeline(comm, factory(), spec({}), options);
         for (std::int64_t count = 8; count > 0; --count) {
           const Samples samples(*source, static_cast<std::uint64_t>(count), {0, 2 * count});
           EXPECT_GT(pipeline.train_step(samples.batch()).loss, 0) << name << " " << count;
@@ -193,8 +193,8 @@ TEST_P(BatchTest, ABatchOfTheCallerTrainsLikeTheSources) {
       if (comm.size() % replicas != 0) continue;
       for (const Feed feed : {Feed::kPerStage, Feed::kRank0}) {
         const Job job{.pipeline = comm.size() / replicas, .replicas = replicas, .feed = feed};
-        Pipeline expected(comm, options_of(job), factory(), *source);
-        Pipeline pipeline(comm, options_of(job), factory(), spec(feed));
+        Pipeline expected(comm, factory(), *source, options_of(job));
+        Pipeline pipeline(comm, factory(), spec(feed), options_of(job));
         const BatchShare share = pipeline.share();
         EXPECT_EQ(share.replica, feed == Feed::kRank0 ? 0 : comm.rank() / job.pipeline);
         EXPECT_EQ(share.targets,
@@ -215,9 +215,9 @@ TEST_P(BatchTest, BatchesOfOneStepAddUp) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto source = synthetic_tokens(model_of());
     const Job job{.pipeline = comm.size()};
-    Pipeline whole(comm, options_of(job), factory(), spec(job.feed));
-    Pipeline parts(comm, options_of(job), factory(), spec(job.feed));
-    Pipeline calls(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline whole(comm, factory(), spec(job.feed), options_of(job));
+    Pipeline parts(comm, factory(), spec(job.feed), options_of(job));
+    Pipeline calls(comm, factory(), spec(job.feed), options_of(job));
     for (std::uint64_t step = 1; step <= 3; ++step) {
       const Samples samples(*source, step, {0, 8});
       const StepReport expected = whole.train_step(samples.batch());
@@ -249,8 +249,8 @@ TEST_P(BatchTest, EachSampleOfAStepCountsTheSame) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto source = synthetic_tokens(model_of());
     const Job job{.pipeline = comm.size()};
-    Pipeline whole(comm, options_of(job), factory(), spec(job.feed));
-    Pipeline parts(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline whole(comm, factory(), spec(job.feed), options_of(job));
+    Pipeline parts(comm, factory(), spec(job.feed), options_of(job));
     const Samples samples(*source, 1, {0, 12});
     const StepReport expected = whole.forward_backward(samples.batch());
     (void)parts.accumulate(samples.part({0, 2}));
@@ -272,7 +272,7 @@ TEST_P(BatchTest, AChangedGradientIsWhatTheUpdateTakes) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto source = synthetic_tokens(model_of());
     const Job job{.pipeline = comm.size()};
-    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline pipeline(comm, factory(), spec(job.feed), options_of(job));
     const Samples samples(*source, 1, {0, 12});
     (void)pipeline.forward_backward(samples.batch());
     for (const Pipeline::Owned& owned : pipeline.parameters()) {
@@ -317,7 +317,7 @@ TEST_P(BatchTest, OutputsOfReplicasGoWhereTheCallerWants) {
     if (comm.size() % 2 != 0) return;
     const auto source = synthetic_tokens(model_of());
     const Job job{.pipeline = comm.size() / 2, .replicas = 2, .feed = Feed::kRank0};
-    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline pipeline(comm, factory(), spec(job.feed), options_of(job));
     const Samples samples(*source, 1, {0, 7});
     const std::vector<Tensor> inputs = passed(samples, job, comm).inputs;
     const auto rows = [&](const InferOptions& options) {
@@ -344,7 +344,7 @@ TEST_P(BatchTest, OutputsOfReplicasGoWhereTheCallerWants) {
 TEST_P(BatchTest, EmptyBracesAreABatchToEvaluate) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const Job job{.pipeline = comm.size(), .feed = Feed::kRank0};
-    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline pipeline(comm, factory(), spec(job.feed), options_of(job));
     const Samples samples(*synthetic_tokens(model_of()), 1, {0, 7});
     const Batch batch = samples.batch();
     const EvaluationReport report =
@@ -366,8 +366,8 @@ TEST_P(BatchTest, WhatRanksPassIsComparedBeforeTheFirstMessage) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto source = synthetic_tokens(model_of());
     const Job job{.pipeline = comm.size()};
-    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
-    Pipeline undisturbed(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline pipeline(comm, factory(), spec(job.feed), options_of(job));
+    Pipeline undisturbed(comm, factory(), spec(job.feed), options_of(job));
     const Samples samples(*source, 1, {0, 12}), more(*source, 1, {0, 14});
     const bool first = comm.rank() == 0, last = comm.rank() == comm.size() - 1;
     for (int step = 0; step < 2; ++step) {
@@ -420,12 +420,12 @@ TEST_P(BatchTest, RanksWithOtherBatchSpecsAreToldBoth) {
     BatchSpec mine = spec({});
     if (comm.rank() == 1) mine.targets.push_back({DType::kF32, {}});
     expect_refusal("disagree about 'BatchSpec'", [&] {
-      const Pipeline none(comm, options_of({.pipeline = comm.size()}), factory(), mine);
+      const Pipeline none(comm, factory(), mine, options_of({.pipeline = comm.size()}));
     });
     // Gradients that one rank alone drops would be of half the step.
     const auto source = synthetic_tokens(model_of());
     const Samples samples(*source, 1, {0, 12});
-    Pipeline pipeline(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
+    Pipeline pipeline(comm, factory(), spec({}), options_of({.pipeline = comm.size()}));
     (void)pipeline.accumulate(samples.batch());
     expect_refusal("ranks make different calls", [&] {
       if (comm.rank() == 0) return pipeline.drop_gradients();
@@ -438,7 +438,7 @@ TEST_P(BatchTest, RanksWithOtherBatchSpecsAreToldBoth) {
 TEST_P(BatchTest, ACallbackThatThrowsEndsThePipelineOnAllRanks) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto source = synthetic_tokens(model_of());
-    Pipeline pipeline(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
+    Pipeline pipeline(comm, factory(), spec({}), options_of({.pipeline = comm.size()}));
     const Samples samples(*source, 1, {0, 12});
     const auto fail = [](SampleRange, std::span<const Tensor>) { throw 42; };
     expect_refusal("on_outputs: an exception that is not a std::exception",
@@ -454,7 +454,7 @@ TEST_P(BatchTest, ACallbackThatThrowsEndsThePipelineOnAllRanks) {
 TEST_P(BatchTest, AMissingCheckpointLeavesThePipelineUsable) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto source = synthetic_tokens(model_of());
-    Pipeline pipeline(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
+    Pipeline pipeline(comm, factory(), spec({}), options_of({.pipeline = comm.size()}));
     const Samples samples(*source, 1, {0, 12});
     const double before = pipeline.evaluate(samples.batch()).loss;
     expect_refusal("/no/such/directory",
@@ -518,7 +518,7 @@ TEST_P(BatchTest, BuffersFollowTheirRuleOverReplicasAndComeBackFromASave) {
     options.training.learning_rate = {.peak = 0.01};
     const StageFactory make = [](int, int) { return std::make_unique<Tracking>(); };
     const BatchSpec numbers{.inputs = {{DType::kF32, {}}}, .targets = {{DType::kF32, {}}}};
-    Pipeline pipeline(comm, options, make, numbers);
+    Pipeline pipeline(comm, make, numbers, options);
     const auto value = [](Pipeline& of, std::size_t index) {
       return of.buffers()[index].parameter->value.at(0);
     };
@@ -542,7 +542,7 @@ TEST_P(BatchTest, BuffersFollowTheirRuleOverReplicasAndComeBackFromASave) {
     EXPECT_EQ(value(pipeline, 0), static_cast<float>(comm.size() + 1));
     EXPECT_EQ(value(pipeline, 1), 2);
     save_checkpoint(pipeline, {.directory = directory, .overwrite = true});
-    Pipeline other(comm, options, make, numbers);
+    Pipeline other(comm, make, numbers, options);
     (void)load_checkpoint(other, directory);
     for (std::size_t i = 0; i < 3; ++i) EXPECT_EQ(value(other, i), value(pipeline, i));
     (void)pipeline.train_step(batch);
@@ -563,10 +563,10 @@ TEST_P(BatchTest, ABatchThatIsNotFiniteEndsTheStepItBelongsTo) {
     const auto batch_of = [&](const std::vector<float>& inputs) {
       return Batch{.inputs = {view(inputs, {2})}, .targets = {view(zero, {2})}};
     };
-    Pipeline undisturbed(comm, options, make, numbers);
-    Pipeline refusing(comm, options, make, numbers);
+    Pipeline undisturbed(comm, make, numbers, options);
+    Pipeline refusing(comm, make, numbers, options);
     options.training.skip_nonfinite = true;
-    Pipeline skipping(comm, options, make, numbers);
+    Pipeline skipping(comm, make, numbers, options);
     undisturbed.set_step(1);
     (void)undisturbed.train_step(batch_of(good));
 
@@ -595,9 +595,9 @@ TEST_P(BatchTest, WhatComesBetweenTheBatchesOfAStepLeavesItAlone) {
     const std::string directory = ::testing::TempDir() + "/open_" + std::to_string(comm.size());
     const auto source = synthetic_tokens(model_of());
     PipelineOptions options = options_of({.pipeline = comm.size()});
-    Pipeline undisturbed(comm, options, factory(), spec({}));
-    Pipeline pipeline(comm, options, factory(), spec({}));
-    Pipeline resumed(comm, options, factory(), spec({}));
+    Pipeline undisturbed(comm, factory(), spec({}), options);
+    Pipeline pipeline(comm, factory(), spec({}), options);
+    Pipeline resumed(comm, factory(), spec({}), options);
     const Samples one(*source, 1, {0, 7}), two(*source, 2, {0, 12}), other(*source, 3, {0, 5});
     const auto disturb = [&] {
       (void)pipeline.evaluate(other.batch());
@@ -643,7 +643,7 @@ TEST_P(BatchTest, ASaveInTheMiddleOfAStepHasTheBuffersOfTheStepBefore) {
     const float mine = static_cast<float>(comm.rank() + 1);
     const std::vector<float> inputs = {mine, mine}, targets = {0, 0};
     const Batch batch{.inputs = {view(inputs, {2})}, .targets = {view(targets, {2})}};
-    Pipeline pipeline(comm, options, make, numbers), other(comm, options, make, numbers);
+    Pipeline pipeline(comm, make, numbers, options), other(comm, make, numbers, options);
     const auto value = [](Pipeline& of) { return of.buffers()[0].parameter->value.at(0); };
     (void)pipeline.train_step(batch);
     const float complete = value(pipeline);
@@ -671,7 +671,7 @@ TEST_P(BatchTest, ABufferNeedsANameOfItsOwn) {
     const BatchSpec numbers{.inputs = {{DType::kF32, {}}}, .targets = {{DType::kF32, {}}}};
     expect_refusal("buffer 'w' of stage 0", [&] {
       const Pipeline pipeline(
-          comm, options, [](int, int) { return std::make_unique<Twice>(); }, numbers);
+          comm, [](int, int) { return std::make_unique<Twice>(); }, numbers, options);
     });
   });
 }
@@ -723,7 +723,7 @@ TEST_P(BatchTest, EveryTypeAndNumberOfDimensionsTravels) {
     options.shape = {.pipeline = comm.size(), .micro_batches = 3, .micro_batch_size = 2};
     options.order.schedule = comm.size() > 1 ? "zb-h1" : "1f1b";
     const StageFactory make = [](int, int) { return std::make_unique<PassOn>(); };
-    Pipeline pipeline(comm, options, make, BatchSpec{.inputs = ones});
+    Pipeline pipeline(comm, make, BatchSpec{.inputs = ones}, options);
     Batch batch;
     std::vector<std::vector<std::byte>> memory;
     for (const TensorSpec& one : ones) {
@@ -762,11 +762,11 @@ TEST_P(BatchTest, GroupsOfParametersHaveTheirOwnSettings) {
     PipelineOptions options = options_of({.pipeline = comm.size()});
     options.training.clip = 0;
     options.training.optimizer.weight_decay = 0.1F;
-    Pipeline plain(comm, options, factory(), spec({}));
+    Pipeline plain(comm, factory(), spec({}), options);
     options.training.groups = {{.names = "blocks.0.*", .frozen = true},
                                {.names = "*.bias", .learning_rate_scale = 0.5},
                                {.names = "blocks.1.mlp.*.weight", .weight_decay = 0.0F}};
-    Pipeline grouped(comm, options, factory(), spec({}));
+    Pipeline grouped(comm, factory(), spec({}), options);
     const auto before = values_of(plain);
     ASSERT_EQ(before, values_of(grouped));
     const double norm = plain.train_step(samples.batch()).grad_norm;
@@ -790,7 +790,7 @@ TEST_P(BatchTest, GroupsOfParametersHaveTheirOwnSettings) {
     }
     options.training.groups = {{.names = "no.such.*"}};
     expect_refusal("'no.such.*' has none",
-                   [&] { const Pipeline none(comm, options, factory(), spec({})); });
+                   [&] { const Pipeline none(comm, factory(), spec({}), options); });
   });
 }
 
@@ -807,7 +807,7 @@ TEST_P(BatchTest, AllValuesComeAsAMapAndGoBack) {
       EXPECT_EQ(states[0].at(name).spec, tensor.spec) << name;
       EXPECT_EQ(states[0].at(name).bytes, tensor.bytes) << name;
     }
-    Pipeline fresh(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
+    Pipeline fresh(comm, factory(), spec({}), options_of({.pipeline = comm.size()}));
     fresh.set_state(states[1]);
     const auto again = fresh.state();
     for (const auto& [name, tensor] : states[1]) EXPECT_EQ(again.at(name).bytes, tensor.bytes);
@@ -862,12 +862,12 @@ TEST_P(BatchTest, AnOptimizerOfOnesOwnIsSaved) {
                                          const DeviceMemory&) {
       return std::make_unique<Heavy>(parameters);
     };
-    Pipeline pipeline(comm, options, factory(), spec({}));
+    Pipeline pipeline(comm, factory(), spec({}), options);
     for (std::uint64_t step = 1; step <= 2; ++step) {
       (void)pipeline.train_step(Samples(*source, step, {0, 12}).batch());
     }
     save_checkpoint(pipeline, {.directory = directory, .overwrite = true});
-    Pipeline resumed(comm, options, factory(), spec({}));
+    Pipeline resumed(comm, factory(), spec({}), options);
     EXPECT_EQ(load_checkpoint(resumed, directory).step, 2U);
     const Samples next(*source, 3, {0, 12});
     EXPECT_EQ(pipeline.train_step(next.batch()).loss, resumed.train_step(next.batch()).loss);
@@ -876,7 +876,7 @@ TEST_P(BatchTest, AnOptimizerOfOnesOwnIsSaved) {
       return std::unique_ptr<Optimizer>();
     };
     expect_refusal("the factory made no optimizer",
-                   [&] { const Pipeline none(comm, options, factory(), spec({})); });
+                   [&] { const Pipeline none(comm, factory(), spec({}), options); });
   });
 }
 
@@ -903,7 +903,7 @@ TEST_P(BatchTest, StateOfAnOptimizerOfOnesOwnThatNoLoadFindsIsRefused) {
                                             const DeviceMemory&) {
         return std::make_unique<Careless>(parameters, states);
       };
-      expect_refusal(part, [&] { const Pipeline none(comm, options, factory(), spec({})); });
+      expect_refusal(part, [&] { const Pipeline none(comm, factory(), spec({}), options); });
     };
     const TensorSpec f32{DType::kF32, {3}}, i32{DType::kI32, {3}};
     refused("the optimizer has state 'k' of 'nosuch'; legal: of the",
@@ -1011,7 +1011,7 @@ TEST_P(BatchTest, ATensorPassesByOtherStages) {
       options.shape = {.micro_batches = 4, .micro_batch_size = 2};
       options.order = {.schedule = schedule, .chunks = 4 / over.size()};
       options.training.learning_rate = {.peak = 0.05};
-      Pipeline pipeline(over, options, make, numbers);
+      Pipeline pipeline(over, make, numbers, options);
       std::vector<double> seen;
       for (int step = 0; step < 5; ++step) {
         const Batch batch{.inputs = {view(x, {7})}, .targets = {view(y, {7})}};
@@ -1056,7 +1056,7 @@ TEST_P(BatchTest, APipelineLeavesNothingBehind) {
     Held before;
     for (int i = 0; i < pipelines; ++i) {
       {
-        Pipeline pipeline(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
+        Pipeline pipeline(comm, factory(), spec({}), options_of({.pipeline = comm.size()}));
         (void)pipeline.train_step(samples.batch());
         if (i % 2 == 0) pipeline.close();
       }

@@ -36,7 +36,7 @@ Trained train(DType stream, int ranks, int steps) {
   options.shape = {.micro_batches = 2, .micro_batch_size = 2};
   options.training.learning_rate = {.peak = 3e-3, .warmup = 10, .steps = 200};
   run_loopback(ranks, [&](Communicator& comm) {
-    Pipeline pipeline(comm, options, Transformer(model), source);
+    Pipeline pipeline(comm, Transformer(model), source, options);
     std::vector<double> losses;
     for (int step = 0; step < steps; ++step) losses.push_back(pipeline.train_step().loss);
     if (comm.rank() != 0) return;

@@ -94,7 +94,7 @@ void train(World& world, const std::string& file, bool first_fails, bool last_fa
     if (stage == 0) return std::make_unique<First>(first_fails);
     return std::make_unique<Last>(file, last_fails);
   };
-  Pipeline pipeline(world, {.shape = {.pipeline = 2, .micro_batches = 2}}, make_stage, data);
+  Pipeline pipeline(world, make_stage, data, {.shape = {.pipeline = 2, .micro_batches = 2}});
   (void)pipeline.train_step();
 }
 

@@ -115,7 +115,7 @@ TEST_P(FirstWriteTest, AStageAroundAnotherFindsZeros) {
         if (!decays) return inner;
         return std::make_unique<Decaying>(std::move(inner));
       };
-      Pipeline pipeline(comm, options, factory, *source);
+      Pipeline pipeline(comm, factory, *source, options);
       if (decays) {
         EXPECT_EQ(spoil_old_gradients(pipeline), 0U);
       }
@@ -185,8 +185,9 @@ Trained train_layers(Communicator& comm, const std::string& schedule, int micro_
   options.shape = {.pipeline = comm.size(), .micro_batches = micro_batches, .micro_batch_size = 4};
   options.order = {.schedule = schedule};
   options.training.learning_rate = {.peak = 1e-2};
-  Pipeline pipeline(comm, options, model,
-                    {.inputs = {{DType::kF32, {2, 5, 5}}}, .targets = {{DType::kF32, {3}}}});
+  Pipeline pipeline(comm, model,
+                    {.inputs = {{DType::kF32, {2, 5, 5}}}, .targets = {{DType::kF32, {3}}}},
+                    options);
   std::vector<float> x(static_cast<std::size_t>(samples) * 50), y(x.size() / 50 * 3);
   for (std::vector<float>* each : {&x, &y}) {
     for (std::size_t i = 0; i < each->size(); ++i) {
@@ -257,8 +258,8 @@ TEST_P(FirstWriteTest, ALossOfAProgramFindsZeros) {
     const Batch batch{.inputs = {view(x, {4, 3})}, .targets = {view(y, {4, 2})}};
     std::vector<Pipeline::Owned> decaying;
     const auto layers = [] { return std::vector<LayerSpec>{linear(3, 5), gelu(), linear(5, 2)}; };
-    Pipeline plain(comm, options, Sequential(layers(), mse_loss()), spec);
-    Pipeline pipeline(comm, options, Sequential(layers(), loss<Decay>("decay", &decaying)), spec);
+    Pipeline plain(comm, Sequential(layers(), mse_loss()), spec, options);
+    Pipeline pipeline(comm, Sequential(layers(), loss<Decay>("decay", &decaying)), spec, options);
     decaying = pipeline.parameters();
     for (int step = 0; step < 2; ++step) {
       EXPECT_EQ(spoil_old_gradients(pipeline), 4U);

@@ -79,7 +79,7 @@ void follow(Communicator& comm, const Network& network, const nlohmann::json& go
   options.order.schedule = schedule;
   options.training.optimizer = network.optimizer;
   options.training.learning_rate = network.rate;
-  Pipeline pipeline(comm, options, network.model.with_input(spec.inputs[0]), spec);
+  Pipeline pipeline(comm, network.model.with_input(spec.inputs[0]), spec, options);
   std::map<std::string, HostTensor> values;
   for (const auto& [name, tensor] : golden.at("parameters").items()) {
     values[name] = golden_tensor(tensor);

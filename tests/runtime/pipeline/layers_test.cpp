@@ -77,7 +77,7 @@ struct Result {
 };
 
 Result trained(Communicator& comm, const Sequential& model, const PipelineOptions& options) {
-  Pipeline pipeline(comm, options, model, spec());
+  Pipeline pipeline(comm, model, spec(), options);
   const Numbers data;
   Result result;
   for (int step = 0; step < 6; ++step) {
@@ -130,7 +130,7 @@ TEST_P(LayersTest, PicturesHaveTheBitsOfOneRank) {
     const Batch batch{.inputs = {view(x, {11, 1, 6, 11})}, .targets = {view(y, {11})}};
     const BatchSpec batches{.inputs = {picture}, .targets = {{DType::kI32, {}}}};
     const auto train = [&](Communicator& over, const std::string& schedule, int chunks) {
-      Pipeline pipeline(over, options_of(over.size(), schedule, chunks), model, batches);
+      Pipeline pipeline(over, model, batches, options_of(over.size(), schedule, chunks));
       Result result;
       for (int step = 0; step < 8; ++step) {
         (void)pipeline.accumulate(batch);
@@ -172,7 +172,7 @@ TEST_P(LayersTest, APipelineLeavesTheProgramItsTeam) {
     PipelineOptions options = options_of(comm.size(), "1f1b", 1);
     options.devices.threads = 2;
     const Sequential model = Sequential(parts(), mse_loss()).with_input({DType::kF32, {kWidth}});
-    Pipeline pipeline(comm, options, model, spec());
+    Pipeline pipeline(comm, model, spec(), options);
     EXPECT_EQ(omp_get_max_threads(), 3);
     const Numbers data;
     (void)pipeline.train_step(data.batch());
@@ -195,7 +195,7 @@ TEST_P(LayersTest, ClassesTrainAndWrongOnesAreNamed) {
                    cross_entropy_loss())
             .with_input({DType::kI32, {2}});
     const auto make = [&](Communicator& over) {
-      return std::make_unique<Pipeline>(over, options_of(over.size(), "zb-h1", 1), model, classes);
+      return std::make_unique<Pipeline>(over, model, classes, options_of(over.size(), "zb-h1", 1));
     };
     const std::vector<std::int32_t> x = {0, 1, 2, 3, 4, 0, 1, 1, 3, 2}, y = {0, 1, 2, -1, 1};
     const Batch batch{.inputs = {view(x, {5, 2})}, .targets = {view(y, {5})}};
@@ -244,7 +244,7 @@ TEST_P(LayersTest, AWrongClassOfOneReplicaIsRefusedOnAllRanks) {
     const Sequential model({embedding(5, 4), flatten(), linear(8, 3)}, cross_entropy_loss());
     PipelineOptions options = options_of(1, "1f1b", 1);
     options.shape.replicas = comm.size();
-    Pipeline pipeline(comm, options, model, classes);
+    Pipeline pipeline(comm, model, classes, options);
     const std::vector<std::int32_t> x = {0, 1, 2, 3}, y = {0, 1}, bad_x = {0, 1, 2, -7};
     const Batch right{.inputs = {view(x, {2, 2})}, .targets = {view(y, {2})}};
     const Batch wrong{.inputs = {view(bad_x, {2, 2})}, .targets = right.targets};
@@ -299,7 +299,7 @@ TEST_P(LayersTest, AWrongClassOfASourceIsRefusedInTheRoundThatLoadsIt) {
     const Classes right(-1);
     PipelineOptions options = options_of(1, "1f1b", 1);
     options.shape.replicas = comm.size();
-    Pipeline pipeline(comm, options, model, right);
+    Pipeline pipeline(comm, model, right, options);
     // A round has 64 micro-batches of 3 samples; replicas have different numbers of rounds.
     const std::int64_t samples = 192 * comm.size() + 1;
     const double loss = pipeline.evaluate(right, samples).loss;
@@ -321,7 +321,7 @@ TEST_P(LayersTest, WithoutALossAPipelineOnlyInfers) {
                                  .with_input({DType::kF32, {kWidth}});
     PipelineOptions options = options_of(comm.size(), "1f1b", 1);
     options.training.inference = true;
-    Pipeline pipeline(comm, options, model, {.inputs = {{DType::kF32, {kWidth}}}});
+    Pipeline pipeline(comm, model, {.inputs = {{DType::kF32, {kWidth}}}}, options);
     const Numbers data;
     const auto outputs = pipeline.infer(data.batch(), {.to = InferOptions::kEveryRank});
     ASSERT_EQ(outputs[0].shape(), (Shape{11, 4}));
@@ -349,7 +349,7 @@ TEST_P(LayersTest, PixelsHaveClassesAndWrongOnesAreNamed) {
     const BatchSpec batches{.inputs = {picture}, .targets = {{DType::kI64, {4, 6}}}};
     const Batch batch{.inputs = {view(x, {8, 1, 4, 6})}, .targets = {view(y, {8, 4, 6})}};
     const auto train = [&](Communicator& over) {
-      Pipeline pipeline(over, options_of(over.size(), "zb-h1", 1), model, batches);
+      Pipeline pipeline(over, model, batches, options_of(over.size(), "zb-h1", 1));
       Result result;
       for (int step = 0; step < 4; ++step) {
         const StepReport report = pipeline.train_step(batch);
@@ -378,7 +378,7 @@ TEST_P(LayersTest, WhatDoesNotFitNamesTheLayerOnAllRanks) {
     const auto refused = [&](const Sequential& model, const BatchSpec& batches,
                              const std::string& part) {
       expect_error(ErrorCode::kUsage, {part}, [&] {
-        const Pipeline pipeline(comm, options_of(comm.size(), "1f1b", 1), model, batches);
+        const Pipeline pipeline(comm, model, batches, options_of(comm.size(), "1f1b", 1));
       });
     };
     if (comm.size() == 2) {
@@ -437,7 +437,7 @@ TEST(SequentialTest, NeedsThatCannotBeCountedAreRefused) {
                           ErrorCode code = ErrorCode::kUsage) {
     run_loopback(1, [&](Communicator& comm) {
       expect_error(code, {part}, [&] {
-        const Pipeline pipeline(comm, {}, Sequential(std::move(layers), mse_loss()),
+        const Pipeline pipeline(comm, Sequential(std::move(layers), mse_loss()),
                                 {.inputs = {{DType::kF32, {3}}}, .targets = {{DType::kF32, {3}}}});
       });
     });

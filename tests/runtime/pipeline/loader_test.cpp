@@ -78,7 +78,7 @@ LoaderOptions shuffled(int replicas, int workers) {
 // Losses of two epochs and the digest of the parameters.
 std::pair<std::vector<double>, std::string> trained(Communicator& comm, int pipeline, int replicas,
                                                     Feed feed, int workers) {
-  Pipeline job(comm, options_of(pipeline, replicas), factory(), spec(feed));
+  Pipeline job(comm, factory(), spec(feed), options_of(pipeline, replicas));
   DataLoader loader = job.loader(std::make_shared<Tokens>(18), shuffled(replicas, workers));
   std::vector<double> losses;
   for (int epoch = 0; epoch < 2; ++epoch) {
@@ -109,16 +109,16 @@ TEST_P(PipelineLoaderTest, ASaveTakesTheLoaderWithIt) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const std::string directory = ::testing::TempDir() + "/loader_" + std::to_string(comm.size());
     const auto data = std::make_shared<Tokens>(18);
-    Pipeline whole(comm, options_of(comm.size(), 1), factory(), spec({}));
+    Pipeline whole(comm, factory(), spec({}), options_of(comm.size(), 1));
     DataLoader all = whole.loader(data, shuffled(1, 0));
     Checkpointer saver(whole, {.directory = directory, .overwrite = true});
-    saver.add_state("loader", [&] { return ProgramState{.json = all.state(), .tensors = {}}; });
+    saver.add_state("loader", [&] { return ProgramState{.json = all.state()}; });
     for (int call = 0; call < 9; ++call) {  // the end of an epoch, and three batches of the next
       const LoadedBatch* batch = all.next();
       if (batch != nullptr) (void)whole.train_step(*batch);
       if (call == 2) saver.save_now();
     }
-    Pipeline resumed(comm, options_of(comm.size(), 1), factory(), spec({}));
+    Pipeline resumed(comm, factory(), spec({}), options_of(comm.size(), 1));
     const LoadedCheckpoint loaded = load_checkpoint(resumed, directory);
     DataLoader rest = resumed.loader(data, shuffled(1, 2));
     rest.set_state(loaded.states.at("loader").json);
@@ -132,7 +132,7 @@ TEST_P(PipelineLoaderTest, ASaveTakesTheLoaderWithIt) {
 
 TEST_P(PipelineLoaderTest, WhatDiffersBetweenRanksIsRefusedOnAll) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    Pipeline job(comm, options_of(comm.size(), 1), factory(), spec({}));
+    Pipeline job(comm, factory(), spec({}), options_of(comm.size(), 1));
     const bool last = comm.rank() == comm.size() - 1;
     const auto refused = [&](ErrorCode code, const std::string& part, std::int64_t size,
                              const LoaderOptions& options) {

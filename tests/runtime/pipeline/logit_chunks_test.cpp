@@ -29,7 +29,7 @@ void with_chunks(int chunks, const std::function<void(Pipeline&, const DataSourc
   options.shape = {.micro_batch_size = 16};
   options.training.inference = inference;
   run_loopback(1, [&](Communicator& comm) {
-    Pipeline pipeline(comm, options, Transformer(model), *source);
+    Pipeline pipeline(comm, Transformer(model), *source, options);
     body(pipeline, *source);
   });
 }

@@ -36,7 +36,7 @@ Trained train(const OptimizerConfig& optimizer, int steps) {
   options.training.learning_rate = {.peak = 3e-3, .warmup = 10, .steps = 200};
   options.training.optimizer = optimizer;
   run_loopback(1, [&](Communicator& comm) {
-    Pipeline pipeline(comm, options, Transformer(model), source);
+    Pipeline pipeline(comm, Transformer(model), source, options);
     trained.planned = PipelineAccess::layout(pipeline).memory.ranks[0].optimizer;
     for (int step = 0; step < steps; ++step) trained.losses.push_back(pipeline.train_step().loss);
   });
@@ -70,7 +70,7 @@ TEST(RoundedWeightsTest, AdamWLeavesThemCurrent) {
     PipelineOptions options;
     if (!adamw) options.training.optimizer = OptimizerConfig::sgd(0.9F);
     run_loopback(2, [&](Communicator& comm) {
-      Pipeline pipeline(comm, options, Transformer(model), *source);
+      Pipeline pipeline(comm, Transformer(model), *source, options);
       const auto current = [&] {
         std::vector<std::string> names;
         int copies = 0;

@@ -69,7 +69,7 @@ TEST(PipelineTest, AnExceptionOnOneRankIsThrownOnAllWithItsOrigin) {
   const PlannedFailure failure{
       .step = 2, .micro_batch = 1, .act = [] { throw std::runtime_error("the stage broke"); }};
   const auto errors = errors_of(3, [&](Communicator& comm) {
-    Pipeline pipeline(comm, sgd_options(4), arithmetic(1, failure), *source);
+    Pipeline pipeline(comm, arithmetic(1, failure), *source, sgd_options(4));
     pipeline.train_step();
     pipeline.train_step();
   });
@@ -83,8 +83,8 @@ TEST(PipelineTest, AnExceptionOnOneRankIsThrownOnAllWithItsOrigin) {
 std::vector<Error> errors_of_a_failing_stage(const std::function<void()>& act) {
   const auto source = counting_source(4);
   return errors_of(2, [&](Communicator& comm) {
-    Pipeline pipeline(comm, sgd_options(4),
-                      arithmetic(1, {.step = 2, .micro_batch = 1, .act = act}), *source);
+    Pipeline pipeline(comm, arithmetic(1, {.step = 2, .micro_batch = 1, .act = act}), *source,
+                      sgd_options(4));
     pipeline.train_step();
     pipeline.train_step();
   });
@@ -140,7 +140,7 @@ TEST(PipelineTest, AStageThatWritesMoreThanItDescribedIsRefused) {
     };
   };
   for (const Error& error : errors_of(2, [&](Communicator& comm) {
-         Pipeline(comm, sgd_options(2), described(7), *source).train_step();
+         Pipeline(comm, described(7), *source, sgd_options(2)).train_step();
        })) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_EQ(error.rank(), 0);
@@ -150,7 +150,7 @@ TEST(PipelineTest, AStageThatWritesMoreThanItDescribedIsRefused) {
                  "weight f32 [16, 10]: f32 [1, 16]");
   }
   run_loopback(2, [&](Communicator& comm) {
-    Pipeline(comm, sgd_options(2), described(16), *source).train_step();
+    Pipeline(comm, described(16), *source, sgd_options(2)).train_step();
   });
 }
 
@@ -168,7 +168,7 @@ TEST(PipelineTest, AnErrorBeforeTheFirstActionNamesTheStage) {
     return std::make_unique<ArithmeticStage>(stage);
   };
   for (const Error& error : errors_of(2, [&](Communicator& comm) {
-         Pipeline(comm, sgd_options(4), factory, *source).train_step();
+         Pipeline(comm, factory, *source, sgd_options(4)).train_step();
        })) {
     EXPECT_STREQ(error.what(), "stage 1, before its first action: not ready");
   }
@@ -197,7 +197,7 @@ TEST(PipelineTest, RefusesAStepWithNanOnAllRanksBeforeAnythingMoved) {
       make_array_source({1, std::numeric_limits<float>::quiet_NaN()}, 1, {1, 1}, 1, 2);
   std::vector<float> weights(2);
   const auto errors = errors_of(2, [&](Communicator& comm) {
-    Pipeline pipeline(comm, sgd_options(2), arithmetic(), *source);
+    Pipeline pipeline(comm, arithmetic(), *source, sgd_options(2));
     try {
       pipeline.train_step();
     } catch (const Error&) {
@@ -218,7 +218,7 @@ TEST(PipelineTest, RanksWithOtherOptionsAreToldBothValues) {
   const auto errors = errors_of(2, [&](Communicator& comm) {
     PipelineOptions options = sgd_options(2);
     if (comm.rank() == 1) options.training.seed = 7;
-    Pipeline pipeline(comm, options, arithmetic(), *source);
+    Pipeline pipeline(comm, arithmetic(), *source, options);
   });
   for (const Error& error : errors) {
     EXPECT_EQ(error.code(), ErrorCode::kMismatch);
@@ -240,7 +240,7 @@ TEST(PipelineTest, OptionsThatCannotWorkAreRefusedOnAllRanks) {
     PipelineOptions options = sgd_options(2);
     change(options);
     for (const Error& error : errors_of(2, [&](Communicator& comm) {
-           Pipeline pipeline(comm, options, arithmetic(), *source);
+           Pipeline pipeline(comm, arithmetic(), *source, options);
          })) {
       EXPECT_EQ(error.code(), ErrorCode::kUsage);
       EXPECT_THAT(error.what(), HasSubstr(text));
@@ -260,7 +260,7 @@ TEST(PipelineTest, TooManyMicroBatchesAreRefused) {
   options.shape.micro_batches = 500'000'000;
   const auto source = counting_source(4);
   const auto errors = errors_of(
-      1, [&](Communicator& comm) { Pipeline pipeline(comm, options, arithmetic(), *source); });
+      1, [&](Communicator& comm) { Pipeline pipeline(comm, arithmetic(), *source, options); });
   setrlimit(RLIMIT_AS, &before);
   ASSERT_EQ(errors.size(), 1U);
   EXPECT_EQ(errors[0].code(), ErrorCode::kUsage);
@@ -271,7 +271,7 @@ TEST(PipelineTest, RefusesAParameterOwnedTwice) {
   const auto source = counting_source(4);
   const StageFactory twice = [](int, int) { return std::make_unique<ArithmeticStage>(0); };
   const auto errors = errors_of(
-      2, [&](Communicator& comm) { Pipeline pipeline(comm, sgd_options(2), twice, *source); });
+      2, [&](Communicator& comm) { Pipeline pipeline(comm, twice, *source, sgd_options(2)); });
   for (const Error& error : errors) {
     EXPECT_THAT(error.what(), HasSubstr("'w0' is owned by stage 0 and by stage 1"));
   }
@@ -284,7 +284,7 @@ TEST(PipelineTest, RefusesAParameterWhoseNameNoFileHolds) {
       return std::make_unique<ArithmeticStage>(stage, PlannedFailure{}, stage == 1 ? name : "");
     };
     for (const Error& error : errors_of(2, [&](Communicator& comm) {
-           Pipeline pipeline(comm, sgd_options(4), factory, *source);
+           Pipeline pipeline(comm, factory, *source, sgd_options(4));
          })) {
       EXPECT_EQ(error.code(), ErrorCode::kUsage);
       EXPECT_THAT(error.what(), HasSubstr("stage 1 has a parameter named \""));
@@ -296,7 +296,7 @@ TEST(PipelineTest, RefusesAParameterWhoseNameNoFileHolds) {
 TEST(PipelineTest, RefusesAFactoryThatIsNull) {
   const auto source = counting_source(4);
   for (const Error& error : errors_of(2, [&](Communicator& comm) {
-         Pipeline pipeline(comm, sgd_options(4), StageFactory{}, *source);
+         Pipeline pipeline(comm, StageFactory{}, *source, sgd_options(4));
        })) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_THAT(error.what(), HasSubstr("the StageFactory is null"));
@@ -309,7 +309,7 @@ TEST(PipelineTest, RefusesAParameterWhoseNameIsNotUtf8) {
     return std::make_unique<ArithmeticStage>(stage, PlannedFailure{}, stage == 1 ? "w\xff" : "");
   };
   for (const Error& error : errors_of(2, [&](Communicator& comm) {
-         Pipeline pipeline(comm, sgd_options(4), factory, *source);
+         Pipeline pipeline(comm, factory, *source, sgd_options(4));
        })) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_STREQ(error.what(), "stage 1 has a parameter whose name \"w\uFFFD\" is not UTF-8");
@@ -352,7 +352,7 @@ void expect_both_refuse(const std::string& part, const Declare& declare,
         });
   };
   for (const Error& error : errors_of(2, [&](Communicator& comm) {
-         Pipeline pipeline(comm, sgd_options(2), factory, *source);
+         Pipeline pipeline(comm, factory, *source, sgd_options(2));
        })) {
     EXPECT_STREQ(name_of(error.code()), name_of(code));
     EXPECT_THAT(error.what(), HasSubstr(part));
@@ -431,7 +431,7 @@ TEST(PipelineTest, WhatAStageThrowsInAnyCallNamesTheStageAndTheCall) {
       return std::make_unique<BrokenStage>(stage, place);
     };
     for (const Error& error : errors_of(2, [&](Communicator& comm) {
-           Pipeline pipeline(comm, sgd_options(4), factory, *source);
+           Pipeline pipeline(comm, factory, *source, sgd_options(4));
            (void)pipeline.train_step();
          })) {
       EXPECT_EQ(error.rank(), 1);
@@ -459,7 +459,7 @@ TEST(PipelineTest, InferRefusesOutputsThatHaveNoRowForEachSample) {
          PipelineOptions options = sgd_options(2);
          options.shape.micro_batch_size = 2;
          const BatchSpec spec{.inputs = {{DType::kF32, {}}}, .targets = {{DType::kF32, {}}}};
-         Pipeline pipeline(comm, options, factory, spec);
+         Pipeline pipeline(comm, factory, spec, options);
          std::vector<float> values(4);
          const Batch batch{.inputs = {view(std::span<float>(values), {4})}};
          (void)pipeline.infer(batch);
@@ -474,7 +474,7 @@ TEST(PipelineTest, RanksThatAreNotPipelineTimesReplicasAreRefused) {
   const auto errors = errors_of(3, [&](Communicator& comm) {
     PipelineOptions options = sgd_options(2);
     options.shape.pipeline = 2;
-    Pipeline pipeline(comm, options, arithmetic(), *source);
+    Pipeline pipeline(comm, arithmetic(), *source, options);
   });
   for (const Error& error : errors) EXPECT_EQ(error.code(), ErrorCode::kUsage);
 }
@@ -485,7 +485,7 @@ TEST(PipelineTest, ReplicasThatDriftApartAreNamed) {
     PipelineOptions options = sgd_options(2);
     options.shape.replicas = 2;
     options.checks.replicas_every = 1;
-    Pipeline pipeline(comm, options, arithmetic(), *source);
+    Pipeline pipeline(comm, arithmetic(), *source, options);
     pipeline.train_step();
     if (comm.rank() == 1) pipeline.parameters()[0].parameter->value.at(0) += 1;
     pipeline.train_step();
@@ -507,7 +507,7 @@ TEST(PipelineTest, AStepInSteadyStateAllocatesNothing) {
     PipelineOptions options = sgd_options(4);
     options.shape.replicas = 2;
     options.training.clip = 1;
-    Pipeline pipeline(comm, options, tied, *source);
+    Pipeline pipeline(comm, tied, *source, options);
     for (int step = 0; step < 3; ++step) pipeline.train_step();
     const std::size_t before = allocations_of_this_thread();
     const StepReport report = pipeline.train_step();
@@ -561,8 +561,8 @@ TEST(PipelineTest, PlansTheMemoryThatItsStagesDescribe) {
 TEST(PipelineTest, SeveralPipelinesLiveInOneProcess) {
   const auto source = counting_source(4);
   run_loopback(2, [&](Communicator& comm) {
-    Pipeline one(comm, sgd_options(4), arithmetic(), *source);
-    Pipeline two(comm, sgd_options(4), arithmetic(), *source);
+    Pipeline one(comm, arithmetic(), *source, sgd_options(4));
+    Pipeline two(comm, arithmetic(), *source, sgd_options(4));
     for (int step = 0; step < 3; ++step) {
       EXPECT_EQ(one.train_step().loss, two.train_step().loss);
     }
@@ -577,7 +577,7 @@ TEST(PipelineTest, MeansDoNotDependOnMicroBatchesOrReplicas) {
       PipelineOptions options = sgd_options(micro_batches);
       options.shape.replicas = replicas;
       options.shape.micro_batch_size = 8 / replicas / micro_batches;
-      Pipeline pipeline(comm, options, arithmetic(), *source);
+      Pipeline pipeline(comm, arithmetic(), *source, options);
       const StepReport report = pipeline.train_step();
       if (comm.rank() == 0) value = report.loss;
     });
@@ -600,7 +600,7 @@ TEST(CheckpointTest, ContinuesUnderAnotherDepthWithTheSameBits) {
   options.training.learning_rate = {.peak = 1e-2, .steps = 10};
   std::string whole, resumed;
   run_loopback(2, [&](Communicator& comm) {
-    Pipeline pipeline(comm, options, factory, *source);
+    Pipeline pipeline(comm, factory, *source, options);
     for (int step = 0; step < 2; ++step) pipeline.train_step();
     save_checkpoint(pipeline, {.directory = directory.path()});
     for (int step = 0; step < 2; ++step) pipeline.train_step();
@@ -609,7 +609,7 @@ TEST(CheckpointTest, ContinuesUnderAnotherDepthWithTheSameBits) {
   });
   for (const int ranks : {1, 2, 3}) {
     run_loopback(ranks, [&](Communicator& comm) {
-      Pipeline pipeline(comm, options, factory, *source);
+      Pipeline pipeline(comm, factory, *source, options);
       load_checkpoint(pipeline, directory.path());
       EXPECT_EQ(pipeline.step(), 2U);
       for (int step = 0; step < 2; ++step) pipeline.train_step();
@@ -627,7 +627,7 @@ TEST(CheckpointTest, RefusesWeightsOfAnotherModelByName) {
     const auto source = synthetic_tokens(config);
     const StageFactory factory = Transformer(config);
     run_loopback(1, [&](Communicator& comm) {
-      Pipeline pipeline(comm, {}, factory, *source);
+      Pipeline pipeline(comm, factory, *source);
       save ? save_checkpoint(pipeline, {.directory = directory.path()})
            : load_weights(pipeline, directory.path());
     });

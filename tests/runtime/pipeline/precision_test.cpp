@@ -99,7 +99,7 @@ Result trained(Communicator& comm, const StageFactory& model, const Order& order
   std::vector<std::int32_t> y(kSamples);
   for (std::size_t i = 0; i < y.size(); ++i) y[i] = static_cast<std::int32_t>(i % 3);
   const BatchSpec spec{.inputs = {kPicture}, .targets = {{DType::kI32, {}}}, .feed = Feed::kRank0};
-  Pipeline made(comm, options, model, spec);
+  Pipeline made(comm, model, spec, options);
   Batch batch;
   if (comm.rank() == 0) {
     batch = {.inputs = {view(x, {kSamples, 1, kSide, kSide})}, .targets = {view(y, {kSamples})}};
@@ -247,8 +247,9 @@ TEST(PrecisionOptionsTest, OwnLayersAndLossesTrainInBf16) {
       PipelineOptions options;
       options.shape = {.pipeline = ranks.size(), .micro_batches = 4, .micro_batch_size = 2};
       options.training.learning_rate = {.peak = 1e-2};
-      Pipeline made(ranks, options, own_layers(precision),
-                    {.inputs = {kPicture}, .targets = {{DType::kF32, {3}}}, .feed = Feed::kRank0});
+      Pipeline made(ranks, own_layers(precision),
+                    {.inputs = {kPicture}, .targets = {{DType::kF32, {3}}}, .feed = Feed::kRank0},
+                    options);
       Batch batch;
       if (ranks.rank() == 0) {
         batch = {.inputs = {view(x, {kSamples, 1, kSide, kSide})},
@@ -312,8 +313,8 @@ Result trained_on_two(const Sequential& model, const char* schedule = "1f1b") {
     options.training.optimizer = OptimizerConfig::sgd(0);
     options.training.learning_rate = {.peak = 1e-2};
     const std::vector<float> x = {0.5F, -0.25F, 0.75F, 1}, y = {1, 2, 3, 4};
-    Pipeline made(comm, options, model,
-                  {.inputs = {{DType::kF32, {2}}}, .targets = {{DType::kF32, {2}}}});
+    Pipeline made(comm, model, {.inputs = {{DType::kF32, {2}}}, .targets = {{DType::kF32, {2}}}},
+                  options);
     const Batch batch{.inputs = {view(x, {2, 2})}, .targets = {view(y, {2, 2})}};
     for (int step = 0; step < 3; ++step) result.losses.push_back(made.train_step(batch).loss);
     result.digest = digest_of(made);
@@ -498,7 +499,7 @@ TEST(PrecisionOptionsTest, ATransformerIsItsLayersWithItsPrecision) {
           PipelineOptions options;
           options.shape = {.pipeline = 2, .micro_batches = 2, .micro_batch_size = 2};
           const std::unique_ptr<DataSource> tokens = synthetic_tokens(config);
-          Pipeline made(comm, options, model, *tokens);
+          Pipeline made(comm, model, *tokens, options);
           Result each;
           for (int step = 0; step < 3; ++step) each.losses.push_back(made.train_step().loss);
           each.digest = digest_of(made);

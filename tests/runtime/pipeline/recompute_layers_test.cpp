@@ -107,7 +107,7 @@ Result trained(Communicator& comm, const Sequential& model, const Layout& layout
   std::vector<std::int32_t> y(kSamples);
   for (std::size_t i = 0; i < y.size(); ++i) y[i] = static_cast<std::int32_t>(i % 3);
   const BatchSpec spec{.inputs = {input}, .targets = {{DType::kI32, {}}}, .feed = Feed::kRank0};
-  Pipeline made(comm, options, model, spec);
+  Pipeline made(comm, model, spec, options);
   Batch batch;
   if (comm.rank() == 0) {
     const Shape shape = input.shape.rank() == 3 ? Shape{kSamples, 2, 6, 7} : Shape{kSamples, 6, 14};

@@ -82,10 +82,11 @@ Trained train(Communicator& comm, const Sequential& model, int pipeline, int siz
     x.insert(x.end(), first, first + kPixels);
     y.insert(y.end(), {wanted[static_cast<std::size_t>(sample)], 1});
   }
-  Pipeline made(comm, options, model,
+  Pipeline made(comm, model,
                 {.inputs = {{DType::kF32, {1, kSide, kSide}}},
                  .targets = {{DType::kF32, {2}}},
-                 .feed = Feed::kRank0});
+                 .feed = Feed::kRank0},
+                options);
   Batch batch;
   if (comm.rank() == 0) {
     batch = {{view(x, {kSamples, 1, kSide, kSide})}, {view(y, {kSamples, 2})}};
@@ -207,7 +208,7 @@ TEST_P(ReplicaStatisticsTest, SumsThatAStageDoesNotDescribeAreNamedOnAllRanks) {
       const StageFactory make = [=](int, int) {
         return std::make_unique<Summing>(forward, backward, described);
       };
-      Pipeline pipeline(comm, options, make, spec);
+      Pipeline pipeline(comm, make, spec, options);
       const StepReport report = pipeline.train_step(batch);
       (void)pipeline.evaluate(batch);
       return report.loss;
@@ -242,8 +243,9 @@ class Steps {
     const Sequential model(
         {batch_norm2d(1, {.statistics = statistics}), flatten(), linear(kPixels, 1)}, mse_loss());
     made_ = std::make_unique<Pipeline>(
-        comm, options, model,
-        BatchSpec{.inputs = {{DType::kF32, {1, kSide, kSide}}}, .targets = {{DType::kF32, {1}}}});
+        comm, model,
+        BatchSpec{.inputs = {{DType::kF32, {1, kSide, kSide}}}, .targets = {{DType::kF32, {1}}}},
+        options);
   }
   Pipeline& pipeline() { return *made_; }
   // `count` samples over all replicas, of which each passes those of its own part of the data.

@@ -45,7 +45,7 @@ struct Result {
 
 Result trained(Communicator& comm, const StageFactory& model, const BatchSpec& spec,
                const Batch& batch, const std::string& schedule, int chunks) {
-  Pipeline pipeline(comm, options_of(comm.size(), schedule, chunks), model, spec);
+  Pipeline pipeline(comm, model, spec, options_of(comm.size(), schedule, chunks));
   Result result;
   for (int step = 0; step < 5; ++step) result.losses.push_back(pipeline.train_step(batch).loss);
   result.losses.push_back(pipeline.evaluate(batch).loss);
@@ -131,8 +131,8 @@ TEST_P(SkipsTest, ASkipThatAddsTrainsAsAResidualBlock) {
         {linear(kWidth, 5), residual({tanh(), linear(5, 5), silu(), linear(5, 5)}), linear(5, 2)},
         mse_loss());
     const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
-    Pipeline one(comm, options_of(comm.size(), "1f1b", 1), flat, spec);
-    Pipeline other(*self, options_of(1, "1f1b", 1), nested, spec);
+    Pipeline one(comm, flat, spec, options_of(comm.size(), "1f1b", 1));
+    Pipeline other(*self, nested, spec, options_of(1, "1f1b", 1));
     const std::map<std::string, std::string> names = {
         {"0", "0"}, {"2", "1.1"}, {"4", "1.3"}, {"5", "2"}};
     auto values = one.state();
@@ -193,8 +193,8 @@ TEST_P(SkipsTest, BlocksAreThoseOfATransformerStage) {
       const StageFactory whole = Transformer(config);
       const TensorSpec tokens{DType::kI32, {5}};
       const BatchSpec spec{.inputs = {tokens}, .targets = {tokens}};
-      Pipeline layers(comm, options_of(comm.size(), "1f1b", 1), model, spec);
-      Pipeline stages(comm, options_of(comm.size(), "1f1b", 1), whole, spec);
+      Pipeline layers(comm, model, spec, options_of(comm.size(), "1f1b", 1));
+      Pipeline stages(comm, whole, spec, options_of(comm.size(), "1f1b", 1));
       const std::map<std::string, std::string> names = {
           {"token_embedding.weight", "0.weight"},
           {"position_embedding.weight", "0.positions"},
@@ -230,7 +230,7 @@ TEST_P(SkipsTest, ModelsThatDifferBetweenRanksAreNamed) {
     const auto refused = [&](std::vector<LayerSpec> layers, const LossSpec& loss,
                              const std::string& part) {
       expect_error(ErrorCode::kMismatch, {part}, [&] {
-        const Pipeline pipeline(comm, options, Sequential(std::move(layers), loss), spec);
+        const Pipeline pipeline(comm, Sequential(std::move(layers), loss), spec, options);
       });
     };
     refused({linear(kWidth, kWidth), last ? relu() : silu()}, mse_loss(),

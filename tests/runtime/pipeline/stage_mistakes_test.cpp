@@ -83,7 +83,7 @@ TEST_P(StageMistakesTest, AWeightThatIsNoneIsRefusedOnAllRanks) {
              {std::nan(""), "nan"}, {HUGE_VAL, "inf"}, {-1, "-1"}}) {
       const StageFactory make = factory_of({.weight = [weight = weight] { return weight; }});
       for (const bool evaluates : {false, true}) {
-        Pipeline pipeline(comm, options_of(comm.size()), make, *source);
+        Pipeline pipeline(comm, make, *source, options_of(comm.size()));
         const std::string before = digest_of(pipeline);
         expect_error(
             ErrorCode::kUsage,
@@ -104,9 +104,9 @@ TEST_P(StageMistakesTest, WeightsThatAddUpToInfinityChangeNothing) {
     double weight = 1e308;
     const StageFactory make = factory_of({.weight = [&] { return weight; }});
     PipelineOptions options = options_of(comm.size());
-    Pipeline refusing(comm, options, make, *source);
+    Pipeline refusing(comm, make, *source, options);
     options.training.skip_nonfinite = true;
-    Pipeline skipping(comm, options, make, *source);
+    Pipeline skipping(comm, make, *source, options);
     const std::string before = digest_of(refusing);
     expect_error(ErrorCode::kNumeric, {"the mean loss of step 1 over inf targets is not finite"},
                  [&] { (void)refusing.train_step(); });
@@ -141,8 +141,8 @@ TEST_P(StageMistakesTest, AStageThatPreparesOtherParametersIsNamed) {
          "has other buffers"}};
     for (const auto& [prepare, text] : wrong) {
       expect_error(ErrorCode::kUsage, {last_stage(comm), text}, [&] {
-        const Pipeline none(comm, options_of(comm.size()), factory_of({.prepare = prepare}),
-                            *source);
+        const Pipeline none(comm, factory_of({.prepare = prepare}), *source,
+                            options_of(comm.size()));
       });
     }
   });
@@ -157,7 +157,7 @@ TEST_P(StageMistakesTest, ParametersAreAskedForTwiceAndWhatThatThrowsNamesTheSta
         if (++calls == failing) throw std::runtime_error("not yet");
       }});
       const auto train = [&] {
-        Pipeline pipeline(comm, options_of(comm.size()), make, *source);
+        Pipeline pipeline(comm, make, *source, options_of(comm.size()));
         (void)pipeline.train_step();
         (void)pipeline.state();
         pipeline.close();
@@ -186,9 +186,9 @@ TEST_P(StageMistakesTest, ReplicasWithOtherParametersAreTold) {
                  [&] {
                    const bool other = comm.rank() + 1 == comm.size();
                    const Pipeline none(
-                       comm, options,
+                       comm,
                        [&](int, int) { return std::make_unique<ArithmeticStage>(other ? 1 : 0); },
-                       *source);
+                       *source, options);
                  });
     const auto add_twice = [](ParameterSet& set, bool swapped) {
       for (const char* name : {swapped ? "b" : "a", swapped ? "a" : "b"}) {
@@ -199,13 +199,13 @@ TEST_P(StageMistakesTest, ReplicasWithOtherParametersAreTold) {
                  {"'buffer 0 of stage 0: a, 1 elements', replica 1", "'buffer 0 of stage 0: b"},
                  [&] {
                    const Pipeline none(
-                       comm, options,
+                       comm,
                        [&](int, int) {
                          auto stage = std::make_unique<ArithmeticStage>(0);
                          add_twice(*stage->parameters(), comm.rank() == 1);
                          return stage;
                        },
-                       *source);
+                       *source, options);
                  });
   });
 }
@@ -232,7 +232,7 @@ TEST_P(StageMistakesTest, AnOptimizerThatThrowsIsNamedOnAllRanksInTheNextCallAtT
     options.training.make_optimizer = [&](std::span<Parameter* const>, const DeviceMemory&) {
       return std::make_unique<FailingOptimizer>(last);
     };
-    Pipeline pipeline(comm, options, factory_of({}), *source);
+    Pipeline pipeline(comm, factory_of({}), *source, options);
     (void)pipeline.train_step();
     expect_error(ErrorCode::kUser, {name + ", update() of step 2: no more scratch"}, [&] {
       (void)pipeline.train_step();
@@ -247,7 +247,7 @@ TEST_P(StageMistakesTest, AnOptimizerThatThrowsIsNamedOnAllRanksInTheNextCallAtT
       return std::make_unique<FailingOptimizer>(false);
     };
     expect_error(ErrorCode::kUser, {"making " + name + ": no more scratch"},
-                 [&] { const Pipeline none(comm, options, factory_of({}), *source); });
+                 [&] { const Pipeline none(comm, factory_of({}), *source, options); });
   });
 }
 
@@ -295,7 +295,7 @@ TEST_P(StageMistakesTest, NoCallbackMayCallItsPipeline) {
         call(*called);
         return 1.0;
       }});
-      Pipeline pipeline(comm, options_of(comm.size()), make, *source);
+      Pipeline pipeline(comm, make, *source, options_of(comm.size()));
       (void)pipeline.train_step();
       called = &pipeline;
       expect_error(
@@ -376,7 +376,7 @@ TEST_P(StageMistakesTest, ACallFromAnyCallbackIsRefusedOnAllRanks) {
       // An optimizer's error may come out in a later call of other ranks, the source's while they
       // are still in the constructor.
       expect_error(ErrorCode::kUsage, {kCalledBack}, [&] {
-        pipeline.emplace(comm, options, factory_of({}), source);
+        pipeline.emplace(comm, factory_of({}), source, options);
         if (&caller == &callers[2]) (void)pipeline->forward_backward(batch);
         called = &*pipeline;
         caller(*pipeline);
@@ -410,7 +410,7 @@ TEST_P(StageMistakesTest, ASourceThatWritesNoTargetsIsRefused) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const SilentSource silent;
     const auto source = counting_source(4);
-    Pipeline pipeline(comm, options_of(comm.size()), factory_of({}), *source);
+    Pipeline pipeline(comm, factory_of({}), *source, options_of(comm.size()));
     for (int again = 0; again < 2; ++again) {
       expect_error(ErrorCode::kUsage, {"the source, targets() of an evaluation: leaves 2 of the 2"},
                    [&] { (void)pipeline.evaluate(silent, 4); });
@@ -418,7 +418,7 @@ TEST_P(StageMistakesTest, ASourceThatWritesNoTargetsIsRefused) {
     (void)pipeline.train_step();
     // Ranks that are still in the constructor when the last one refuses its batch throw there.
     expect_error(ErrorCode::kUsage, {"the source, targets() of step 1: leaves 2 of the 2"}, [&] {
-      Pipeline other(comm, options_of(comm.size()), factory_of({}), silent);
+      Pipeline other(comm, factory_of({}), silent, options_of(comm.size()));
       (void)other.train_step();
     });
   });
@@ -431,7 +431,7 @@ TEST_P(StageMistakesTest, AnErrorOfAnotherRankEndsTheWaitForASource) {
     const AskingSource source([] { throw Error(ErrorCode::kData, "boom"); }, [&] { more.wait(); });
     std::optional<Pipeline> pipeline;  // its end waits for the source
     expect_error(ErrorCode::kData, {"boom"}, [&] {
-      pipeline.emplace(comm, options_of(comm.size()), factory_of({}), source);
+      pipeline.emplace(comm, factory_of({}), source, options_of(comm.size()));
       (void)pipeline->train_step();
     });
     more.count_down();
@@ -482,7 +482,7 @@ TEST_P(StageMistakesTest, WhatAnyCallbackThrowsIsTheProgramsOwnErrorAndNamesTheC
     for (const auto& [text, caller] : callers) {
       // Ranks that are still in the constructor when the last one fails throw there.
       expect_error(ErrorCode::kUser, {text}, [&, &call = caller] {
-        Pipeline pipeline(comm, options_of(comm.size()), factory_of({}), source);
+        Pipeline pipeline(comm, factory_of({}), source, options_of(comm.size()));
         armed = true;
         call(pipeline);
       });

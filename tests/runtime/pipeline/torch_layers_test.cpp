@@ -284,8 +284,8 @@ TEST(TorchLayersTest, RunningStatisticsMoveOncePerStepAsTorchsOverTheBatch) {
   torch::Tensor mean = torch::zeros({3}), variance = torch::ones({3});
   PipelineOptions options;
   options.shape = {.micro_batches = 3, .micro_batch_size = 3};
-  Pipeline pipeline(*self, options, Sequential({batch_norm2d(3, {.momentum = 0.2})}, mse_loss()),
-                    spec);
+  Pipeline pipeline(*self, Sequential({batch_norm2d(3, {.momentum = 0.2})}, mse_loss()), spec,
+                    options);
   for (int step = 0; step < 3; ++step) {
     (void)pipeline.train_step(batch);
     (void)torch::batch_norm(as_torch(batch.inputs[0]), {}, {}, mean, variance, true, 0.2, 1e-5,
@@ -343,7 +343,7 @@ void follow(Communicator& comm, const Network& network) {
   const Batch batch{
       .inputs = {view(x, {kSamples, 10})},
       .targets = {network.classes ? view(classes, {kSamples}) : view(y, {kSamples, 1})}};
-  Pipeline pipeline(comm, options, network.model.with_input({DType::kF32, {10}}), spec);
+  Pipeline pipeline(comm, network.model.with_input({DType::kF32, {10}}), spec, options);
   Parameters parameters;
   std::vector<torch::Tensor> all;
   for (auto& [name, value] : pipeline.state()) {

@@ -170,7 +170,7 @@ Trained train_split(Communicator& comm, const std::string& schedule, int chunks)
   const auto source = Data().source();
   Trained trained;
   {
-    Pipeline pipeline(comm, options_for(comm.size(), schedule, chunks), make_stage, *source);
+    Pipeline pipeline(comm, make_stage, *source, options_for(comm.size(), schedule, chunks));
     for (int step = 0; step < kSteps; ++step) {
       trained.losses.push_back(pipeline.train_step().loss);
       if (step == 0) (void)pipeline.evaluate(*source, kBatch);  // changes nothing
@@ -240,7 +240,7 @@ std::vector<double> train_dropout(Communicator& comm, const std::string& schedul
   torch::manual_seed(static_cast<std::uint64_t>(comm.rank()) + 10);  // must not matter
   const torch::Tensor expected = torch::rand({4});
   torch::manual_seed(static_cast<std::uint64_t>(comm.rank()) + 10);
-  Pipeline pipeline(comm, options, make_stage, *source);
+  Pipeline pipeline(comm, make_stage, *source, options);
   std::vector<double> losses;
   for (int step = 0; step < kSteps; ++step) losses.push_back(pipeline.train_step().loss);
   losses.push_back(pipeline.evaluate(*source, kBatch).loss);
@@ -344,8 +344,8 @@ TEST(TorchStageTest, SeveralTensorsPerEdgeHaveTheBitsOfPlainLibTorch) {
                                           return squared_error(y[0], targets[0]);
                                         });
       };
-      Pipeline pipeline(comm, options_for(ranks, ranks == 1 ? "looped-bfs" : "zb-h1", 3 - ranks),
-                        make_stage, *source);
+      Pipeline pipeline(comm, make_stage, *source,
+                        options_for(ranks, ranks == 1 ? "looped-bfs" : "zb-h1", 3 - ranks));
       for (const double loss : losses) EXPECT_EQ(pipeline.train_step().loss, loss) << ranks;
     });
   }
@@ -366,7 +366,7 @@ TEST(TorchStageTest, TorchScriptFileTrainsAsTheModuleThatItIs) {
   const auto comm = world().split(world().rank(), 0);
   const auto source = Data().source();
   const auto train = [&](const StageFactory& make_stage) {
-    Pipeline pipeline(*comm, options_for(1, "zb-h1"), make_stage, *source);
+    Pipeline pipeline(*comm, make_stage, *source, options_for(1, "zb-h1"));
     std::vector<double> losses;
     for (int step = 0; step < kSteps; ++step) losses.push_back(pipeline.train_step().loss);
     EXPECT_EQ(pipeline.parameters().size(), 2U);
@@ -387,8 +387,8 @@ TEST(TorchStageTest, AWeightTakesOneTensorOrAll) {
   const nn::Linear linear(kPixels, 3);
   const auto count = [&](const TorchLoss& loss) {
     Pipeline pipeline(
-        *comm, options_for(1, "1f1b"), [&](int, int) { return torch_stage("net", linear, loss); },
-        *source);
+        *comm, [&](int, int) { return torch_stage("net", linear, loss); }, *source,
+        options_for(1, "1f1b"));
     return pipeline.evaluate(*source, kBatch);
   };
   const EvaluationReport all = count(squared_error);
@@ -414,7 +414,7 @@ TEST(TorchStageTest, FrozenNormAndFrozenParametersStayAsTheyCame) {
   const nn::Sequential net(first, norm, frozen, last);
   const torch::Tensor weight = first->weight.clone(), mean = frozen->running_mean.clone();
   const StageFactory make_stage = [&](int, int) { return torch_stage("net", net, squared_error); };
-  Pipeline pipeline(*comm, options_for(1, "1f1b"), make_stage, *source);
+  Pipeline pipeline(*comm, make_stage, *source, options_for(1, "1f1b"));
   for (int step = 0; step < kSteps; ++step) {
     (void)pipeline.train_step();
     (void)pipeline.evaluate(*source, kBatch);
@@ -443,14 +443,14 @@ TEST(TorchStageTest, SavesHaveRunningStatisticsAndGoOnWithTheBits) {
   std::vector<double> losses;
   std::vector<std::vector<float>> expected;
   {
-    Pipeline pipeline(*comm, options_for(1, "1f1b"), make_stage, *source);
+    Pipeline pipeline(*comm, make_stage, *source, options_for(1, "1f1b"));
     (void)pipeline.train_step();
     save_checkpoint(pipeline, {.directory = folder});
     losses = {pipeline.evaluate(*source, kBatch).loss, pipeline.train_step().loss,
               pipeline.evaluate(*source, kBatch).loss};
     expected = buffers();
   }
-  Pipeline pipeline(*comm, options_for(1, "1f1b"), make_stage, *source);  // other initial values
+  Pipeline pipeline(*comm, make_stage, *source, options_for(1, "1f1b"));  // other initial values
   EXPECT_NE(pipeline.evaluate(*source, kBatch).loss, losses[0]);
   (void)load_checkpoint(pipeline, folder);
   EXPECT_EQ(pipeline.evaluate(*source, kBatch).loss, losses[0]);
@@ -469,8 +469,9 @@ TEST(TorchStageTest, InfersInEvaluationModeBetweenSteps) {
                      nn::Linear(8, 3));
   const StageFactory make_stage = [&](int, int) { return torch_stage("net", net, squared_error); };
   Pipeline pipeline(
-      *comm, options_for(1, "1f1b"), make_stage,
-      BatchSpec{.inputs = {{DType::kF32, {kPixels}}}, .targets = {{DType::kF32, {3}}}});
+      *comm, make_stage,
+      BatchSpec{.inputs = {{DType::kF32, {kPixels}}}, .targets = {{DType::kF32, {3}}}},
+      options_for(1, "1f1b"));
   const auto inputs = [&](std::int64_t samples) {
     return view(
         std::span<const float>(data.inputs).first(static_cast<std::size_t>(samples * kPixels)),
@@ -515,7 +516,7 @@ TEST(TorchStageTest, ReplicasTakeTheMeanOfTheirRunningStatistics) {
     options.shape.micro_batches = kMicroBatches / 2;
     options.checks.replicas_every = 1;
     const auto source = data.source();
-    Pipeline pipeline(comm, options, make_stage, *source);
+    Pipeline pipeline(comm, make_stage, *source, options);
     for (int step = 0; step < kSteps; ++step) (void)pipeline.train_step();
     EXPECT_TRUE(torch::allclose(norm->running_mean, plain[0]->running_mean, 1e-5, 1e-7));
     EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), kSteps * kMicroBatches / 2);
@@ -526,7 +527,7 @@ TEST(TorchStageTest, ReplicasTakeTheMeanOfTheirRunningStatistics) {
 Error error_of(Communicator& comm, const StageFactory& make_stage) {
   const auto source = Data().source();
   try {
-    Pipeline pipeline(comm, options_for(comm.size(), "gpipe"), make_stage, *source);
+    Pipeline pipeline(comm, make_stage, *source, options_for(comm.size(), "gpipe"));
     for (int step = 0; step < kSteps; ++step) (void)pipeline.train_step();
   } catch (const Error& error) {
     return error;
@@ -611,9 +612,9 @@ TEST(TorchStageTest, RefusesAModuleThatAnotherStageHasTaken) {
   const StageFactory make_stage = [&](int, int) {
     return torch_stage("net", linear, squared_error);
   };
-  Pipeline first(*comm, options_for(1, "1f1b"), make_stage, *source);
+  Pipeline first(*comm, make_stage, *source, options_for(1, "1f1b"));
   (void)first.train_step();
-  Pipeline second(*comm, options_for(1, "1f1b"), make_stage, *source);
+  Pipeline second(*comm, make_stage, *source, options_for(1, "1f1b"));
   (void)second.train_step();
   try {
     (void)first.train_step();

@@ -155,7 +155,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.checks.replicas_every = 1;
   const auto source = synthetic_tokens(what.model);
   const StageFactory factory = Transformer(what.model);
-  Pipeline pipeline(comm, options, factory, *source);
+  Pipeline pipeline(comm, factory, *source, options);
   TrainingOutcome outcome;
   for (int step = 0; step < what.steps; ++step) {
     if (what.before_step) what.before_step(pipeline);

@@ -83,8 +83,8 @@ TEST_P(UnwrittenTest, ALayersGapEndsTheFirstStepOnAllRanksAndNamesTheLayer) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto found = [&](const LayerSpec& layer, const char* schedule,
                            std::initializer_list<std::string> parts) {
-      Pipeline pipeline(comm, options_of(comm.size(), schedule), model_with({tanh(), layer}),
-                        rows());
+      Pipeline pipeline(comm, model_with({tanh(), layer}), rows(),
+                        options_of(comm.size(), schedule));
       const Rows data;
       expect_error(ErrorCode::kUsage, parts, [&] { (void)pipeline.train_step(data.batch()); });
       EXPECT_FALSE(pipeline.usable());
@@ -107,8 +107,8 @@ TEST_P(UnwrittenTest, ALayersGapEndsTheFirstStepOnAllRanksAndNamesTheLayer) {
 
 TEST_P(UnwrittenTest, AnEvaluationFindsThemToo) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    Pipeline pipeline(comm, options_of(comm.size(), "1f1b"), model_with({gap({.y_at = 1})}),
-                      rows());
+    Pipeline pipeline(comm, model_with({gap({.y_at = 1})}), rows(),
+                      options_of(comm.size(), "1f1b"));
     const Rows data;
     expect_error(ErrorCode::kUsage, {"forward of micro-batch 0: layer 1 (gap): leaves 1 of the 8"},
                  [&] { (void)pipeline.evaluate(data.batch()); });
@@ -188,8 +188,8 @@ TEST_P(UnwrittenTest, AStagesGapNamesStageMicroBatchAndTensor) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const int stages = 2 * comm.size();
     const auto step = [&](const TwoTensors::Options& options, int faulty) {
-      Pipeline pipeline(comm, options_of(comm.size(), "looped-bfs", 2),
-                        two_tensors(options, faulty), rows());
+      Pipeline pipeline(comm, two_tensors(options, faulty), rows(),
+                        options_of(comm.size(), "looped-bfs", 2));
       const Rows data;
       return pipeline.train_step(data.batch()).loss;
     };
@@ -239,8 +239,8 @@ class Scribbler : public Layer {
 TEST_P(UnwrittenTest, ALayerThatChangesItsInputIsNamed) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     for (const bool forward : {true, false}) {
-      Pipeline pipeline(comm, options_of(comm.size(), "1f1b"),
-                        model_with({tanh(), layer<Scribbler>("scribbler", forward)}), rows());
+      Pipeline pipeline(comm, model_with({tanh(), layer<Scribbler>("scribbler", forward)}), rows(),
+                        options_of(comm.size(), "1f1b"));
       const Rows data;
       expect_error(
           ErrorCode::kUsage,
@@ -284,7 +284,7 @@ TEST_P(UnwrittenTest, ALossThatLeavesItsSumOrItsGradientUnwrittenIsNamed) {
       const Sequential model =
           Sequential({linear(4, 4), tanh(), linear(4, 4)}, loss<SumLoss>("own", left))
               .with_input({DType::kF32, {4}});
-      Pipeline pipeline(comm, options_of(comm.size(), "1f1b"), model, rows());
+      Pipeline pipeline(comm, model, rows(), options_of(comm.size(), "1f1b"));
       const Rows data;
       if (evaluates) return pipeline.evaluate(data.batch()).loss;
       return pipeline.train_step(data.batch()).loss;
@@ -331,8 +331,8 @@ class Witness : public Layer {
 TEST_P(UnwrittenTest, OnlyTheFirstCallsAreWatched) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto calls = std::make_shared<Witness::Calls>();  // of this rank
-    Pipeline pipeline(comm, options_of(comm.size(), "1f1b"),
-                      model_with({layer<Witness>("witness", calls)}), rows());
+    Pipeline pipeline(comm, model_with({layer<Witness>("witness", calls)}), rows(),
+                      options_of(comm.size(), "1f1b"));
     const Rows data;
     for (int step = 0; step < 3; ++step) (void)pipeline.train_step(data.batch());
     const bool mine = !calls->forward.empty();

@@ -2,6 +2,7 @@
 // and refused calls. Later steps have the bits of a run that never took that batch.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <mpi.h>
 
 #include <cmath>
 #include <limits>
@@ -150,7 +151,7 @@ TrainingOutcome train(Communicator& comm, const BadRun& run) {
         stage == (run.place.last_stage ? stages - 1 : 0) && comm.rank() >= first_of_last;
     return std::make_unique<BadStage>(std::move(whole), here ? run.place.bad : Bad::kNothing);
   };
-  Pipeline pipeline(comm, options, factory, *source);
+  Pipeline pipeline(comm, factory, *source, options);
   TrainingOutcome outcome;
   for (std::uint64_t step = 1; step <= kSteps; ++step) {
     if (step == kBadStep) {
@@ -225,8 +226,8 @@ TEST_P(UsableTest, ARefusedEvaluationChangesNothing) {
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
     const StageFactory factory = stages_of(model);
-    Pipeline one(comm, options_of({.pipeline = GetParam()}), factory, *source);
-    Pipeline two(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    Pipeline one(comm, factory, *source, options_of({.pipeline = GetParam()}));
+    Pipeline two(comm, factory, *source, options_of({.pipeline = GetParam()}));
     for (int step = 0; step < 2; ++step) {
       EXPECT_EQ(one.train_step().loss, two.train_step().loss);
       EXPECT_EQ(one.evaluate(*source, 5).loss, two.evaluate(*source, 5).loss);
@@ -254,7 +255,7 @@ TEST_P(UsableTest, ARefusedInferenceChangesNothing) {
     options.shape.micro_batches = 1;
     options.training.inference = true;
     options.expert.evaluations = {};
-    Pipeline pipeline(comm, options, factory, *source);
+    Pipeline pipeline(comm, factory, *source, options);
     std::vector<std::int32_t> tokens(2 * 16, 3);
     const Tensor right{reinterpret_cast<std::byte*>(tokens.data()), source->input_specs(1)[0]};
     const Tensor wrong{right.data, {DType::kF32, source->input_specs(1)[0].shape}};
@@ -312,7 +313,7 @@ TEST_P(UsableTest, WhatOneRankThrowsBeforeACallIsRefusedOnAll) {
       if (stage + 1 < stages) return whole;
       return std::make_unique<NoAnswers>(std::move(whole));
     };
-    Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    Pipeline pipeline(comm, factory, *source, options_of({.pipeline = GetParam()}));
     std::vector<std::int32_t> tokens(16, 3);
     const Tensor inputs{tokens.data(), source->input_specs(1)[0]};
     for (int attempt = 0; attempt < 2; ++attempt) {
@@ -339,10 +340,12 @@ TEST_P(UsableTest, WhatOneRankThrowsBeforeACallIsRefusedOnAll) {
 // Ranks that are threads have no such rule.
 TEST_P(UsableTest, MpiOfOneThreadRefusesACallOfAnotherOnThatRankAlone) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    if (std::string(comm.name()) != "mpi" || comm.any_thread()) return;
+    int level = MPI_THREAD_MULTIPLE;
+    if (std::string(comm.name()) == "mpi") MPI_Query_thread(&level);
+    if (level == MPI_THREAD_MULTIPLE) return;
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
-    Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), stages_of(model), *source);
+    Pipeline pipeline(comm, stages_of(model), *source, options_of({.pipeline = GetParam()}));
     if (comm.rank() + 1 == comm.size()) {
       std::thread([&] {
         const std::string why = "only the thread that initialised it may make or call";
@@ -362,9 +365,9 @@ TEST_P(UsableTest, ALearningRateCountsFromTheNextStepOn) {
     const StageFactory factory = stages_of(model);
     PipelineOptions options = options_of({.pipeline = GetParam()});
     const LearningRate planned = options.training.learning_rate;
-    Pipeline reference(comm, options, factory, *source);
+    Pipeline reference(comm, factory, *source, options);
     options.training.learning_rate = {.peak = 0.5};
-    Pipeline pipeline(comm, options, factory, *source);
+    Pipeline pipeline(comm, factory, *source, options);
     for (std::uint64_t step = 1; step <= 3; ++step) {
       const StepReport expected = reference.train_step();
       if (step == 2) {
@@ -387,7 +390,7 @@ TEST_P(UsableTest, ALearningRateThatGrowsTooFarIsRefusedBeforeItsStep) {
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
     const StageFactory factory = stages_of(model);
-    Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    Pipeline pipeline(comm, factory, *source, options_of({.pipeline = GetParam()}));
     pipeline.set_learning_rate(
         {.peak = 1e-3, .decay = LearningRate::Decay::kStep, .factor = 1e300, .every = 1});
     (void)pipeline.train_step();
@@ -405,8 +408,8 @@ TEST_P(UsableTest, DifferentLearningRatesChangeNothing) {
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
     const StageFactory factory = stages_of(model);
-    Pipeline reference(comm, options_of({.pipeline = GetParam()}), factory, *source);
-    Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    Pipeline reference(comm, factory, *source, options_of({.pipeline = GetParam()}));
+    Pipeline pipeline(comm, factory, *source, options_of({.pipeline = GetParam()}));
     reference.set_learning_rate(0.25);
     pipeline.set_learning_rate(comm.rank() + 1 == comm.size() ? 0.5 : 0.25);
     const std::string before = digest_of(pipeline);
@@ -437,7 +440,7 @@ TEST_P(UsableTest, DifferentNumbersOfStepsChangeNothing) {
     std::vector<Layout> layouts = {{.pipeline = GetParam()}};
     if (GetParam() > 1) layouts.push_back({.pipeline = 1, .replicas = GetParam()});
     for (const Layout& layout : layouts) {
-      Pipeline pipeline(comm, options_of(layout), factory, *source);
+      Pipeline pipeline(comm, factory, *source, options_of(layout));
       expect_refusal("legal are 0 to 4503599627370496",
                      [&] { pipeline.set_step(std::numeric_limits<std::uint64_t>::max()); });
       EXPECT_EQ(pipeline.step(), 0U);
@@ -463,7 +466,7 @@ TEST_P(UsableTest, RanksExchangeFlagsInEachStep) {
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
     const StageFactory factory = stages_of(model);
-    Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    Pipeline pipeline(comm, factory, *source, options_of({.pipeline = GetParam()}));
     EXPECT_EQ(PipelineAccess::step_flags(pipeline), 0U);
     pipeline.train_step();
     EXPECT_EQ(PipelineAccess::step_flags(pipeline), 0U);

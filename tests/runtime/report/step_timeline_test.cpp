@@ -41,7 +41,7 @@ TEST(StepTimelineTest, HasWhatEachRankRanInOrderOfTime) {
   for (const char* schedule : {"gpipe", "1f1b", "zb-h1"}) {
     for (const int replicas : {1, 2}) {
       run_loopback(2 * replicas, [&](Communicator& world) {
-        Pipeline pipeline(world, options_for(schedule, replicas), model(), numbers());
+        Pipeline pipeline(world, model(), numbers(), options_for(schedule, replicas));
         train(pipeline, 4);
         const StepTimeline step = step_timeline(pipeline);
         EXPECT_EQ(step.schedule.name, schedule);
@@ -78,7 +78,7 @@ TEST(StepTimelineTest, HasWhatEachRankRanInOrderOfTime) {
 
 TEST(StepTimelineTest, IsThatOfTheLastStepWhateverItsSize) {
   run_loopback(2, [](Communicator& world) {
-    Pipeline pipeline(world, options_for("gpipe", 1), model(), numbers());
+    Pipeline pipeline(world, model(), numbers(), options_for("gpipe", 1));
     train(pipeline, 4);
     train(pipeline, 2);
     const std::vector<float> x(4 * 4, 1);
@@ -90,9 +90,9 @@ TEST(StepTimelineTest, IsThatOfTheLastStepWhateverItsSize) {
 TEST(StepTimelineTest, IsRefusedWithoutATraceAndThePipelineGoesOn) {
   run_loopback(2, [](Communicator& world) {
     PipelineOptions options = options_for("gpipe", 1);
-    Pipeline traced(world, options, model(), numbers());
+    Pipeline traced(world, model(), numbers(), options);
     options.checks.trace = false;
-    Pipeline plain(world, options, model(), numbers());
+    Pipeline plain(world, model(), numbers(), options);
     train(plain, 4);
     for (Pipeline* each : {&traced, &plain}) {
       expect_error(ErrorCode::kUsage, {"options.checks.trace"},

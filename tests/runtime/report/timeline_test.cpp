@@ -43,7 +43,7 @@ nlohmann::json trace_of(const Layout& layout) {
     options.order.schedule = layout.schedule;
     options.order.chunks = layout.chunks;
     options.checks.trace = true;
-    Pipeline pipeline(comm, options, transformer, *source);
+    Pipeline pipeline(comm, transformer, *source, options);
     Timeline timeline;
     (void)pipeline.train_step();
     timeline.begin(pipeline);

@@ -60,8 +60,8 @@ TEST_P(DeviceLayersTest, EveryDepthHasTheBitsOfOneRankAndTheCpusToRounding) {
                            bool recomputes = false) {
       PipelineOptions options = options_of(over.size(), schedule, devices);
       options.devices.cuda_graphs = graphs;
-      Pipeline pipeline(over, options, recomputes ? make(true) : model,
-                        {.inputs = {tokens}, .targets = {tokens}});
+      Pipeline pipeline(over, recomputes ? make(true) : model,
+                        {.inputs = {tokens}, .targets = {tokens}}, options);
       std::vector<double> losses;
       for (int step = 0; step < 4; ++step) losses.push_back(pipeline.train_step(batch).loss);
       return losses;
@@ -103,8 +103,9 @@ TEST_P(DeviceLayersTest, AModelInBf16HasTheBitsOfOneRankAndTheCpusToRounding) {
                 .with_input({DType::kF32, {6, 16}});
         PipelineOptions options = options_of(over.size(), schedule, devices);
         options.devices.cuda_graphs = graphs;
-        Pipeline pipeline(over, options, model,
-                          {.inputs = {{DType::kF32, {6, 16}}}, .targets = {{DType::kF32, {3}}}});
+        Pipeline pipeline(over, model,
+                          {.inputs = {{DType::kF32, {6, 16}}}, .targets = {{DType::kF32, {3}}}},
+                          options);
         std::vector<double> losses;
         for (int step = 0; step < 4; ++step) losses.push_back(pipeline.train_step(batch).loss);
         return losses;
@@ -130,9 +131,9 @@ TEST_P(DeviceLayersTest, LayersWithoutOperatorsThereAreNamed) {
     const auto refused = [&](std::vector<LayerSpec> layers, const TensorSpec& in,
                              const TensorSpec& out, const std::string& who) {
       expect_error(ErrorCode::kUsage, {who + " runs on CPUs alone"}, [&] {
-        const Pipeline pipeline(comm, options_of(1, "1f1b", "cuda:0"),
-                                Sequential(std::move(layers), mse_loss()),
-                                {.inputs = {in}, .targets = {out}});
+        const Pipeline pipeline(comm, Sequential(std::move(layers), mse_loss()),
+                                {.inputs = {in}, .targets = {out}},
+                                options_of(1, "1f1b", "cuda:0"));
       });
     };
     const TensorSpec picture{DType::kF32, {2, 4, 4}}, row{DType::kF32, {4}};
@@ -161,8 +162,8 @@ TEST_P(DeviceLayersTest, ASizeThatFollowsABatchOfTheStepLeavesItsGradients) {
       return Batch{.inputs = {cut(x, 4)}, .targets = {cut(y, 3)}};
     };
     const BatchSpec spec{.inputs = {{DType::kF32, {4}}}, .targets = {{DType::kF32, {3}}}};
-    Pipeline whole(comm, options_of(comm.size(), "1f1b", "cuda:0"), model, spec);
-    Pipeline parts(comm, options_of(comm.size(), "1f1b", "cuda:0"), model, spec);
+    Pipeline whole(comm, model, spec, options_of(comm.size(), "1f1b", "cuda:0"));
+    Pipeline parts(comm, model, spec, options_of(comm.size(), "1f1b", "cuda:0"));
     for (int step = 0; step < 2; ++step) {
       const double expected = whole.forward_backward(part(0, 5)).grad_norm;
       (void)parts.accumulate(part(0, 4));

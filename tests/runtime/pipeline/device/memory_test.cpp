@@ -122,7 +122,7 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
   const Job& each = GetParam();
   run(each, [&](Communicator& comm, const DataSource& source) {
     const std::size_t before = mine(comm);
-    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    Pipeline pipeline(comm, transformer(each.model), source, each.options);
     const int steps = each.options.devices.cuda_graphs ? 3 : 2;  // called twice, then replayed
     for (int step = 0; step < steps; ++step) (void)pipeline.train_step();
     (void)pipeline.evaluate(source, 12);
@@ -154,7 +154,7 @@ void check_inference(int ranks) {
   each.options.training.inference = true;
   run(each, [&](Communicator& comm, const DataSource& source) {
     const std::size_t before = mine(comm);
-    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    Pipeline pipeline(comm, transformer(each.model), source, each.options);
     (void)pipeline.evaluate(source, 12);
     const JobLayout& layout = PipelineAccess::layout(pipeline);
     const RankMemory& planned = layout.memory.ranks[static_cast<std::size_t>(layout.place.rank)];
@@ -192,7 +192,7 @@ TEST(DeviceMemoryPlanTest, HoldsSmallerMicroBatchesToo) {
   uneven.options.expert.evaluations = {5, 131};
   run(uneven, [&](Communicator& comm, const DataSource& source) {
     const std::size_t before = mine(comm);
-    Pipeline pipeline(comm, uneven.options, transformer(uneven.model), source);
+    Pipeline pipeline(comm, transformer(uneven.model), source, uneven.options);
     (void)pipeline.train_step();
     (void)pipeline.evaluate(source, 131);
     (void)pipeline.evaluate(source, 5);
@@ -271,7 +271,7 @@ TEST(DeviceMemoryPlanTest, AStageThatDescribesTooLittleTrainsOnMemoryApart) {
   std::vector<double> told, silent;
   const auto losses = [&](const StageFactory& factory, std::vector<double>& into, bool fits) {
     run(each, [&](Communicator& comm, const DataSource& source) {
-      Pipeline pipeline(comm, each.options, factory, source);
+      Pipeline pipeline(comm, factory, source, each.options);
       for (int step = 0; step < 3; ++step) {
         const double loss = pipeline.train_step().loss;
         if (comm.rank() == 0) into.push_back(loss);
@@ -348,8 +348,8 @@ TEST(DeviceMemoryPlanTest, AnErrorSaysWhoAskedForHowMuchAndShowsTheTable) {
     run(each, [&](Communicator& comm, const DataSource& source) {
       std::string said;
       try {
-        Pipeline pipeline(comm, each.options, first_and_last<HungryStage>(each.model, at_once),
-                          source);
+        Pipeline pipeline(comm, first_and_last<HungryStage>(each.model, at_once), source,
+                          each.options);
         for (int step = 0; step < 2; ++step) (void)pipeline.train_step();
       } catch (const Error& error) {
         EXPECT_EQ(error.code(), ErrorCode::kDevice);
@@ -377,7 +377,7 @@ TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfPageLockedMemory) {
       emulated::set_most_host_memory(most);
       run(each, [&](Communicator& comm, const DataSource& source) {
         try {
-          Pipeline pipeline(comm, each.options, transformer(each.model), source);
+          Pipeline pipeline(comm, transformer(each.model), source, each.options);
           (void)pipeline.train_step();
           pipeline.values_changed();
         } catch (const Error& error) {
@@ -405,9 +405,9 @@ TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfTheLibraryOfProducts) {
                  {"the libraries on cuda:0 of " + host_name() +
                   ": cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED; the plan of this rank: not "
                   "made yet"},
-                 [&] { Pipeline(comm, each.options, transformer(each.model), source); });
+                 [&] { Pipeline(comm, transformer(each.model), source, each.options); });
     emulated::set_cublas_status(CUBLAS_STATUS_SUCCESS);
-    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    Pipeline pipeline(comm, transformer(each.model), source, each.options);
     emulated::set_cublas_status(CUBLAS_STATUS_ALLOC_FAILED);
     expect_error(ErrorCode::kDevice,
                  {"step 1 on cuda:0 of " + host_name() + ": stage 0, forward of micro-batch 0: ",
@@ -421,7 +421,7 @@ TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfTheLibraryOfProducts) {
 TEST(DeviceMemoryPlanTest, SoDoesAKernelThatCannotBeLoaded) {
   const Job each = job("kernels", model_with(TransformerKind::kGpt2, DType::kF32), 1, "1f1b");
   run(each, [&](Communicator& comm, const DataSource& source) {
-    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    Pipeline pipeline(comm, transformer(each.model), source, each.options);
     emulated::set_kernel_status(0, cudaErrorMemoryAllocation);
     expect_error(
         ErrorCode::kDevice,
@@ -449,7 +449,7 @@ TEST(DeviceMemoryPlanTest, AnErrorBeforeThereIsATableNamesRankAndHost) {
         ErrorCode::kDevice,
         {"the layout on cuda:0 of " + host_name() + ": stage 0, describe() of ",
          ": no room for a plan; the plan of this rank: not made yet"},
-        [&] { Pipeline(comm, each.options, first_and_last<StartledStage>(each.model), source); });
+        [&] { Pipeline(comm, first_and_last<StartledStage>(each.model), source, each.options); });
   });
 }
 
@@ -465,7 +465,7 @@ TEST(DeviceMemoryPlanTest, AnErrorOfACommunicatorThatCannotBeMadeShowsTheTable) 
                    {"NCCL's communicators on cuda:", " of " + host_name() + ": NCCL of the ",
                     "making a communicator failed: unhandled cuda error",
                     "; the plan of this rank: parameters "},
-                   [&] { Pipeline(comm, each.options, transformer(each.model), source); });
+                   [&] { Pipeline(comm, transformer(each.model), source, each.options); });
     });
   }
   emulated::set_communicator_status(ncclSuccess);
@@ -476,7 +476,7 @@ TEST(DeviceMemoryPlanTest, AnErrorOfAPeerThatIsGoneShowsNoTable) {
   emulated::set_communicator_status(ncclRemoteError);
   run(each, [&](Communicator& comm, const DataSource& source) {
     try {
-      const Pipeline pipeline(comm, each.options, transformer(each.model), source);
+      const Pipeline pipeline(comm, transformer(each.model), source, each.options);
       ADD_FAILURE() << "made without its peer";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kPeer);
@@ -492,7 +492,7 @@ TEST(DeviceMemoryPlanTest, AnErrorOfLoadingSaysWhatWasLoadedAndShowsTheTable) {
   const std::filesystem::path directory =
       std::filesystem::path(::testing::TempDir()) / fmt::format("sluice_load_{}", getpid());
   run(each, [&](Communicator& comm, const DataSource& source) {
-    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    Pipeline pipeline(comm, transformer(each.model), source, each.options);
     (void)pipeline.train_step();
     save_checkpoint(pipeline, {.directory = directory});
     emulated::set_most_host_memory(1);

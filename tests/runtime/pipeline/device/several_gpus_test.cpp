@@ -46,7 +46,7 @@ void with_pipelines(
   const StageFactory factory = [&](int stage, int stages) {
     return wrap(Transformer(model)(stage, stages), stage);
   };
-  Pipeline pipeline(comm, options, factory, *source);
+  Pipeline pipeline(comm, factory, *source, options);
   body(pipeline);
 }
 

@@ -163,7 +163,7 @@ TrainingOutcome train_past_nan(Communicator& comm, const TrainingCase& what, con
   options.training.skip_nonfinite = skip;
   const auto source = synthetic_tokens(what.model);
   const StageFactory factory = Transformer(what.model);
-  Pipeline pipeline(comm, options, factory, *source);
+  Pipeline pipeline(comm, factory, *source, options);
   TrainingOutcome outcome;
   while (pipeline.step() < 5) {
     if (pipeline.step() + 1 == kBadStep && skip) {
@@ -334,7 +334,7 @@ TEST_P(NcclTrainingTest, ARankThatFailsEndsThoseThatWaitForIt) {
       if (stage > 0) return whole;
       return std::make_unique<FailingStage>(std::move(whole));
     };
-    Pipeline pipeline(comm, options, factory, *source);
+    Pipeline pipeline(comm, factory, *source, options);
     std::string said;
     try {
       (void)pipeline.train_step();
@@ -362,7 +362,7 @@ std::size_t copied_to_host(int ranks, TransportChoice transport) {
     options.devices.choices = parse_devices("cuda");
     options.devices.transport = transport;
     const StageFactory factory = Transformer(model);
-    Pipeline pipeline(comm, options, factory, *source);
+    Pipeline pipeline(comm, factory, *source, options);
     const std::size_t before = emulated::copied_to_host(comm.rank());
     (void)pipeline.train_step();
     if (comm.rank() == 0) copied = emulated::copied_to_host(0) - before;
