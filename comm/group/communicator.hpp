@@ -74,9 +74,6 @@ class Communicator : public World {
   // communicators of the same origin. Else it stays reserved until MPI ends.
   virtual void leave_open(bool /*by_all*/) {}
 
-  // Whether any thread may use this communicator while others use other ones: MPI grants
-  // MPI_THREAD_MULTIPLE.
-  [[nodiscard]] virtual bool any_thread() const { return false; }
   // Throws Error(kUsage) where MPI does not allow calls of this thread.
   virtual void require_this_thread() const {}
   // Ends all processes of the job with the exit code `code`, without cleaning up.

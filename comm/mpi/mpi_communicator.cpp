@@ -256,12 +256,6 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  bool any_thread() const override {
-    int level = MPI_THREAD_SINGLE;
-    check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
-    return level == MPI_THREAD_MULTIPLE;
-  }
-
   void require_this_thread() const override { require_mpi_thread(); }
 
   [[noreturn]] void abort(int code) const override {

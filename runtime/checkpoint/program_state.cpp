@@ -15,13 +15,13 @@ void SavedStates::add(const std::string& name, ProgramState state) {
                 name);
   }
   json_[name] = std::move(state.json);
-  for (ProgramState::NamedValues& values : state.tensors) {
+  for (auto& [tensor, values] : state.tensors) {
     if (values.bytes.size() != values.spec.bytes()) {
-      throw_usage("state '{}': tensor '{}' has {} bytes, but {} takes {}", name, values.name,
+      throw_usage("state '{}': tensor '{}' has {} bytes, but {} takes {}", name, tensor,
                   values.bytes.size(), to_string(values.spec), values.spec.bytes());
     }
-    std::vector<std::byte>& bytes = bytes_.emplace_back(std::move(values.bytes));
-    tensors_.push_back({name + "/" + values.name, {bytes.data(), values.spec}});
+    values_.push_back(std::move(values));
+    tensors_.push_back({name + "/" + tensor, values_.back().tensor()});
   }
 }
 
@@ -40,8 +40,7 @@ std::map<std::string, ProgramState> read_states(Collectives& world,
       throw_error(ErrorCode::kWeights, "'{}': tensor '{}' is of no state that state.json names",
                   (directory / tensor.file).string(), tensor.name);
     }
-    ProgramState::NamedValues& values = found->second.tensors.emplace_back();
-    values.name = tensor.name.substr(slash + 1);
+    HostTensor& values = found->second.tensors[tensor.name.substr(slash + 1)];
     values.spec = tensor.spec;
     values.bytes.resize(tensor.spec.bytes());
     if (first) {

@@ -27,7 +27,7 @@ class SavedStates {
 
  private:
   std::map<std::string, std::string> json_;
-  std::deque<std::vector<std::byte>> bytes_;
+  std::deque<HostTensor> values_;
   std::vector<NamedTensor> tensors_;
 };
 

@@ -71,8 +71,8 @@ class Reader {
     if (!is_id(text)) refuse("'{}' has a value that is not 32 hexadecimal digits", name);
     return text;
   }
-  SaveState::Values values(const Json& parent, const char* name) const {
-    SaveState::Values values;
+  Facts values(const Json& parent, const char* name) const {
+    Facts values;
     for (const auto& [key, value] : object(parent, name).items()) {
       if (!value.is_string()) refuse("'{}' of '{}' is no string", key, name);
       values.emplace_back(key, value.get<std::string>());

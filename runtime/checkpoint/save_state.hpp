@@ -40,8 +40,6 @@ struct SavedTensor {
 struct SaveState {
   static constexpr int kFormat = 3, kOldestFormat = 2;
 
-  using Values = std::vector<std::pair<std::string, std::string>>;
-
   std::string save;            // random, of this save; 32 hexadecimal digits
   std::string run;             // random, of the run that began it; resumed runs keep it
   std::uint64_t sequence = 0;  // grows with every save in a directory: the newest has the largest
@@ -50,9 +48,9 @@ struct SaveState {
   bool weights_only = false;            // no optimizer state: cannot be resumed
   std::map<std::string, int> layout;    // "ranks", "pipeline", "replicas", "stages": for people
   std::vector<std::string> arithmetic;  // as JobLayout's, of all ranks; none: not recorded
-  Values options;                       // of the program, in the order of its help
+  Facts options;                        // of the program, in the order of its help
   std::string model;                    // JSON text of what builds the model; may be empty
-  Values data;                          // TokenFile::identity() and the like
+  Facts data;                           // TokenFile::identity() and the like
   std::vector<std::uint64_t> skipped;   // steps that changed nothing: their loss was not finite
   // JSON text by name, of the data source and of an embedding program; their tensors are in
   // user.safetensors as "<name>.<tensor>".

@@ -233,8 +233,7 @@ void TokenFile::copy(std::int64_t first, std::span<std::int32_t> into) const {
   for (std::int32_t& token : into) token = impl_->token(first++);
 }
 
-std::vector<std::pair<std::string, std::string>> TokenFile::identity(
-    const std::string& option) const {
+Facts TokenFile::identity(const std::string& option) const {
   const std::string given = fmt::format("{} {}", option, impl_->path.string());
   const bool whole = impl_->tokens.size() <= kWhole;
   return {{"tokens in " + given, fmt::format("{}", impl_->size)},

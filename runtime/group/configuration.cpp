@@ -66,13 +66,13 @@ std::string text_of(const std::shared_ptr<const Schedule>& given) {
 
 // A name for each of the fields.
 template <typename... Fields>
-void add(NamedValues& values, const std::array<const char*, sizeof...(Fields)>& names,
+void add(Facts& values, const std::array<const char*, sizeof...(Fields)>& names,
          const Fields&... fields) {
   const char* const* name = names.data();
   (values.emplace_back(*name++, text_of(fields)), ...);
 }
 
-void add_training(const PipelineOptions::Training& all, NamedValues& values) {
+void add_training(const PipelineOptions::Training& all, Facts& values) {
   const auto& [seed, optimizer, make_optimizer, groups, rate, clip, inference, skip] = all;
   add(values,
       {"seed", "own optimizer", "groups of parameters", "clip", "inference", "skip-nonfinite"},
@@ -166,11 +166,11 @@ void require_sensible_at(std::uint64_t step, const LearningRate& rate,
 }
 
 // The bindings name every field: a new one does not compile before it stands here.
-NamedValues agreed_values(const PipelineOptions& options) {
+Facts agreed_values(const PipelineOptions& options) {
   const auto& [shape, order, devices, training, checks, watch, expert] = options;
   const auto& [edge_bytes, gradient_bytes, progress, bucket_bytes, evaluations, save_copy,
                configuration] = expert;
-  NamedValues values = configuration;
+  Facts values = configuration;
   add(values,
       {"bytes between stages", "bytes of a rank's gradients", "progress", "bucket-bytes",
        "evaluations", "save-copy"},
@@ -196,7 +196,7 @@ NamedValues agreed_values(const PipelineOptions& options) {
   return values;
 }
 
-void require_same_configuration(Collectives& comm, const NamedValues& values) {
+void require_same_configuration(Collectives& comm, const Facts& values) {
   // CBOR carries any bytes: a path is not always UTF-8.
   const std::vector<std::uint8_t> mine = Json::to_cbor(Json(values));
   const auto all = comm.all_gather_strings(std::string(mine.begin(), mine.end()));

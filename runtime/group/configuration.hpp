@@ -25,14 +25,12 @@ void require_sensible(const LearningRate& rate, std::span<const ParameterGroup> 
 void require_sensible_at(std::uint64_t step, const LearningRate& rate,
                          std::span<const ParameterGroup> groups);
 
-using NamedValues = std::vector<std::pair<std::string, std::string>>;
-
 // options.expert.configuration, followed by the options of the pipeline itself. Requires options of
 // require_sensible(). Throws Error(kUsage) for a given order that no schedule file can hold.
-[[nodiscard]] NamedValues agreed_values(const PipelineOptions& options);
+[[nodiscard]] Facts agreed_values(const PipelineOptions& options);
 
 // Collective. Throws the same Error(kMismatch) on every rank where values differ; it names the
 // first key that differs, the first rank that differs from rank 0, and both values.
-void require_same_configuration(Collectives& comm, const NamedValues& values);
+void require_same_configuration(Collectives& comm, const Facts& values);
 
 }  // namespace sluice

@@ -40,7 +40,7 @@ void on_all_ranks(Collectives& world, const std::function<void()>& body) {
   }
 }
 
-void require_same_or_refuse(Collectives& world, const NamedValues& values) {
+void require_same_or_refuse(Collectives& world, const Facts& values) {
   try {
     require_same_configuration(world, values);
   } catch (const Error& error) {

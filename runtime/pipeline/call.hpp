@@ -46,6 +46,6 @@ struct Refused {
 // all ranks throw Refused with what the lowest of them threw, as an Error that names the rank.
 void on_all_ranks(Collectives& world, const std::function<void()>& body);
 // Collective. Throws Refused with Error(kMismatch) where values differ; see configuration.hpp.
-void require_same_or_refuse(Collectives& world, const NamedValues& values);
+void require_same_or_refuse(Collectives& world, const Facts& values);
 
 }  // namespace sluice

@@ -26,14 +26,9 @@ struct StepReport;
 
 // A program's or a data source's own state. It is taken on rank 0 and comes back on all ranks.
 struct ProgramState {
-  struct NamedValues {
-    std::string name;
-    TensorSpec spec;
-    std::vector<std::byte> bytes;  // spec.bytes() of them
-  };
   // JSON text of at most 100 levels and 4,000 keys an object. Spaces between its parts go.
   std::string json = "{}";
-  std::vector<NamedValues> tensors;
+  std::map<std::string, HostTensor> tensors = {};  // by name
 };
 
 struct CheckpointOptions {
@@ -54,8 +49,8 @@ struct CheckpointOptions {
   // Names of saves in the directory that LoadedCheckpoint::passed_over names: they do not count as
   // kept, and may be newer than the step that this run goes on from.
   std::vector<std::string> damaged = {};
-  std::vector<std::pair<std::string, std::string>> options = {};  // recorded, in this order
-  std::vector<std::pair<std::string, std::string>> data = {};     // recorded
+  Facts options = {};      // recorded, in this order
+  Facts data = {};         // recorded
   std::string model = {};  // JSON text, recorded; may be empty
   // What the parameters are called in the model's files. A part's name is a tensor's, used once.
   FileLayout layout = {};
@@ -139,9 +134,9 @@ struct LoadedCheckpoint {
   std::filesystem::path directory;  // of the save
   std::string run;                  // for CheckpointOptions::run
   std::uint64_t step = 0;
-  std::vector<std::pair<std::string, std::string>> options, data;  // as recorded
-  std::map<std::string, ProgramState> states;                      // by name
-  std::vector<std::uint64_t> skipped;                              // steps that changed nothing
+  Facts options, data;                         // as recorded
+  std::map<std::string, ProgramState> states;  // by name
+  std::vector<std::uint64_t> skipped;          // steps that changed nothing
   // A line where CPUs that saved computed otherwise than these: with other kernels, another matrix
   // library, other threads or blocks of rows. The bits of an uninterrupted run may differ then.
   std::string arithmetic;

@@ -233,8 +233,7 @@ class TokenFile {
   // Values that must be equal on every rank, by names that contain `option` and this file's path:
   // the number of tokens, and the SHA-256 of their bytes. Beyond 1 MiB it is that of a sample: the
   // first 4 KiB, the last, and 64 times 4 KiB evenly spaced between them. Headers do not count.
-  [[nodiscard]] std::vector<std::pair<std::string, std::string>> identity(
-      const std::string& option) const;
+  [[nodiscard]] Facts identity(const std::string& option) const;
 
  private:
   struct Impl;

@@ -137,7 +137,7 @@ struct PipelineOptions {
     // state.
     bool save_copy = false;
     // More values that must be the same on all ranks, by name.
-    std::vector<std::pair<std::string, std::string>> configuration = {};
+    Facts configuration = {};
   };
 
   Shape shape = {};

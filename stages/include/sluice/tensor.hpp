@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #pragma GCC visibility push(default)
@@ -138,6 +139,9 @@ struct HostTensor {
   std::vector<std::byte> bytes;  // spec.bytes() of them
   [[nodiscard]] Tensor tensor() { return {bytes.data(), spec}; }
 };
+
+// Names and their values, in an order that matters.
+using Facts = std::vector<std::pair<std::string, std::string>>;
 
 // A value that changes with the step. The host reads `value` while it issues the step's work.
 // Recorded work that is replayed in later steps (Graph in <sluice/device.hpp>) reads `on_device`.

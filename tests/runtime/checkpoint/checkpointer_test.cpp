@@ -46,7 +46,7 @@ class CheckpointerTest : public ::testing::Test {
     options.expert.save_copy = true;
     options.training.optimizer.moments = moments_;
     run_loopback(ranks, [&](Communicator& comm) {
-      Pipeline pipeline(comm, options, factory, *source);
+      Pipeline pipeline(comm, factory, *source, options);
       body(pipeline, comm);
     });
   }
@@ -457,11 +457,9 @@ TEST_F(CheckpointerTest, StatesOfTheProgramComeBackOnEveryRank) {
   run(2, 1, [&](Pipeline& pipeline, Communicator&) {
     Checkpointer saver(pipeline, {.directory = saves()});
     saver.add_state("loader", [&] {
-      ProgramState state{.json = R"({"epoch":3})", .tensors = {}};
-      std::vector<std::byte> bytes(sizeof(numbers));
-      std::memcpy(bytes.data(), numbers.data(), sizeof(numbers));
-      state.tensors.push_back({"order", {DType::kI32, {3}}, std::move(bytes)});
-      return state;
+      const auto bytes = std::as_bytes(std::span(numbers));
+      const HostTensor order{{DType::kI32, {3}}, {bytes.begin(), bytes.end()}};
+      return ProgramState{.json = R"({"epoch":3})", .tensors = {{"order", order}}};
     });
     train(pipeline, saver, 1);
     saver.save_now();
@@ -472,8 +470,9 @@ TEST_F(CheckpointerTest, StatesOfTheProgramComeBackOnEveryRank) {
     const ProgramState& state = loaded.states.at("loader");
     EXPECT_EQ(state.json, R"({"epoch":3})");
     ASSERT_EQ(state.tensors.size(), 1U);
-    EXPECT_EQ(state.tensors[0].name, "order");
-    EXPECT_EQ(std::memcmp(state.tensors[0].bytes.data(), numbers.data(), sizeof(numbers)), 0);
+    const HostTensor& order = state.tensors.at("order");
+    EXPECT_EQ(order.spec, (TensorSpec{DType::kI32, {3}}));
+    EXPECT_TRUE(std::ranges::equal(order.bytes, std::as_bytes(std::span(numbers))));
   });
 }
 

@@ -120,7 +120,7 @@ using Changes = std::array<std::function<void(Options&)>, fields_of<Options>()>;
 template <typename Options>
 void expect_compared(const std::function<Options&(PipelineOptions&)>& part,
                      const Changes<Options>& changes) {
-  const NamedValues defaults = agreed_values({});
+  const Facts defaults = agreed_values({});
   for (std::size_t i = 0; i < changes.size(); ++i) {
     ASSERT_TRUE(changes[i]) << "no change of field " << i;
     PipelineOptions options;
