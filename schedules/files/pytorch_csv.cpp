@@ -109,8 +109,7 @@ std::string wait_of(const Action& action) {
 }
 
 bool known_to_pytorch(ActionKind kind) {
-  return kind != ActionKind::kReduceTied && kind != ActionKind::kRecompute &&
-         kind != ActionKind::kOptimizer;
+  return kind != ActionKind::kReduceTied && kind != ActionKind::kOptimizer;
 }
 
 // The waits of a file: each comes in its row after what it waits for.
@@ -225,7 +224,7 @@ class CsvReader {
   }
 
   Step parse(const Position& at, std::string_view cell) const {
-    if (!is_action_text(cell) || cell.find_first_of(">@") != std::string_view::npos) {
+    if (!is_action_text(cell)) {
       fail_at(at, quoted_excerpt(cell) + " is no action; legal are cells such as 0F0, 2I1, 2W1, " +
                       "1B3, 0SEND_F0, (0F7;7B3)OVERLAP_F_B and empty ones");
     }
@@ -370,7 +369,7 @@ class Row {
 
   void add(const Step& step) {
     const Action& action = step.action;
-    if (!known_to_pytorch(action.kind) || action.copy != 0 || action.to_stage >= 0) {
+    if (!known_to_pytorch(action.kind)) {
       throw Error(ErrorCode::kUsage, "schedule '" + std::string(schedule_) +
                                          "': PyTorch has no action " + to_string(action));
     }

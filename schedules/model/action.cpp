@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <limits>
@@ -12,46 +13,13 @@
 namespace sluice {
 namespace {
 
-struct KindRow {
-  ActionKind kind;
-  std::string_view name;
-  bool has_micro_batch;
-};
-
 // Indexed by ActionKind.
-constexpr std::array kKinds = {
-    KindRow{ActionKind::kForward, "F", true},
-    KindRow{ActionKind::kBackward, "B", true},
-    KindRow{ActionKind::kBackwardInput, "I", true},
-    KindRow{ActionKind::kBackwardWeight, "W", true},
-    KindRow{ActionKind::kSendForward, "SEND_F", true},
-    KindRow{ActionKind::kRecvForward, "RECV_F", true},
-    KindRow{ActionKind::kSendBackward, "SEND_B", true},
-    KindRow{ActionKind::kRecvBackward, "RECV_B", true},
-    KindRow{ActionKind::kReduceGrad, "REDUCE_GRAD", false},
-    KindRow{ActionKind::kReduceTied, "REDUCE_TIED", false},
-    KindRow{ActionKind::kUnshard, "UNSHARD", false},
-    KindRow{ActionKind::kReshard, "RESHARD", false},
-    KindRow{ActionKind::kRecompute, "RECOMPUTE", true},
-    KindRow{ActionKind::kOptimizer, "OPTIMIZER", false},
-};
+constexpr auto kKindNames = std::to_array<std::string_view>(
+    {"F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "REDUCE_TIED",
+     "UNSHARD", "RESHARD", "OPTIMIZER"});
+static_assert(kKindNames.size() == at(ActionKind::kOptimizer) + 1);
 
 constexpr std::string_view kOverlapSuffix = ")OVERLAP_F_B";
-
-// A program may have made the kind from any number.
-const KindRow& row_of(ActionKind kind) {
-  static constexpr KindRow kUnknown{ActionKind::kForward, "?", false};
-  return at(kind) < kKinds.size() ? kKinds[at(kind)] : kUnknown;
-}
-
-std::string known_kinds() {
-  std::string names;
-  for (const KindRow& row : kKinds) {
-    names += names.empty() ? "" : " ";
-    names += row.name;
-  }
-  return names;
-}
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 bool is_kind_letter(char c) { return (c >= 'A' && c <= 'Z') || c == '_'; }
@@ -63,25 +31,14 @@ class ActionReader {
 
   Action read() {
     Action action;
-    action.stage = read_number("a stage index", std::numeric_limits<std::int32_t>::max());
-    const KindRow& row = read_kind();
-    action.kind = row.kind;
-    if (row.has_micro_batch) {
-      action.micro_batch = read_number(std::string(row.name) + " needs a micro-batch index",
-                                       std::numeric_limits<std::int32_t>::max());
-    }
-    if (is_message(action.kind) && take('>')) {
-      action.to_stage =
-          read_number("'>' needs a stage index", std::numeric_limits<std::int32_t>::max());
-    }
-    if (take('@')) {
-      action.copy = static_cast<std::uint8_t>(
-          read_number("'@' needs a copy index", std::numeric_limits<std::uint8_t>::max()));
-      if (action.copy == 0) fail("copy 0 is written without '@0'");
-    }
+    action.stage = read_number("a stage index");
+    action.kind = read_kind();
+    const std::string name(name_of(action.kind));
+    const bool numbered = has_micro_batch(action.kind);
+    if (numbered) action.micro_batch = read_number(name + " needs a micro-batch index");
     if (!rest_.empty()) {
-      fail("unexpected '" + std::string(rest_) + "' after " + std::string(row.name) +
-           (row.has_micro_batch ? " and its micro-batch" : ", which takes no micro-batch"));
+      fail("unexpected '" + std::string(rest_) + "' after " + name +
+           (numbered ? " and its micro-batch" : ", which takes no micro-batch"));
     }
     return action;
   }
@@ -93,13 +50,7 @@ class ActionReader {
                                        "0REDUCE_GRAD");
   }
 
-  bool take(char c) {
-    if (rest_.empty() || rest_.front() != c) return false;
-    rest_.remove_prefix(1);
-    return true;
-  }
-
-  std::int32_t read_number(const std::string& what, std::int32_t most) {
+  std::int32_t read_number(const std::string& what) {
     std::size_t digits = 0;
     while (digits < rest_.size() && is_digit(rest_[digits])) ++digits;
     if (digits == 0) {
@@ -110,25 +61,27 @@ class ActionReader {
     }
     std::int32_t value = 0;
     const auto result = std::from_chars(rest_.data(), rest_.data() + digits, value);
-    if (result.ec != std::errc() || value > most) {
-      fail(concat("number '", std::string(rest_.substr(0, digits)), "' exceeds ", most));
+    if (result.ec != std::errc()) {
+      fail(concat("number '", std::string(rest_.substr(0, digits)), "' exceeds ",
+                  std::numeric_limits<std::int32_t>::max()));
     }
     rest_.remove_prefix(digits);
     return value;
   }
 
-  const KindRow& read_kind() {
+  ActionKind read_kind() {
     std::size_t letters = 0;
     while (letters < rest_.size() && is_kind_letter(rest_[letters])) ++letters;
     const std::string_view name = rest_.substr(0, letters);
-    for (const KindRow& row : kKinds) {
-      if (row.name == name) {
-        rest_.remove_prefix(letters);
-        return row;
-      }
+    const auto found = std::find(kKindNames.begin(), kKindNames.end(), name);
+    if (found != kKindNames.end()) {
+      rest_.remove_prefix(letters);
+      return static_cast<ActionKind>(found - kKindNames.begin());
     }
     if (name.empty()) fail("a kind expected at '" + std::string(rest_) + "'");
-    fail("unknown kind '" + std::string(name) + "', known are " + known_kinds());
+    std::string known;
+    for (const std::string_view each : kKindNames) known.append(" ").append(each);
+    fail("unknown kind '" + std::string(name) + "', known are" + known);
   }
 
   std::string_view text_;
@@ -137,16 +90,14 @@ class ActionReader {
 
 }  // namespace
 
-bool has_micro_batch(ActionKind kind) { return row_of(kind).has_micro_batch; }
-
-std::string_view name_of(ActionKind kind) { return row_of(kind).name; }
+std::string_view name_of(ActionKind kind) {
+  return at(kind) < kKindNames.size() ? kKindNames[at(kind)] : "?";
+}
 
 std::string to_string(const Action& action) {
   std::string text = std::to_string(action.stage);
   text += name_of(action.kind);
   if (has_micro_batch(action.kind)) text += std::to_string(action.micro_batch);
-  if (action.to_stage >= 0) text += concat('>', action.to_stage);
-  if (action.copy != 0) text += concat('@', action.copy);
   return text;
 }
 

@@ -26,8 +26,6 @@ constexpr std::uint8_t bit(ActionKind kind) {
 constexpr std::uint8_t kHalves = bit(ActionKind::kBackwardInput) | bit(ActionKind::kBackwardWeight);
 constexpr std::uint8_t kGradient = bit(ActionKind::kBackward) | bit(ActionKind::kBackwardInput);
 
-bool is_tracked(ActionKind kind) { return is_compute(kind) || is_message(kind); }
-
 // What a schedule holds.
 struct Inventory {
   PairTable<std::uint8_t> seen;  // bits by kind
@@ -96,11 +94,7 @@ class SingleActions {
       return concat(action, " is on rank ", rank, ", but stage ", action.stage, " belongs to rank ",
                     placement_.rank_of(action.stage));
     }
-    if (action.copy != 0) {
-      return concat(action, " names copy ", action.copy,
-                    " of the model; this placement keeps one copy");
-    }
-    if (!is_tracked(action.kind)) return std::nullopt;
+    if (!has_micro_batch(action.kind)) return std::nullopt;
     if (action.micro_batch < 0 || action.micro_batch >= micro_batches_) {
       return concat(action, " names micro-batch ", action.micro_batch,
                     "; legal micro-batches are 0 to ", micro_batches_ - 1);
@@ -141,10 +135,6 @@ class SingleActions {
     const int other = other_end(action).stage;
     if (other < 0 || other >= stages_) {
       return to_string(action) + " has no stage on its other side";
-    }
-    if (action.to_stage >= 0 && action.to_stage != other) {
-      return concat(action, " names stage ", action.to_stage,
-                    " as its other side; messages go between neighbours, here stage ", other);
     }
     if (!crosses(placement_, action.stage, other)) {
       return concat(action, " is a message to the same rank; stage ", other,
@@ -240,7 +230,7 @@ class MissingActions {
   Violation violation(int rank, const Action& action) const {
     const int position = find_step(schedule_.ranks[at(rank)], [&](const Action& other) {
       return other.stage == action.stage && other.micro_batch == action.micro_batch &&
-             is_tracked(other.kind);
+             has_micro_batch(other.kind);
     });
     const char* needed = is_message(action.kind)
                              ? "a message to and from each neighbour on another rank"
@@ -279,7 +269,7 @@ constexpr std::uint8_t prerequisites(ActionKind kind) {
 // `done` holds the bits of what comes before the action in its list.
 Objection check_order(PairTable<std::uint8_t>& seen, PairTable<std::uint8_t>& done_table,
                       const Action& action) {
-  if (!is_tracked(action.kind)) return std::nullopt;
+  if (!has_micro_batch(action.kind)) return std::nullopt;
   std::uint8_t& done = done_table.at(action.stage, action.micro_batch);
   const unsigned lacking =
       prerequisites(action.kind) & seen.at(action.stage, action.micro_batch) & ~unsigned{done};

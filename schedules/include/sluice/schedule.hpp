@@ -11,8 +11,7 @@
 // The text form of an action is `<stage><KIND>[micro_batch]`, e.g. `2F0` (stage 2 forwards
 // micro-batch 0), `3SEND_B1`, `0REDUCE_GRAD`; it follows torch.distributed.pipelining's `_Action`,
 // but is strict: the whole text must match and an unknown kind is refused by name. Numbers are
-// decimal without sign or leading zeros. It may be followed by `>stage` (a message's to_stage) and
-// `@copy` (from 1).
+// decimal without sign or leading zeros.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +39,6 @@ enum class ActionKind : std::uint8_t {
   kReduceTied,      // REDUCE_TIED: gradients of a tied parameter summed over its uses
   kUnshard,         // UNSHARD
   kReshard,         // RESHARD
-  kRecompute,       // RECOMPUTE
   kOptimizer,       // OPTIMIZER: norm, guard, clip, update; once per rank
 };
 
@@ -59,17 +57,17 @@ enum class ActionKind : std::uint8_t {
 [[nodiscard]] constexpr bool is_message(ActionKind kind) {
   return kind >= ActionKind::kSendForward && kind <= ActionKind::kRecvBackward;
 }
-// True where the text form carries a micro-batch (compute, message and RECOMPUTE kinds).
-[[nodiscard]] bool has_micro_batch(ActionKind kind);
+// True where the text form carries a micro-batch: compute and message kinds.
+[[nodiscard]] constexpr bool has_micro_batch(ActionKind kind) {
+  return is_compute(kind) || is_message(kind);
+}
 // "F", "SEND_B", ..., and "?" for a number that is no kind.
 [[nodiscard]] std::string_view name_of(ActionKind kind);
 
 struct Action {
   ActionKind kind = ActionKind::kForward;
-  std::uint8_t copy = 0;          // which copy of the model, for schedules that keep two
   std::int32_t stage = 0;         // global stage index
   std::int32_t micro_batch = -1;  // -1 where the kind has none
-  std::int32_t to_stage = -1;     // messages that do not go to a neighbouring stage; -1: neighbour
 
   friend bool operator==(const Action&, const Action&) = default;
 };

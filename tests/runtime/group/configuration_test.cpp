@@ -200,7 +200,7 @@ TEST(ConfigurationTest, AnOrderThatNoFileCanHoldIsTheUsersMistake) {
     return agreed_values(options);
   };
   (void)values();
-  for (const ActionKind kind : {ActionKind::kRecompute, ActionKind::kOptimizer,
+  for (const ActionKind kind : {ActionKind::kReduceTied, ActionKind::kOptimizer,
                                 ActionKind::kSendForward, static_cast<ActionKind>(99)}) {
     order.ranks[0].push_back({.action = {.kind = kind}});
     expect_error(ErrorCode::kUsage, {"options.order.given", "schedule 'own'"},
