@@ -116,12 +116,11 @@ bool is_one_by_one(const PlanTrace& trace) {
 }
 
 // Fills in what holds under each model. The strict ones go first, since they imply others.
-void progress_under_all(const Plan& plan, const PlanTrace& trace, const VerifyOptions& options,
-                        Verification& result) {
+void progress_under_all(const Plan& plan, const PlanTrace& trace, Verification& result) {
   std::array<std::optional<Violation>, kTransportModels> stuck;
   const auto replay = [&](TransportModel model) {
     auto& found = stuck[at(model)];
-    found = replay_progress(plan, trace, model, options);
+    found = replay_progress(plan, trace, model);
     return !found.has_value();
   };
   const bool nccl = replay(TransportModel::kNccl);
@@ -152,12 +151,11 @@ bool needs_receives(const Plan& plan) {
 
 }  // namespace
 
-PlanTrace::PlanTrace(const Plan& plan)
-    : events(plan.ranks.size()), peak_in_flight(plan.ranks.size()), channels(plan.channels.size()) {
+PlanTrace::PlanTrace(const Plan& plan) : events(plan.ranks.size()), channels(plan.channels.size()) {
   std::map<std::pair<int, int>, std::int32_t> found;
   for (const Channel& channel : plan.channels) ++found[{channel.from_rank, channel.to_rank}];
   for (auto& [ranks, number] : found) {
-    pairs.push_back({PairDepth{ranks.first, ranks.second, 0}, 0, number});
+    pairs.push_back({ranks.first, ranks.second, number});
     number = static_cast<std::int32_t>(pairs.size() - 1);
   }
   for (std::size_t i = 0; i < channels.size(); ++i) {
@@ -197,10 +195,7 @@ Action receiving_action(const Channel& channel, int micro_batch) {
   return other_end(sending_action(channel, micro_batch));
 }
 
-Verification verify(const Plan& plan, const VerifyOptions& options) {
-  if (options.send_buffers < 1) {
-    refuse("verify: send_buffers is ", options.send_buffers, "; the nearest legal value is 1");
-  }
+Verification verify(const Plan& plan) {
   Verification result;
   result.violation = check_shape(plan);
   if (!result.violation) result.violation = check_channels(plan);
@@ -214,11 +209,7 @@ Verification verify(const Plan& plan, const VerifyOptions& options) {
   if (!result.violation) result.violation = check_pairing(plan, trace);
   if (result.violation) return result;
 
-  progress_under_all(plan, trace, options, result);
-  result.peak_in_flight = std::move(trace.peak_in_flight);
-  for (const ChannelTrace& channel : trace.channels) result.queue_depth.push_back(channel.depth);
-  for (const PairTrace& pair : trace.pairs) result.pair_depths.push_back(pair.depth);
-  result.exact = trace.exact;
+  progress_under_all(plan, trace, result);
   return result;
 }
 

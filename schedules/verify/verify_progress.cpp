@@ -214,11 +214,9 @@ class ProgressWalk {
 // Transports with tags: messages of different channels do not stand in each other's way.
 class TaggedReplay : public ProgressWalk<TaggedReplay> {
  public:
-  TaggedReplay(const Plan& plan, const PlanTrace& trace, TransportModel model,
-               const VerifyOptions& options)
+  TaggedReplay(const Plan& plan, const PlanTrace& trace, TransportModel model)
       : ProgressWalk(plan, trace),
         model_(model),
-        send_buffers_(options.send_buffers),
         unmatched_(plan.ranks.size()),
         started_(plan.channels.size()),
         posted_(plan.channels.size()) {}
@@ -289,7 +287,7 @@ class TaggedReplay : public ProgressWalk<TaggedReplay> {
   }
 
   bool start(std::size_t rank, const ProgressEvent& event) {
-    if (model_ == TransportModel::kBounded && unmatched_[rank] >= send_buffers_) return false;
+    if (model_ == TransportModel::kBounded && unmatched_[rank] > 0) return false;
     started_[at(event.channel)] = event.index + 1;
     if (posted_[at(event.channel)] <= event.index) ++unmatched_[rank];
     wake_waiting(receiver_of(event.channel), OpKind::kWaitRecv, event.channel);
@@ -303,7 +301,6 @@ class TaggedReplay : public ProgressWalk<TaggedReplay> {
   }
 
   const TransportModel model_;
-  const int send_buffers_;
   std::vector<std::int32_t> unmatched_;  // [rank] sends
   std::vector<std::int32_t> started_;    // [channel] sends
   std::vector<std::int32_t> posted_;     // [channel] receives
@@ -426,7 +423,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
 
   std::string name_of_queue(std::size_t index) const {
     if (model_ == TransportModel::kNccl) return concat("the queue of rank ", index);
-    const PairDepth& pair = trace_.pairs[index / 2].depth;
+    const PairTrace& pair = trace_.pairs[index / 2];
     return concat("rank ", index % 2 == 0 ? pair.from_rank : pair.to_rank,
                   "'s end of the queue from rank ", pair.from_rank, " to rank ", pair.to_rank);
   }
@@ -490,7 +487,7 @@ std::optional<Violation> check_pair_orders(const Plan& plan, const PlanTrace& tr
       }
     };
     const std::ptrdiff_t number = differs.first - sent.begin();
-    const PairDepth& ranks = trace.pairs[pair].depth;
+    const PairTrace& ranks = trace.pairs[pair];
     const int sends = find(ranks.from_rank, OpKind::kStartSend, number);
     const int posts = find(ranks.to_rank, OpKind::kPostRecv, number);
     const auto text = [&](int rank, int position) {
@@ -509,12 +506,12 @@ std::optional<Violation> check_pair_orders(const Plan& plan, const PlanTrace& tr
 }  // namespace
 
 std::optional<Violation> replay_progress(const Plan& plan, const PlanTrace& trace,
-                                         TransportModel model, const VerifyOptions& options) {
+                                         TransportModel model) {
   if (model == TransportModel::kNccl || model == TransportModel::kNcclEdges) {
     if (auto wrong = check_pair_orders(plan, trace, model)) return wrong;
     return QueueReplay(plan, trace, model).run();
   }
-  return TaggedReplay(plan, trace, model, options).run();
+  return TaggedReplay(plan, trace, model).run();
 }
 
 }  // namespace sluice

@@ -226,8 +226,6 @@ class ProgressReplay {
   }
 
   [[nodiscard]] bool optimized() const { return optimized_; }
-  [[nodiscard]] bool exact() const { return exact_; }
-  [[nodiscard]] int peak_in_flight() const { return peak_; }
 
   // Each F once, then B once, or I once and W once.
   bool compute(const PlanOp& op, int own) {
@@ -252,12 +250,7 @@ class ProgressReplay {
     }
     if (!check_sums(op, stage, (adds & kForwardDone) != 0, adds == kWeightDone)) return false;
     done |= adds;
-    if (adds == kForwardDone) peak_ = std::max(peak_, ++in_flight_);
-    if ((adds & (plan_.forward_only ? kForwardDone : kWeightDone)) == 0) return true;
-    --in_flight_;
-    if (op.micro_batch < stage.last && !plan_.forward_only) exact_ = false;
-    stage.last = op.micro_batch;
-    ++stage.complete;
+    if ((adds & (plan_.forward_only ? kForwardDone : kWeightDone)) != 0) ++stage.complete;
     return true;
   }
 
@@ -315,7 +308,6 @@ class ProgressReplay {
   struct Stage {
     std::uint8_t* done = nullptr;  // [micro_batch] bits
     std::int32_t complete = 0;     // micro-batches
-    std::int32_t last = -1;        // micro-batch completed, -1: none yet
     bool reduced = false;
     // Sums over replicas in each F, and in each B or I; -1: none computed yet.
     std::array<std::int32_t, 2> sums = {-1, -1};
@@ -361,8 +353,6 @@ class ProgressReplay {
   std::vector<Stage> stages_;       // [own stage]
   std::vector<std::uint8_t> done_;  // [own stage][micro_batch] bits
   std::vector<bool> tied_reduced_;  // [group]
-  int in_flight_ = 0, peak_ = 0;
-  bool exact_ = true;
   bool optimized_ = false;
 };
 
@@ -387,8 +377,6 @@ class RankReplay {
         return violation_at(plan_, own_.rank, static_cast<int>(i), refusal_.why);
       }
     }
-    trace_.peak_in_flight[at(own_.rank)] = progress_.peak_in_flight();
-    trace_.exact = trace_.exact && progress_.exact();
     if (!progress_.check_all_complete() || !buffers_.check_all_free()) return about_rank();
     return std::nullopt;
   }
@@ -495,7 +483,7 @@ class RankReplay {
         index = order.index_of(op.micro_batch);
         slot.state = ReplayState::kFilled;
         break;
-      case OpKind::kStartSend: {
+      case OpKind::kStartSend:
         index = order.add(op.micro_batch, plan_.micro_batches);
         if (index < 0) return refusal_.object([] { return "this message is sent already"; });
         if (!holds(slot, ReplayState::kFilled, op)) {
@@ -503,11 +491,7 @@ class RankReplay {
               [&] { return not_in(slot, ReplayState::kFilled, op.micro_batch); });
         }
         slot.state = ReplayState::kSending;
-        channel.depth = std::max(channel.depth, ++channel.open);
-        PairTrace& pair = trace_.pairs[at(channel.pair)];
-        pair.depth.depth = std::max(pair.depth.depth, ++pair.open);
         break;
-      }
       default:
         if (!holds(slot, ReplayState::kSending, op)) {
           return refusal_.object([&] {
@@ -517,8 +501,6 @@ class RankReplay {
         }
         index = order.index_of(op.micro_batch);
         slot = ReplaySlot{};
-        --channel.open;
-        --trace_.pairs[at(channel.pair)].open;
         break;
     }
     events_.emplace_back(op, op.channel, index);

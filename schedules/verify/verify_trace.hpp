@@ -59,22 +59,19 @@ class MessageOrderTrace {
 
 struct ChannelTrace {
   MessageOrderTrace sent, posted;
-  std::int32_t open = 0, depth = 0;  // sends not waited for yet; most of them so far
-  std::int32_t pair = 0;             // index into PlanTrace::pairs
+  std::int32_t pair = 0;  // index into PlanTrace::pairs
 };
 
+// An ordered pair of ranks.
 struct PairTrace {
-  PairDepth depth;
-  std::int32_t open = 0;      // sends not waited for yet, over all channels
-  std::int32_t channels = 0;  // of this ordered pair of ranks
+  std::int32_t from_rank = 0, to_rank = 0;
+  std::int32_t channels = 0;
 };
 
 struct PlanTrace {
   std::vector<std::vector<ProgressEvent>> events;  // [rank], in list order
-  std::vector<int> peak_in_flight;                 // [rank]
   std::vector<ChannelTrace> channels;
   std::vector<PairTrace> pairs;  // ascending
-  bool exact = true;             // until a rank's list says otherwise
   bool grouped = false;          // some op is in a group with the op before it
 
   explicit PlanTrace(const Plan& plan);  // requires legal ranks in plan.channels
@@ -100,7 +97,6 @@ struct PlanTrace {
 // Does every rank reach the end of its list under a transport model, and if not, who waits for
 // whom? Requires: a complete trace whose sends and posts pair up. Linear in the number of events.
 [[nodiscard]] std::optional<Violation> replay_progress(const Plan& plan, const PlanTrace& trace,
-                                                       TransportModel model,
-                                                       const VerifyOptions& options);
+                                                       TransportModel model);
 
 }  // namespace sluice

@@ -122,7 +122,7 @@ struct Plan {
   Placement placement = Placement::linear(1);
   int micro_batches = 1;
   bool forward_only = false;
-  bool exact = true;
+  bool exact = true;  // every stage's weight gradients accumulate in ascending order
   std::vector<TiedStages> tied;
   std::vector<Channel> channels;
   std::vector<RankPlan> ranks;
@@ -189,8 +189,7 @@ inline constexpr std::int64_t kMaxPlannedPairs = 2'000'000;
 enum class TransportModel : std::uint8_t {
   kEager,       // a send is done at once
   kRendezvous,  // a send is done when its receive is posted
-  kBounded,     // rendezvous, and start-send itself blocks while `send_buffers` of the rank's sends
-                // are unmatched
+  kBounded,     // rendezvous, and start-send itself blocks while a send of the rank is unmatched
   kNccl,  // one communicator for the pipeline: a rank's groups (PlanOp::with_previous) stand in
           // one queue; the first one runs, and ends when the other side of each of its
           // messages runs too; messages are paired by their order between two ranks alone
@@ -200,10 +199,6 @@ enum class TransportModel : std::uint8_t {
 inline constexpr int kTransportModels = 5;
 [[nodiscard]] std::string_view name_of(TransportModel model);  // "eager", ..., "nccl-edges"
 
-struct VerifyOptions {
-  int send_buffers = 1;  // for kBounded, at least 1
-};
-
 // Why a plan cannot finish under a model: a deadlock's cycle (who waits for whom, on which action),
 // or, for queues without tags, the two messages that would meet.
 struct Deadlock {
@@ -211,22 +206,12 @@ struct Deadlock {
   Violation violation;
 };
 
-// Messages of one ordered pair of ranks, over all its channels.
-struct PairDepth {
-  int from_rank = 0, to_rank = 0;
-  int depth = 0;  // most sends started and not yet waited for
-};
-
 struct Verification {
   // Set where a rule is broken, or where no model lets the plan finish: the first offending op of
   // the first rank, in words. position indexes RankPlan::ops.
   std::optional<Violation> violation;
   std::vector<TransportModel> progresses_under;
-  std::vector<Deadlock> deadlocks;     // one for each of the other models, in their order
-  std::vector<int> peak_in_flight;     // [rank] in chunks, counted from the plan's compute ops
-  std::vector<int> queue_depth;        // [channel] most sends started and not yet waited for
-  std::vector<PairDepth> pair_depths;  // of each ordered pair of ranks that has a channel
-  bool exact = false;  // every stage's weight gradients accumulate in ascending order
+  std::vector<Deadlock> deadlocks;  // one for each of the other models, in their order
   [[nodiscard]] bool ok() const { return !violation.has_value(); }
   [[nodiscard]] bool progresses(TransportModel model) const;
 };
@@ -245,8 +230,8 @@ struct Verification {
 // Sums within F, B or I (PlanOp::sums): every micro-batch of a stage makes as many, so replicas
 // make the same ones in the same order. They hold nobody up for ever: all replicas follow this one
 // plan, so what one of them can do next, with its messages of the same pipeline, all can, and each
-// reaches every sum. Linear in the number of ops. Throws Error(kUsage) for send_buffers < 1.
-[[nodiscard]] Verification verify(const Plan& plan, const VerifyOptions& options = {});
+// reaches every sum. Linear in the number of ops.
+[[nodiscard]] Verification verify(const Plan& plan);
 
 // assemble_plan() with the options. Under kReceivesAhead, where ranks own several stages and
 // verify() finds that the plan does not end under kBounded, once more with unit_time_depths. That
