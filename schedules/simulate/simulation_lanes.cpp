@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <map>
 #include <utility>
 #include <vector>
 
@@ -8,8 +7,8 @@
 
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
-#include "schedules/model/lane_queues.hpp"
 #include "schedules/model/text.hpp"
+#include "schedules/plan/lane_queues.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
 
 namespace sluice {
@@ -66,27 +65,17 @@ class Slots {
   std::vector<double> times_;
 };
 
-std::vector<LaneChannel> lanes_of(const Plan& plan, const SimulationTimes& times,
-                                  std::size_t& queues) {
+// [channel] What a message takes.
+std::vector<double> message_times(const Plan& plan, const SimulationTimes& times) {
   const Handovers handovers = handovers_of(times, plan.placement);
-  std::map<std::pair<int, int>, std::size_t> pairs;
-  std::vector<LaneChannel> lanes;
+  std::vector<double> result;
   for (const Channel& channel : plan.channels) {
     const bool forward = channel.kind == ActionKind::kSendForward;
     const Handover& handover =
         (forward ? handovers.forward : handovers.backward)[at(channel.from_stage)];
-    LaneChannel lane{at(channel.from_rank), at(channel.to_rank),
-                     handover.seconds + handover.latency};
-    if (times.queues == MessageQueues::kPerPair) {
-      const std::size_t pair =
-          pairs.emplace(std::pair{channel.from_rank, channel.to_rank}, pairs.size()).first->second;
-      lane.sending = 2 * pair;
-      lane.receiving = 2 * pair + 1;
-    }
-    lanes.push_back(lane);
+    result.push_back(handover.seconds + handover.latency);
   }
-  queues = times.queues == MessageQueues::kPerPair ? 2 * pairs.size() : plan.ranks.size();
-  return lanes;
+  return result;
 }
 
 class LaneRun {
@@ -95,7 +84,7 @@ class LaneRun {
       : plan_(plan),
         times_(times),
         slots_(plan),
-        queues_(prepare()),
+        queues_(plan, times.queues == MessageQueues::kPerPair, message_times(plan, times)),
         cursors_(plan.ranks.size()),
         counts_(plan.channels.size()) {
     const int stages = plan.placement.stages(), micro_batches = plan.micro_batches;
@@ -126,19 +115,12 @@ class LaneRun {
     double clock = 0;  // end of the last action
     bool waits = false;
   };
-  // Of a channel's messages so far: posted and started, waited for as a receive and as a send; and
-  // when each ended, in order.
+  // Of a channel's messages so far: waited for as a receive and as a send; and when each ended, in
+  // order.
   struct Counts {
-    std::int32_t posted = 0, started = 0, received = 0, sent = 0;
+    std::int32_t received = 0, sent = 0;
     std::vector<double> receive_ends, send_ends;
   };
-
-  LaneQueues prepare() {
-    std::size_t queues = 0;
-    std::vector<LaneChannel> lanes = lanes_of(plan_, times_, queues);
-    last_group_.resize(queues);
-    return {queues, std::move(lanes)};
-  }
 
   void advance(std::size_t rank) {
     const std::vector<PlanOp>& ops = plan_.ranks[rank].ops;
@@ -169,17 +151,7 @@ class LaneRun {
   }
 
   void issue(std::size_t rank, const PlanOp& op) {
-    if (!op.with_previous) ++groups_;
-    Counts& counts = counts_[at(op.channel)];
-    LaneMember member;
-    member.channel = op.channel;
-    member.receives = op.kind == OpKind::kPostRecv;
-    member.index = (member.receives ? counts.posted : counts.started)++;
-    const std::size_t queue = queues_.queue_of(member.channel, member.receives);
-    member.joins = op.with_previous && last_group_[queue] == groups_;
-    last_group_[queue] = groups_;
-    member.ready = slots_.latest(op);
-    queues_.issue(member);
+    queues_.issue(op.channel, op.kind == OpKind::kPostRecv, op.with_previous, slots_.latest(op));
     const std::vector<PlanOp>& ops = plan_.ranks[rank].ops;
     const std::size_t next = cursors_[rank].position + 1;
     if (next < ops.size() && ops[next].with_previous) return;
@@ -229,11 +201,9 @@ class LaneRun {
   const Plan& plan_;
   const SimulationTimes& times_;
   Slots slots_;
-  std::vector<std::int64_t> last_group_;  // [queue] the group that was last issued into it
   LaneQueues queues_;
   std::vector<Cursor> cursors_;
   std::vector<Counts> counts_;  // [channel]
-  std::int64_t groups_ = 0;
   std::vector<std::size_t> ready_;
   LaneTimes result_;
 };

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "schedules/model/index.hpp"
-#include "schedules/model/lane_queues.hpp"
 #include "schedules/model/text.hpp"
+#include "schedules/plan/lane_queues.hpp"
 #include "schedules/verify/verify_trace.hpp"
 
 namespace sluice {
@@ -312,20 +312,10 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
   QueueReplay(const Plan& plan, const PlanTrace& trace, TransportModel model)
       : ProgressWalk(plan, trace),
         model_(model),
-        queues_(queue_count(plan, trace, model), lanes_of(plan, trace, model)),
-        last_group_(queue_count(plan, trace, model)),
-        groups_(plan.ranks.size()) {}
+        queues_(plan, model == TransportModel::kNcclEdges) {}
 
   bool issue(std::size_t rank, const ProgressEvent& event) {
-    if (!event.with_previous) ++groups_[rank];
-    LaneMember member;
-    member.channel = event.channel;
-    member.index = event.index;
-    member.receives = event.kind == OpKind::kPostRecv;
-    std::int64_t& last = last_group_[queues_.queue_of(member.channel, member.receives)];
-    member.joins = event.with_previous && last == groups_[rank];
-    last = groups_[rank];
-    queues_.issue(member);
+    queues_.issue(event.channel, event.kind == OpKind::kPostRecv, event.with_previous);
     const ProgressEvent* next = next_event(rank);
     if (next != nullptr && next->with_previous) return true;
     queues_.settle([this](const LaneMember& each, double) {
@@ -355,23 +345,6 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     std::size_t index = 0;
     friend bool operator==(const Holder&, const Holder&) = default;
   };
-
-  static std::size_t queue_count(const Plan& plan, const PlanTrace& trace, TransportModel model) {
-    return model == TransportModel::kNccl ? plan.ranks.size() : 2 * trace.pairs.size();
-  }
-
-  static std::vector<LaneChannel> lanes_of(const Plan& plan, const PlanTrace& trace,
-                                           TransportModel model) {
-    std::vector<LaneChannel> lanes;
-    for (std::size_t channel = 0; channel < plan.channels.size(); ++channel) {
-      const std::size_t pair = 2 * at(trace.channels[channel].pair);
-      lanes.push_back(model == TransportModel::kNccl
-                          ? LaneChannel{at(plan.channels[channel].from_rank),
-                                        at(plan.channels[channel].to_rank)}
-                          : LaneChannel{pair, pair + 1});
-    }
-    return lanes;
-  }
 
   // The rest puts a deadlock into words.
 
@@ -447,9 +420,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
   }
 
   const TransportModel model_;
-  LaneQueues queues_;                     // by rank, or by pair * 2 + receives
-  std::vector<std::int64_t> last_group_;  // [queue] of the rank, which last issued into it
-  std::vector<std::int64_t> groups_;      // [rank] issued so far
+  LaneQueues queues_;
 };
 
 // Without tags the n-th send from one rank to another meets the n-th receive there, on any

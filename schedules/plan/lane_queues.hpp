@@ -13,9 +13,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <span>
 #include <utility>
 #include <vector>
+
+#include <sluice/plan.hpp>
 
 #include "schedules/model/index.hpp"
 
@@ -28,22 +31,38 @@ struct LaneMember {
   double ready = 0;    // when it could start
 };
 
-// Which queue holds which end of a channel, and what a message of it takes.
-struct LaneChannel {
-  std::size_t sending = 0, receiving = 0;  // queues
-  double time = 0;
-};
-
 class LaneQueues {
  public:
-  LaneQueues(std::size_t queues, std::vector<LaneChannel> channels)
-      : queues_(queues), channels_(std::move(channels)), sides_(channels_.size()) {}
+  // A queue per rank, which has its number, or where `per_pair` two for each ordered pair of ranks:
+  // 2n of the n-th pair that sends, the sender's end, and 2n + 1, the receiver's. `times`:
+  // [channel] of a message; empty: none.
+  LaneQueues(const Plan& plan, bool per_pair, const std::vector<double>& times = {})
+      : channels_(plan.channels.size()), sides_(plan.channels.size()) {
+    std::map<std::pair<int, int>, std::size_t> pairs;
+    for (const Channel& channel : plan.channels) pairs[{channel.from_rank, channel.to_rank}] = 0;
+    std::size_t next = 0;
+    for (auto& [ranks, first] : pairs) first = 2 * next++;
+    queues_.resize(per_pair ? 2 * next : plan.ranks.size());
+    for (std::size_t i = 0; i < channels_.size(); ++i) {
+      const int from = plan.channels[i].from_rank, to = plan.channels[i].to_rank;
+      const std::size_t first = pairs[{from, to}];
+      channels_[i] = {per_pair ? first : at(from), per_pair ? first + 1 : at(to),
+                      times.empty() ? 0 : times[i]};
+    }
+  }
 
-  // One end of a message. settle() follows the last member of a group.
-  void issue(const LaneMember& member) {
-    const std::size_t index = queue_of(member.channel, member.receives);
-    queues_[index].members.push_back(member);
-    if (!member.joins) touched_.push_back(index);
+  // The next message of the channel at one of its ends. `with_previous` as PlanOp's. settle()
+  // follows the last one of a group.
+  void issue(std::int32_t channel, bool receives, bool with_previous, double ready = 0) {
+    if (!with_previous) ++groups_;
+    Sides& sides = sides_[at(channel)];
+    const std::size_t index = queue_of(channel, receives);
+    Queue& queue = queues_[index];
+    const bool joins = queue.last_group == groups_;
+    queue.last_group = groups_;
+    const std::int32_t number = (receives ? sides.posted : sides.started)++;
+    queue.members.push_back({channel, number, receives, joins, ready});
+    if (!joins) touched_.push_back(index);
   }
 
   // Starts what can run. Calls ended(member, time) for each member of a group that ends.
@@ -61,7 +80,7 @@ class LaneQueues {
   }
 
   [[nodiscard]] std::size_t queue_of(std::int32_t channel, bool receives) const {
-    const LaneChannel& ends = channels_[at(channel)];
+    const Lane& ends = channels_[at(channel)];
     return receives ? ends.receiving : ends.sending;
   }
   // Whether that end of the message has been in a group that ran to its end.
@@ -87,13 +106,21 @@ class LaneQueues {
     std::size_t first = 0, group_end = 0;
     std::int32_t unmatched = 0;  // members of the group that runs whose other end does not
     bool runs = false;
-    double start = 0, end = 0;  // of the group that runs, as far as it is matched
-    double free = 0;            // when the last group ended
+    double start = 0, end = 0;    // of the group that runs, as far as it is matched
+    double free = 0;              // when the last group ended
+    std::int64_t last_group = 0;  // that was issued into it
   };
 
-  // How many of a channel's messages run or ran at each end, and how many have ended there.
+  // Which queue holds which end of a channel, and what a message of it takes.
+  struct Lane {
+    std::size_t sending = 0, receiving = 0;
+    double time = 0;
+  };
+
+  // How many of a channel's messages have been issued at each end, run or ran there, and have ended
+  // there.
   struct Sides {
-    std::int32_t sending = 0, receiving = 0, sent = 0, received = 0;
+    std::int32_t started = 0, posted = 0, sending = 0, receiving = 0, sent = 0, received = 0;
   };
 
   [[nodiscard]] bool other_end_runs(const LaneMember& member) const {
@@ -158,8 +185,9 @@ class LaneQueues {
   static constexpr std::size_t kCompactFrom = 64;
 
   std::vector<Queue> queues_;
-  std::vector<LaneChannel> channels_;
+  std::vector<Lane> channels_;
   std::vector<Sides> sides_;          // [channel]
+  std::int64_t groups_ = 0;           // issued so far
   std::vector<std::size_t> touched_;  // queues of the group that is being issued
   std::vector<std::size_t> ended_;    // queues whose first group has ended
 };
