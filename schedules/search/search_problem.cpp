@@ -39,10 +39,7 @@ void set_dependencies(Problem& problem, const SimulationTimes& times) {
 
 Problem make_problem(const Placement& placement, int micro_batches, bool split,
                      const SimulationTimes& times, const Memory& memory, int tensors_moving) {
-  Schedule shape;
-  shape.placement = placement;
-  shape.micro_batches = micro_batches;
-  require_costs(times, shape);
+  require_costs(times, empty_schedule("", placement, micro_batches));
   Problem problem;
   problem.placement = placement;
   problem.micro_batches = micro_batches;
@@ -178,28 +175,15 @@ void Clock::advance(std::size_t rank, const std::vector<Op>& list) {
 }
 
 Schedule to_schedule(const Problem& problem, const Order& order, std::string_view name) {
-  Schedule schedule;
-  schedule.name = name;
-  schedule.placement = problem.placement;
-  schedule.micro_batches = problem.micro_batches;
-  schedule.ranks.resize(order.size());
-  for (std::size_t rank = 0; rank < order.size(); ++rank) {
-    for (const Op& op : order[rank]) {
-      Step step;
-      step.action.stage = problem.stage(op.slot);
-      step.action.micro_batch = op.micro_batch;
-      switch (problem.part(op.slot)) {
-        case Part::kForward:
-          step.action.kind = ActionKind::kForward;
-          break;
-        case Part::kInput:
-          step.action.kind = problem.split ? ActionKind::kBackwardInput : ActionKind::kBackward;
-          break;
-        default:
-          step.action.kind = ActionKind::kBackwardWeight;
-          break;
-      }
-      schedule.ranks[rank].push_back(step);
+  const auto kind_of = [&](Part part) {
+    if (part == Part::kForward) return ActionKind::kForward;
+    if (part == Part::kWeight) return ActionKind::kBackwardWeight;
+    return problem.split ? ActionKind::kBackwardInput : ActionKind::kBackward;
+  };
+  Schedule schedule = empty_schedule(name, problem.placement, problem.micro_batches);
+  for (const std::vector<Op>& list : order) {
+    for (const Op& op : list) {
+      append(schedule, kind_of(problem.part(op.slot)), problem.stage(op.slot), op.micro_batch);
     }
   }
   return schedule;

@@ -134,7 +134,7 @@ class Clock {
 // B becomes I and W, pairs come apart. Requires: a forward and a backward everywhere.
 [[nodiscard]] Order to_order(const Problem& problem, const Schedule& schedule);
 
-// See makespan_lower_bound(). Linear in the stages times micro-batches.
+// As SearchResult::lower_bound. Linear in the stages times micro-batches.
 [[nodiscard]] double makespan_bound(const Problem& problem);
 // The same for the longest own span of a rank.
 [[nodiscard]] double span_bound(const Problem& problem);

@@ -113,20 +113,4 @@ SearchResult search_schedule(const SearchRequest& request) {
   throw Error(ErrorCode::kUsage, "schedule search: verify() refuses all that was found");
 }
 
-double makespan_lower_bound(const Placement& placement, int micro_batches,
-                            const SimulationTimes& times,
-                            const std::vector<double>& in_flight_limit) {
-  const std::size_t ranks = at(placement.ranks()), limits = in_flight_limit.size();
-  if (limits > 1 && limits != ranks) {
-    refuse("lower bound: ", limits, " limits; legal is 1 for all ranks or one for each of ", ranks);
-  }
-  search::Memory memory;
-  memory.limit.assign(ranks, std::numeric_limits<double>::infinity());
-  for (std::size_t rank = 0; rank < ranks && limits > 0; ++rank) {
-    memory.limit[rank] = in_flight_limit[limits == 1 ? 0 : rank];
-  }
-  return search::makespan_bound(
-      search::make_problem(placement, micro_batches, true, times, memory));
-}
-
 }  // namespace sluice

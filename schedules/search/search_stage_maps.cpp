@@ -269,7 +269,7 @@ SimulationTimes join_layers(const SimulationTimes& layers, const std::vector<int
   return times;
 }
 
-LayerCut cut_layers(const SimulationTimes& layers, const Placement& placement) {
+std::vector<int> cut_layers(const SimulationTimes& layers, const Placement& placement) {
   const std::size_t count = layers.stages.size();
   const bool legal = count > 0 && (layers.bytes.size() <= 1 || layers.bytes.size() == count);
   if (!legal) {
@@ -279,20 +279,15 @@ LayerCut cut_layers(const SimulationTimes& layers, const Placement& placement) {
   if (count > at(search::kMaxLayers)) {
     refuse("layers on stages: ", count, " layers; at most ", search::kMaxLayers, " are legal");
   }
-  LayerCut result;
   if (count < at(placement.stages())) {
-    for (int layer = 0; layer + 1 < static_cast<int>(count); ++layer) {
-      result.first_layer.push_back(layer);
-    }
-    result.first_layer.resize(at(placement.stages()), static_cast<int>(count) - 1);
-    result.first_layer.push_back(static_cast<int>(count));
-  } else {
-    std::vector<double> costs;
-    for (const StageTimes& each : layers.stages) costs.push_back(search::work_of(each));
-    result.first_layer = search::cut(costs, placement);
+    std::vector<int> first(at(placement.stages()) + 1, static_cast<int>(count) - 1);
+    std::iota(first.begin(), first.begin() + static_cast<std::ptrdiff_t>(count), 0);
+    first.back() = static_cast<int>(count);
+    return first;
   }
-  result.times = join_layers(layers, result.first_layer);
-  return result;
+  std::vector<double> costs;
+  for (const StageTimes& each : layers.stages) costs.push_back(search::work_of(each));
+  return search::cut(costs, placement);
 }
 
 }  // namespace sluice

@@ -33,22 +33,11 @@ class MemoryRecorder {
   // What the action itself takes and releases on its rank.
   void compute(int rank, const Action& action, double start, double end) {
     const StageBytes& bytes = of_stage(times_.bytes, action.stage);
-    const std::int64_t all = bytes.until_input + bytes.until_weight;
-    switch (action.kind) {
-      case ActionKind::kForward:
-        take(rank, start, all);
-        if (schedule_.forward_only) release(rank, end, all, end > start);
-        break;
-      case ActionKind::kBackwardInput:
-        release(rank, end, bytes.until_input, end > start);
-        break;
-      case ActionKind::kBackwardWeight:
-        release(rank, end, bytes.until_weight, end > start);
-        break;
-      default:
-        release(rank, end, all, end > start);
-        break;
-    }
+    const std::int64_t held = (action.kind == ActionKind::kBackwardWeight ? 0 : bytes.until_input) +
+                              (action.kind == ActionKind::kBackwardInput ? 0 : bytes.until_weight);
+    const bool forward = action.kind == ActionKind::kForward;
+    if (forward) take(rank, start, held);
+    if (!forward || schedule_.forward_only) release(rank, end, held, end > start);
   }
   // The tensor that the action from `start` on produces and whose bytes leave from `leaves` to
   // `left`; on a shared rank, which keeps it until received(), nothing leaves.

@@ -96,12 +96,6 @@ LinkCost link_of(const SimulationTimes& times, const Exceptions& exceptions, int
   return {times.message, times.bandwidth};
 }
 
-Exceptions exceptions_of(const SimulationTimes& times) {
-  Exceptions exceptions;
-  for (const RankLink& each : times.links) exceptions[{each.from, each.to}] = each.link;
-  return exceptions;
-}
-
 // The pieces of the old stages that new stage `stage` is made of.
 std::vector<StagePiece> pieces_of(int stage, int old_stages, int new_stages) {
   // In units of which an old stage has `width` and a new one `step`.
@@ -135,12 +129,9 @@ void require_costs(const SimulationTimes& times, const Schedule& schedule) {
   }
 }
 
-LinkCost link_between(const SimulationTimes& times, int from, int to) {
-  return link_of(times, exceptions_of(times), from, to);
-}
-
 Handovers handovers_of(const SimulationTimes& times, const Placement& placement) {
-  const Exceptions exceptions = exceptions_of(times);
+  Exceptions exceptions;
+  for (const RankLink& each : times.links) exceptions[{each.from, each.to}] = each.link;
   std::map<std::pair<int, int>, int> links;
   const auto make = [&](int from_stage, int to_stage, std::int64_t bytes) {
     Handover handover;

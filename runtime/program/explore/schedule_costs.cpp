@@ -299,7 +299,7 @@ SimulationTimes Costs::times(const Placement& placement,
         !first_layer.empty() && first_layer.back() == static_cast<int>(layers_.size());
     if (fits) return with(join_layers(measured, first_layer).stages, std::move(times));
     if (static_cast<int>(measured_.size()) == stages) return with(measured_, std::move(times));
-    return with(cut_layers(measured, placement).times.stages, std::move(times));
+    return with(join_layers(measured, cut_layers(measured, placement)).stages, std::move(times));
   }
   measured = recut(measured, static_cast<int>(measured_.size()), stages);
   return with(measured.stages, std::move(times));

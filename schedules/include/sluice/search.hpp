@@ -76,8 +76,9 @@ struct SearchResult {
   std::vector<int> first_layer;
   SimulationTimes times;  // of its stages
   Simulation simulation;
-  // Of the objective, for these stages on these ranks within the limits; see
-  // makespan_lower_bound().
+  // Of the objective: a bound below every order of these stages on these ranks within the limits.
+  // It counts the times of actions, that a rank runs one at a time, latency and transfer of
+  // messages, and what a rank may hold; not that messages queue on a link.
   double lower_bound = 0;
   double ratio = 1;  // objective / lower_bound
   // The best of each origin, placement and number of chunks that fits, best first, each before
@@ -90,30 +91,17 @@ struct SearchResult {
 // least limit that would do.
 [[nodiscard]] SearchResult search_schedule(const SearchRequest& request);
 
-// The model's layers on the stages of a placement: stage s owns layers [first_layer[s],
-// first_layer[s + 1]), and the stages cost what `times` says.
-struct LayerCut {
-  std::vector<int> first_layer;
-  SimulationTimes times;
-};
-
-// Whole layers, one entry of `layers` each, so that the largest stage is as small as it can be, and
+// The model's layers on the stages of a placement, as SearchResult::first_layer: whole layers, one
+// entry of `layers` each, so that the largest stage is as small as it can be, and
 // then the most loaded rank lighter while moving one border helps. Of fewer layers than stages each
 // has its own stage, and stages before the last are empty, as in a training. Throws
 // Error(kUsage) for no layers, for more than 10,000, and where entries of bytes are of
 // another number.
-[[nodiscard]] LayerCut cut_layers(const SimulationTimes& layers, const Placement& placement);
-// The same for stages that are known. Requires: ascending from 0 to the number of layers.
+[[nodiscard]] std::vector<int> cut_layers(const SimulationTimes& layers,
+                                          const Placement& placement);
+// What the stages of such a cut cost. Requires: ascending from 0 to the number of layers.
 [[nodiscard]] SimulationTimes join_layers(const SimulationTimes& layers,
                                           const std::vector<int>& first_layer);
-
-// A bound below simulate()'s makespan of every schedule on this placement whose pairs do not
-// overlap. It counts the times of actions, that a rank runs one at a time, latency and transfer of
-// messages, and what a rank may hold; not that messages queue on a link. `in_flight_limit` is as
-// that of a request. Throws Error(kUsage) as simulate() does.
-[[nodiscard]] double makespan_lower_bound(const Placement& placement, int micro_batches,
-                                          const SimulationTimes& times,
-                                          const std::vector<double>& in_flight_limit = {});
 
 }  // namespace sluice
 #pragma GCC visibility pop

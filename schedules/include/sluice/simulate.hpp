@@ -93,9 +93,6 @@ struct SimulationTimes {
   MessageQueues queues = MessageQueues::kNone;
 };
 
-// The link that messages from one rank to another take.
-[[nodiscard]] LinkCost link_between(const SimulationTimes& times, int from, int to);
-
 struct SimulatedAction {
   Action action;
   double start = 0, end = 0;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -12,6 +13,8 @@
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
 #include <sluice/search.hpp>
+
+#include "schedules/search/search_problem.hpp"
 
 namespace sluice {
 namespace {
@@ -33,6 +36,13 @@ SearchRequest published(Objective objective) {
   SearchRequest request = request_of(8, 32, {18.513, 18.086, 9.331, 0}, 0.626);
   request.objective = objective;
   return request;
+}
+
+double bound_of(const Placement& placement, int micro_batches, const SimulationTimes& times,
+                double in_flight_limit = std::numeric_limits<double>::infinity()) {
+  const std::vector<double> limits(static_cast<std::size_t>(placement.ranks()), in_flight_limit);
+  return search::makespan_bound(
+      search::make_problem(placement, micro_batches, true, times, {.limit = limits}));
 }
 
 void expect_sound(const SearchRequest& request, const SearchResult& result) {
@@ -299,7 +309,7 @@ TEST(MakespanLowerBoundTest, IsNeverAboveAScheduleThatRuns) {
               times.stages.push_back({1 + 0.5 * (s % 3), 1.5 - 0.4 * (s % 2), weight, 0.1});
             }
             times.message = 0.25;
-            EXPECT_LE(makespan_lower_bound(schedule.placement, m, times),
+            EXPECT_LE(bound_of(schedule.placement, m, times),
                       simulate(schedule, times).makespan * (1 + 1e-12))
                 << name << ' ' << p << ' ' << m << ' ' << chunks << ' ' << weight;
           }
@@ -312,9 +322,9 @@ TEST(MakespanLowerBoundTest, IsNeverAboveAScheduleThatRuns) {
 TEST(MakespanLowerBoundTest, IsReachedWhereNothingIsInTheWay) {
   SimulationTimes times;
   times.stages = {{1, 1, 1, 0}};
-  EXPECT_EQ(makespan_lower_bound(Placement::linear(4), 8, times), 3 * 8 + 3);
+  EXPECT_EQ(bound_of(Placement::linear(4), 8, times), 3 * 8 + 3);
   times.stages = {{1, 1, 0, 0}};  // the way back counts once no W covers it
-  EXPECT_EQ(makespan_lower_bound(Placement::linear(4), 8, times), 2 * (8 + 3));
+  EXPECT_EQ(bound_of(Placement::linear(4), 8, times), 2 * (8 + 3));
 }
 
 struct SolvedCase {
@@ -359,8 +369,8 @@ TEST(MakespanLowerBoundTest, CountsMemory) {
   for (const SolvedCase& each : solved_cases()) {
     const int ranks = static_cast<int>(each.stages.size());
     SimulationTimes times = {.stages = each.stages, .message = 1.0 * each.latency};
-    const double bound = makespan_lower_bound(Placement::linear(ranks), each.micro_batches, times,
-                                              {1.0 * each.limit});
+    const double bound =
+        bound_of(Placement::linear(ranks), each.micro_batches, times, 1.0 * each.limit);
     EXPECT_LE(bound, each.optimum * (1 + 1e-9));
     sum += bound / each.optimum;
     worst = std::min(worst, bound / each.optimum);
