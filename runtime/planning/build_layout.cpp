@@ -298,15 +298,12 @@ LowerOptions lowering_of(const JobLayout& layout, bool inference) {
   return lowering;
 }
 
-// Sums over replicas within the actions of a training step; empty: none.
-std::vector<StageSums> sums_of(const JobLayout& layout, bool inference) {
+// Sums over replicas within the actions of a training step.
+std::vector<StageSums> sums_of(const JobLayout& layout) {
   std::vector<StageSums> sums;
-  bool any = false;
   for (const StageEntry& stage : layout.parameters.stages) {
     sums.push_back({stage.forward_sums, stage.backward_sums});
-    any = any || stage.forward_sums + stage.backward_sums > 0;
   }
-  if (!any || inference) sums.clear();
   return sums;
 }
 
@@ -359,9 +356,8 @@ std::int64_t largest_batch(const PipelineOptions& options, int replicas) {
 
 Plan plan_step(const JobLayout& layout, const PipelineOptions& options, int micro_batches) {
   const ScheduleShape shape{layout.place.topology.pipeline, micro_batches, options.order.chunks};
-  const bool inference = options.training.inference;
-  return plan_for(order_of(options, shape), lowering_of(layout, inference),
-                  needs_of(layout.wires.carrier), sums_of(layout, inference));
+  return plan_for(order_of(options, shape), lowering_of(layout, options.training.inference),
+                  needs_of(layout.wires.carrier), sums_of(layout));
 }
 
 Plan plan_forward(const JobLayout& layout, int micro_batches) {

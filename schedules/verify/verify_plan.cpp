@@ -17,6 +17,9 @@
 namespace sluice {
 namespace {
 
+constexpr std::array<std::string_view, kTransportModels> kModelNames = {
+    "eager", "rendezvous", "bounded", "nccl", "nccl-edges"};
+
 Violation about_plan(const std::string& message) { return Violation{-1, -1, message}; }
 
 std::optional<Violation> check_shape(const Plan& plan) {
@@ -173,15 +176,6 @@ std::int32_t MessageOrderTrace::add_out_of_order(std::int32_t micro_batch,
   return table_[at(micro_batch)] = count_++;
 }
 
-std::vector<int> local_stage_indices(const Placement& placement) {
-  std::vector<int> local(at(placement.stages()));
-  for (int rank = 0; rank < placement.ranks(); ++rank) {
-    int next = 0;
-    for (const int stage : placement.stages_of(rank)) local[at(stage)] = next++;
-  }
-  return local;
-}
-
 Violation violation_at(const Plan& plan, int rank, int position, const std::string& what) {
   const PlanOp& op = plan.ranks[at(rank)].ops[at(position)];
   return Violation{rank, position, concat("rank ", rank, ", op ", position, " (", op, "): ", what)};
@@ -195,6 +189,13 @@ Action receiving_action(const Channel& channel, int micro_batch) {
   return other_end(sending_action(channel, micro_batch));
 }
 
+std::string_view name_of(TransportModel model) { return kModelNames[at(model)]; }
+
+bool Verification::progresses(TransportModel model) const {
+  return std::find(progresses_under.begin(), progresses_under.end(), model) !=
+         progresses_under.end();
+}
+
 Verification verify(const Plan& plan) {
   Verification result;
   result.violation = check_shape(plan);
@@ -202,9 +203,8 @@ Verification verify(const Plan& plan) {
   if (result.violation) return result;
 
   PlanTrace trace(plan);
-  const std::vector<int> local_stage = local_stage_indices(plan.placement);
   for (int rank = 0; rank < plan.placement.ranks() && !result.violation; ++rank) {
-    result.violation = replay_rank(plan, rank, local_stage, trace);
+    result.violation = replay_rank(plan, rank, trace);
   }
   if (!result.violation) result.violation = check_pairing(plan, trace);
   if (result.violation) return result;

@@ -200,13 +200,12 @@ class BufferReplay {
 struct OwnStages {
   const Placement& placement;
   int rank = 0;
-  const std::vector<int>& local_stage;  // [stage]
 
   [[nodiscard]] const std::vector<int>& all() const { return placement.stages_of(rank); }
   // -1: not a stage of this rank.
   [[nodiscard]] int find(int stage) const {
-    if (stage < 0 || stage >= placement.stages() || placement.rank_of(stage) != rank) return -1;
-    return local_stage[at(stage)];
+    const auto found = std::lower_bound(all().begin(), all().end(), stage);
+    return found == all().end() || *found != stage ? -1 : static_cast<int>(found - all().begin());
   }
 };
 
@@ -554,9 +553,8 @@ class RankReplay {
 
 }  // namespace
 
-std::optional<Violation> replay_rank(const Plan& plan, int rank,
-                                     const std::vector<int>& local_stage, PlanTrace& trace) {
-  return RankReplay(plan, {plan.placement, rank, local_stage}, trace).run();
+std::optional<Violation> replay_rank(const Plan& plan, int rank, PlanTrace& trace) {
+  return RankReplay(plan, {plan.placement, rank}, trace).run();
 }
 
 }  // namespace sluice

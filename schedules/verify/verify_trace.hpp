@@ -77,9 +77,6 @@ struct PlanTrace {
   explicit PlanTrace(const Plan& plan);  // requires legal ranks in plan.channels
 };
 
-// [stage] Its index among the stages of its rank.
-[[nodiscard]] std::vector<int> local_stage_indices(const Placement& placement);
-
 // What the op at `position` did wrong, as a violation that names it.
 [[nodiscard]] Violation violation_at(const Plan& plan, int rank, int position,
                                      const std::string& what);
@@ -90,9 +87,7 @@ struct PlanTrace {
 
 // Replays the buffers of one rank and fills the trace's entries that belong to it. The trace is
 // complete only where nothing is returned. Requires: plan.channels name legal stages and ranks.
-[[nodiscard]] std::optional<Violation> replay_rank(const Plan& plan, int rank,
-                                                   const std::vector<int>& local_stage,
-                                                   PlanTrace& trace);
+[[nodiscard]] std::optional<Violation> replay_rank(const Plan& plan, int rank, PlanTrace& trace);
 
 // Does every rank reach the end of its list under a transport model, and if not, who waits for
 // whom? Requires: a complete trace whose sends and posts pair up. Linear in the number of events.

@@ -7,6 +7,18 @@
 
 namespace sluice {
 
+Schedule empty_schedule(std::string_view name, const Placement& placement, int micro_batches,
+                        int steps_per_rank) {
+  Schedule schedule = {.name = std::string(name),
+                       .placement = placement,
+                       .micro_batches = micro_batches,
+                       .ranks = std::vector<std::vector<Step>>(at(placement.ranks()))};
+  for (std::vector<Step>& steps : schedule.ranks) {
+    steps.reserve(at(steps_per_rank));
+  }
+  return schedule;
+}
+
 void append(Schedule& schedule, ActionKind kind, int stage, int micro_batch) {
   require_stage(schedule.placement, stage);
   const std::size_t rank = at(schedule.placement.rank_of(stage));
