@@ -83,29 +83,19 @@ void cells_by_position(const Schedule& schedule, bool with_messages, Cells& cell
   }
 }
 
-class CellText {
- public:
-  explicit CellText(const Schedule& schedule)
-      : with_stage_(schedule.placement.stages() != schedule.placement.ranks()) {}
+bool has_one_stage_per_rank(const Schedule& schedule) {
+  return schedule.placement.stages() == schedule.placement.ranks();
+}
 
-  [[nodiscard]] std::string operator()(int rank, const Step& step) const {
-    std::string text = one(rank, step.action);
-    if (step.overlapped) text += '+' + one(rank, *step.overlapped);
-    return text;
-  }
-
- private:
-  [[nodiscard]] std::string one(int rank, const Action& action) const {
-    // With one stage per rank the row says the stage, unless the action is in the wrong row.
-    std::string text;
-    if (with_stage_ || action.stage != rank) text += std::to_string(action.stage);
-    text += name_of(action.kind);
-    if (has_micro_batch(action.kind)) text += std::to_string(action.micro_batch);
-    return text;
-  }
-
-  bool with_stage_;
-};
+// With one stage per rank the row says the stage, unless the action is in the wrong row.
+std::string cell_text(const Schedule& schedule, int rank, const Step& step) {
+  const auto one = [&](const Action& action) {
+    const std::string text = to_string(action);
+    const bool known = has_one_stage_per_rank(schedule) && action.stage == rank;
+    return known ? text.substr(text.find(name_of(action.kind))) : text;
+  };
+  return step.overlapped ? one(step.action) + '+' + one(*step.overlapped) : one(step.action);
+}
 
 bool marks_message(const Schedule& schedule, const Violation* mark) {
   if (mark == nullptr || mark->rank < 0 || mark->position < 0) return false;
@@ -116,22 +106,8 @@ bool marks_message(const Schedule& schedule, const Violation* mark) {
 }
 
 std::string name_in(const Schedule& schedule, const Action& action) {
-  const bool one_stage = schedule.placement.stages() == schedule.placement.ranks();
-  return concat(one_stage ? std::string() : std::to_string(action.stage), name_of(action.kind),
-                action.micro_batch);
-}
-
-// Three digits.
-std::string time_text(double value) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.3g", value);
-  return text.data();
-}
-
-std::string percent_text(double share) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.1f %%", 100 * share);
-  return text.data();
+  return concat(has_one_stage_per_rank(schedule) ? "" : std::to_string(action.stage),
+                name_of(action.kind), action.micro_batch);
 }
 
 }  // namespace
@@ -143,9 +119,9 @@ std::string draw_grid(const Schedule& schedule, const Violation* mark) {
     cells_by_position(schedule, with_messages, cells);
   }
 
-  const CellText text_of(schedule);
   const auto text_at = [&](std::size_t rank, const Cell& cell) {
-    std::string text = text_of(static_cast<int>(rank), schedule.ranks[rank][at(cell.position)]);
+    const std::string text =
+        cell_text(schedule, static_cast<int>(rank), schedule.ranks[rank][at(cell.position)]);
     const bool marked =
         mark != nullptr && mark->rank == static_cast<int>(rank) && mark->position == cell.position;
     return marked ? '[' + text + ']' : text;
@@ -202,8 +178,10 @@ std::string draw_timeline(const Schedule& schedule, const Simulation& simulation
     const std::string number = std::to_string(rank);
     text += concat("rank ", std::string(label - number.size(), ' '), number, " |", row, "\n");
   }
-  return text + concat("makespan ", time_text(simulation.makespan), ", bubble ",
-                       percent_text(simulation.bubble_makespan), "\n");
+  std::array<char, 64> figures{};
+  std::snprintf(figures.data(), figures.size(), "makespan %.3g, bubble %.1f %%\n",
+                simulation.makespan, 100 * simulation.bubble_makespan);
+  return text + figures.data();
 }
 
 }  // namespace sluice

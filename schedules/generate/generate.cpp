@@ -59,13 +59,9 @@ void require_positive(std::string_view what, int value) {
   }
 }
 
-ScheduleShape with_chunks(const GeneratorRow& row, ScheduleShape shape) {
+// The shape with the chunks that the schedule has; refuses what the placement does not allow.
+ScheduleShape legal_shape(const GeneratorRow& row, ScheduleShape shape) {
   if (shape.chunks == 0) shape.chunks = row.chunks;
-  return shape;
-}
-
-// The number of stages; refuses shapes that the placement does not allow.
-int stages_of(const GeneratorRow& row, const ScheduleShape& shape) {
   require_positive("ranks", shape.ranks);
   require_positive("micro-batches", shape.micro_batches);
   require_positive("chunks", shape.chunks);
@@ -73,19 +69,21 @@ int stages_of(const GeneratorRow& row, const ScheduleShape& shape) {
     refuse("schedule '", row.name, "' runs one chunk per rank; chunks is ", shape.chunks,
            ", the nearest legal value is 1");
   }
-  const bool v_shape = row.placement == PlacementKind::kVShape;
-  if (v_shape && shape.chunks > 2) {
-    refuse("schedule '", row.name, "' runs two chunks per rank, there and back; chunks is ",
-           shape.chunks, ", the nearest legal value is 2");
+  if (row.placement == PlacementKind::kVShape) {
+    if (shape.chunks > 2) {
+      refuse("schedule '", row.name, "' runs two chunks per rank, there and back; chunks is ",
+             shape.chunks, ", the nearest legal value is 2");
+    }
+    shape.chunks = 2;
   }
   const std::int64_t most = std::numeric_limits<std::int32_t>::max();
-  const std::int64_t stages = std::int64_t{shape.ranks} * (v_shape ? 2 : shape.chunks);
+  const std::int64_t stages = std::int64_t{shape.ranks} * shape.chunks;
   if (stages > most || stages * shape.micro_batches > most) {
     refuse("schedule shape: ", stages, " stages with ", shape.micro_batches,
            " micro-batches each; at most ", most, " pairs of stage and micro-batch are legal",
            stages > most ? "" : concat(", here ", most / stages, " micro-batches or fewer"));
   }
-  return static_cast<int>(stages);
+  return shape;
 }
 
 }  // namespace
@@ -99,31 +97,21 @@ const std::vector<std::string>& schedule_names() {
   return names;
 }
 
-int stages_of(std::string_view name, const ScheduleShape& shape) {
-  const GeneratorRow& row = row_of(name);
-  return stages_of(row, with_chunks(row, shape));
+int stages_of(std::string_view name, const ScheduleShape& given) {
+  const ScheduleShape shape = legal_shape(row_of(name), given);
+  return shape.ranks * shape.chunks;
 }
 
 Placement placement_of(std::string_view name, const ScheduleShape& given) {
   const GeneratorRow& row = row_of(name);
-  const ScheduleShape shape = with_chunks(row, given);
-  (void)stages_of(row, shape);
-  switch (row.placement) {
-    case PlacementKind::kLooped:
-      return Placement::looped(shape.ranks, shape.chunks);
-    case PlacementKind::kVShape:
-      return Placement::v_shape(shape.ranks);
-    case PlacementKind::kLinear:
-      break;
-  }
-  return Placement::linear(shape.ranks);
+  const ScheduleShape shape = legal_shape(row, given);
+  return row.placement == PlacementKind::kVShape ? Placement::v_shape(shape.ranks)
+                                                 : Placement::looped(shape.ranks, shape.chunks);
 }
 
 Schedule generate(std::string_view name, const ScheduleShape& given) {
   const GeneratorRow& row = row_of(name);
-  const ScheduleShape shape = with_chunks(row, given);
-  (void)stages_of(row, shape);
-  return row.generate(shape);
+  return row.generate(legal_shape(row, given));
 }
 
 Schedule generate_forward_only(const Placement& placement, int micro_batches) {

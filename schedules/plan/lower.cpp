@@ -1,6 +1,5 @@
 #include <algorithm>
-#include <iterator>
-#include <span>
+#include <map>
 #include <string>
 
 #include <sluice/error.hpp>
@@ -44,57 +43,42 @@ void append_message(const Placement& placement, const Action& action, bool recei
   out.push_back({make_action(kind, action.stage, action.micro_batch)});
 }
 
-// Appends the step with its messages; `sums` are the stages whose gradients are summed after it.
-void append_step(const Placement& placement, const Step& step, std::span<const int> sums,
-                 std::vector<Step>& out) {
-  append_message(placement, step.action, true, out);
-  if (step.overlapped) append_message(placement, *step.overlapped, true, out);
-  out.push_back(step);
-  for (const int stage : sums) out.push_back({make_action(ActionKind::kReduceGrad, stage)});
-  append_message(placement, step.action, false, out);
-  if (step.overlapped) append_message(placement, *step.overlapped, false, out);
-}
-
 bool overlaps(const LowerOptions& options, int stage) {
   return options.reduce_grad && !options.overlapped_grad_sums.empty() &&
          options.overlapped_grad_sums[at(stage)];
 }
 
-// The sums of a rank that overlap with computation, each right after the last action that adds to
-// its stage's gradients.
-class OverlappedSums {
- public:
-  OverlappedSums(const std::vector<Step>& steps, const std::vector<int>& own,
-                 const LowerOptions& options) {
-    std::vector<int> open;
-    std::copy_if(own.begin(), own.end(), std::back_inserter(open),
-                 [&](int stage) { return overlaps(options, stage); });
-    for (std::size_t i = steps.size(); i-- > 0 && !open.empty();) {
-      if (steps[i].overlapped) take(i, *steps[i].overlapped, open);
-      take(i, steps[i].action, open);
-    }
-    std::reverse(stages_.begin(), stages_.end());
-    std::reverse(places_.begin(), places_.end());
+// The sums of a rank that overlap with computation: the last step, as its index, that adds to a
+// stage's gradients.
+std::map<int, std::size_t> last_steps(const std::vector<Step>& steps, const LowerOptions& options) {
+  std::map<int, std::size_t> last;
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    const auto note = [&](const Action& action) {
+      if (ends_backward(action.kind) && overlaps(options, action.stage)) last[action.stage] = i;
+    };
+    note(steps[i].action);
+    if (steps[i].overlapped) note(*steps[i].overlapped);
   }
+  return last;
+}
 
-  // The stages whose sums follow the step. Call it for each step in turn.
-  std::span<const int> after(std::size_t step) {
-    const std::size_t first = next_;
-    while (next_ < places_.size() && places_[next_] == step) ++next_;
-    return std::span(stages_).subspan(first, next_ - first);
-  }
-
- private:
-  void take(std::size_t step, const Action& action, std::vector<int>& open) {
-    if (!ends_backward(action.kind) || std::erase(open, action.stage) == 0) return;
-    stages_.push_back(action.stage);
-    places_.push_back(step);
-  }
-
-  std::vector<int> stages_;
-  std::vector<std::size_t> places_;  // [as stages_] ascending indices of steps
-  std::size_t next_ = 0;
-};
+// Appends a step with its messages, and the sums that follow it according to last_steps().
+void append_step(const Placement& placement, const Step& step, std::size_t index,
+                 std::map<int, std::size_t>& last, std::vector<Step>& out) {
+  const auto append_sum = [&](const Action& action) {
+    const auto found = last.find(action.stage);
+    if (found == last.end() || found->second != index) return;
+    out.push_back({make_action(ActionKind::kReduceGrad, action.stage)});
+    last.erase(found);
+  };
+  append_message(placement, step.action, true, out);
+  if (step.overlapped) append_message(placement, *step.overlapped, true, out);
+  out.push_back(step);
+  append_sum(step.action);
+  if (step.overlapped) append_sum(*step.overlapped);
+  append_message(placement, step.action, false, out);
+  if (step.overlapped) append_message(placement, *step.overlapped, false, out);
+}
 
 void append_reductions(const Placement& placement, int rank, const LowerOptions& options,
                        std::vector<Step>& out) {
@@ -118,17 +102,17 @@ void append_reductions(const Placement& placement, int rank, const LowerOptions&
   }
 }
 
-bool has_pairs(const std::vector<Step>& steps) {
-  return std::any_of(steps.begin(), steps.end(),
-                     [](const Step& step) { return step.overlapped.has_value(); });
-}
-
-void split_pairs(const std::vector<Step>& steps, std::vector<Step>& apart) {
-  apart.clear();
-  for (const Step& step : steps) {
-    apart.push_back({step.action});
-    if (step.overlapped) apart.push_back({*step.overlapped});
+// The steps of a rank that stay; of a pair that does not, each action as a step.
+std::vector<Step> kept_steps(const std::vector<Step>& all, const LowerOptions& options) {
+  std::vector<Step> steps;
+  steps.reserve(all.size());
+  for (const Step& step : all) {
+    if (is_sharding(step.action.kind) && !options.keep_sharding) continue;
+    const bool apart = step.overlapped && !options.keep_pairs;
+    steps.push_back(apart ? Step{step.action} : step);
+    if (apart) steps.push_back({*step.overlapped});
   }
+  return steps;
 }
 
 }  // namespace
@@ -141,17 +125,11 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
            " entries say which sums overlap with computation; legal are 0 and ", stages,
            ", one per stage");
   }
-  Schedule lowered;
-  lowered.name = schedule.name;
-  lowered.placement = schedule.placement;
-  lowered.micro_batches = schedule.micro_batches;
+  Schedule lowered = empty_schedule(schedule.name, schedule.placement, schedule.micro_batches);
   lowered.forward_only = schedule.forward_only;
   lowered.ranks.resize(schedule.ranks.size());
-  std::vector<Step> apart;
   for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
-    const bool whole = options.keep_pairs || !has_pairs(schedule.ranks[rank]);
-    if (!whole) split_pairs(schedule.ranks[rank], apart);
-    const std::vector<Step>& steps = whole ? schedule.ranks[rank] : apart;
+    const std::vector<Step> steps = kept_steps(schedule.ranks[rank], options);
     const std::vector<int>& own = schedule.placement.stages_of(static_cast<int>(rank));
     std::size_t size = steps.size() + options.tied.size() + 1 + own.size();
     for_each_action(steps, [&](const Action& action) {
@@ -165,13 +143,9 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
     });
     std::vector<Step>& out = lowered.ranks[rank];
     out.reserve(size);
-    OverlappedSums sums(steps, own, options);
+    std::map<int, std::size_t> last = last_steps(steps, options);
     for (std::size_t i = 0; i < steps.size(); ++i) {
-      if (is_sharding(steps[i].action.kind)) {
-        if (options.keep_sharding) out.push_back(steps[i]);
-        continue;
-      }
-      append_step(schedule.placement, steps[i], sums.after(i), out);
+      append_step(schedule.placement, steps[i], i, last, out);
     }
     if (!schedule.forward_only) {
       append_reductions(schedule.placement, static_cast<int>(rank), options, out);

@@ -4,6 +4,7 @@
 // which one rank's list of actions becomes its list of ops.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -12,6 +13,10 @@
 #include "schedules/model/actions.hpp"
 
 namespace sluice {
+
+inline constexpr std::array kAllBuffers = {BufferKind::kInput, BufferKind::kOutput,
+                                           BufferKind::kGradOutput, BufferKind::kGradInput,
+                                           BufferKind::kState};
 
 // A rank's side of a message, at its place in the order kGlobal.
 struct Issue {

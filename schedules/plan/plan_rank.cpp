@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <string>
 #include <utility>
@@ -149,8 +150,6 @@ class ReceiveFinder {
   RankReceives result_;
 };
 
-constexpr std::size_t kKinds = kBufferKinds;
-
 // The slots of one (stage, kind), handed out statically while a rank's list is walked.
 struct Pool {
   int count = 0;
@@ -170,7 +169,7 @@ class RankBuffers {
   RankBuffers(const std::vector<int>& own, int micro_batches)
       : own_(own),
         micro_batches_(at(micro_batches)),
-        pools_(own.size() * kKinds),
+        pools_(own.size() * kBufferKinds),
         slots_(pools_.size() * micro_batches_, -1) {}
 
   struct StageView {
@@ -189,7 +188,7 @@ class RankBuffers {
     return at(std::lower_bound(own_.begin(), own_.end(), stage) - own_.begin());
   }
   StageView view(int stage) {
-    const std::size_t first = local(stage) * kKinds;
+    const std::size_t first = local(stage) * kBufferKinds;
     return {&pools_[first], &slots_[first * micro_batches_], micro_batches_};
   }
   Pool& pool(int stage, BufferKind kind) { return view(stage).pool(kind); }
@@ -198,7 +197,8 @@ class RankBuffers {
     std::vector<BufferPool> used;
     for (std::size_t i = 0; i < pools_.size(); ++i) {
       if (pools_[i].count == 0) continue;
-      used.push_back({own_[i / kKinds], static_cast<BufferKind>(i % kKinds), pools_[i].count});
+      used.push_back(
+          {own_[i / kBufferKinds], static_cast<BufferKind>(i % kBufferKinds), pools_[i].count});
     }
     return used;
   }
@@ -247,7 +247,7 @@ class OpenSends {
         send_slots_(send_slots),
         buffers_(buffers),
         ops_(ops),
-        queues_(own.size() * kKinds) {}
+        queues_(own.size() * kBufferKinds) {}
 
   void start(ActionKind action, int stage, int micro_batch, int channel) {
     const BufferKind kind =
@@ -255,7 +255,7 @@ class OpenSends {
     const std::int32_t slot = buffers_.view(stage).slot(kind, micro_batch);
     const Message send{channel, stage, micro_batch, slot, action, kind};
     emit_message(ops_, OpKind::kStartSend, send);
-    queue_of(stage, kind).open.push_back(send);
+    queue_of(stage, kind).push_back(send);
   }
 
   // A slot of its send pool for a tensor about to be sent. Waits for the oldest send where all
@@ -275,25 +275,16 @@ class OpenSends {
   }
 
  private:
-  // Oldest first.
-  struct Queue {
-    std::vector<Message> open;
-    std::size_t head = 0;
-  };
-
-  Queue& queue_of(int stage, BufferKind kind) {
-    return queues_[buffers_.local(stage) * kKinds + at(kind)];
+  std::deque<Message>& queue_of(int stage, BufferKind kind) {
+    return queues_[buffers_.local(stage) * kBufferKinds + at(kind)];
   }
 
   // False where no send is open.
   bool wait_for_oldest(int stage, BufferKind kind) {
-    Queue& queue = queue_of(stage, kind);
-    if (queue.head == queue.open.size()) return false;
-    const Message send = queue.open[queue.head++];
-    if (queue.head == queue.open.size()) {
-      queue.open.clear();
-      queue.head = 0;
-    }
+    std::deque<Message>& queue = queue_of(stage, kind);
+    if (queue.empty()) return false;
+    const Message send = queue.front();
+    queue.pop_front();
     emit_message(ops_, OpKind::kWaitSend, send);
     buffers_.pool(stage, kind).free.push_back(send.slot);
     return true;
@@ -303,7 +294,7 @@ class OpenSends {
   const int send_slots_;
   RankBuffers& buffers_;
   std::vector<PlanOp>& ops_;
-  std::vector<Queue> queues_;  // [own stage][kind]
+  std::vector<std::deque<Message>> queues_;  // [own stage][kind] oldest first
 };
 
 // Posts receives, and where the order is global, starts sends too.

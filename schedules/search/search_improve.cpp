@@ -49,10 +49,6 @@ class Annealing {
     double sum = 0;
     for (const double each : problem.duration) sum += each;
     unit_ = sum / static_cast<double>(problem.duration.size());
-    for (std::size_t slot = 0; slot < problem.duration.size(); ++slot) {
-      rank_of_slot_.push_back(
-          at(problem.placement.rank_of(problem.stage(static_cast<std::int32_t>(slot)))));
-    }
   }
 
   Order run(std::int64_t plays) {
@@ -88,7 +84,7 @@ class Annealing {
   Clock& current() { return clocks_[now_]; }
   Clock& trial() { return clocks_[1 - now_]; }
 
-  Place place_of(Op op) { return {rank_of_slot_[at(op.slot)], current().position(op)}; }
+  Place place_of(Op op) { return {at(problem_.rank_of_slot[at(op.slot)]), current().position(op)}; }
 
   // A random place on a longest path that ends at the rank the goal looks at.
   Place critical_place() {
@@ -183,7 +179,6 @@ class Annealing {
   double unit_ = 1;
   Random random_;
   Move moved_;
-  std::vector<std::size_t> rank_of_slot_;
   std::vector<Place> path_;
 };
 

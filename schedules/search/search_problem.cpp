@@ -21,6 +21,9 @@ void set_dependencies(Problem& problem, const SimulationTimes& times) {
   problem.delay.resize(slots);
   problem.need.assign(slots, -1);
   problem.feeds.assign(slots, -1);
+  for (int slot = 0; slot < 3 * problem.stages(); ++slot) {
+    problem.rank_of_slot.push_back(problem.placement.rank_of(problem.stage(slot)));
+  }
   const auto join = [&](std::int32_t from, std::int32_t to, const Handover& handover) {
     problem.need[at(to)] = from;
     problem.feeds[at(from)] = to;
@@ -113,12 +116,7 @@ Clock::Clock(const Problem& problem)
       at_(problem.ops()),
       position_(at(problem.ranks())),
       free_(position_.size()),
-      waits_for_(position_.size()) {
-  for (std::size_t slot = 0; slot < problem.duration.size(); ++slot) {
-    rank_of_slot_.push_back(
-        problem.placement.rank_of(problem.stage(static_cast<std::int32_t>(slot))));
-  }
-}
+      waits_for_(position_.size()) {}
 
 bool Clock::play(const Order& order) {
   std::fill(end_.begin(), end_.end(), -1.0);
@@ -165,7 +163,7 @@ void Clock::advance(std::size_t rank, const std::vector<Op>& list) {
     start_[index] = begin;
     free_[rank] = end_[index] = begin + problem_.duration[slot];
     if (const std::int32_t fed = problem_.feeds[slot]; fed >= 0) {
-      const auto other = at(rank_of_slot_[at(fed)]);
+      const auto other = at(problem_.rank_of_slot[at(fed)]);
       if (waits_for_[other] == index) {
         waits_for_[other] = kNothing;
         ready_.push_back(other);

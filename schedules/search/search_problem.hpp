@@ -45,6 +45,7 @@ struct Problem {
   std::vector<double> delay;        // [slot] from the end of what is waited for to its arrival
   std::vector<std::int32_t> need;   // [slot] the slot waited for, of the same micro-batch; -1: none
   std::vector<std::int32_t> feeds;  // [slot] the slot that waits for it on another list; -1: none
+  std::vector<int> rank_of_slot;    // [slot]
   std::vector<double> held;         // [stage] of one micro-batch, from the start of F
   std::vector<double> released_by_input;  // [stage] of it, at the end of I
   std::vector<double> limit;              // [rank]
@@ -119,7 +120,6 @@ class Clock {
   void advance(std::size_t rank, const std::vector<Op>& list);
 
   const Problem& problem_;
-  std::vector<std::int32_t> rank_of_slot_;
   std::vector<double> start_, end_;     // [index], end negative: not played
   std::vector<std::size_t> at_;         // [index] position in its list
   std::vector<std::size_t> position_;   // [rank]

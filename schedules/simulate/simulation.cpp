@@ -134,7 +134,7 @@ class Simulator {
 
   Simulation run() {
     result_.busy.resize(schedule_.ranks.size());
-    result_.peak_in_flight.resize(schedule_.ranks.size());
+    result_.peak_in_flight = peak_in_flight(schedule_);
     if (detail_.timeline) reserve_timeline();
     Dataflow dataflow(schedule_);
     const bool finished =
@@ -153,7 +153,6 @@ class Simulator {
   struct RankState {
     double first = -1;  // start of its first action; negative: none yet
     double free = 0;    // end of its last one so far, reductions at the end too
-    int in_flight = 0;  // chunks
   };
 
   // Room that is not used is never touched, so that it takes no memory.
@@ -245,18 +244,12 @@ class Simulator {
   }
 
   void compute(std::size_t rank, const Action& action) {
-    const double start = begin(rank, lanes_ ? started(action) : arrival(action));
+    const double start =
+        begin(rank, lanes_ ? lanes_->starts_of(action.kind).at(action.stage, action.micro_batch)
+                           : arrival(action));
     const double end = place(rank, action, start, duration_of(times_, action));
     finish(rank, action, start, end);
     ranks_[rank].free = end;
-  }
-
-  // When the action starts with in-order queues.
-  double started(const Action& action) {
-    PairTable<double>& table = action.kind == ActionKind::kForward          ? lanes_->forward
-                               : action.kind == ActionKind::kBackwardWeight ? lanes_->weight
-                                                                            : lanes_->backward;
-    return table.at(action.stage, action.micro_batch);
   }
 
   // Both fill the pair's time, which counts as busy once.
@@ -284,19 +277,7 @@ class Simulator {
       __builtin_prefetch(&result_.timeline[rank].back() + 3, 1);  // written at the next turn
     }
     result_.busy[rank] += time;
-    count_in_flight(rank, action.kind);
     return start + time;
-  }
-
-  void count_in_flight(std::size_t rank, ActionKind kind) {
-    int& held = ranks_[rank].in_flight;
-    int& peak = result_.peak_in_flight[rank];
-    if (kind == ActionKind::kForward) {
-      peak = std::max(peak, ++held);
-      if (schedule_.forward_only) --held;
-    } else if (kind != ActionKind::kBackwardInput) {
-      --held;
-    }
   }
 
   double reduction(int stage) const {

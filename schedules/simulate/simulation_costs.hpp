@@ -69,6 +69,11 @@ struct Handovers {
 struct LaneTimes {
   PairTable<double> forward, backward, weight;       // starts of F, of B or I, of W
   PairTable<double> activation_left, gradient_left;  // the end of what the stage sends
+
+  PairTable<double>& starts_of(ActionKind kind) {
+    if (kind == ActionKind::kForward) return forward;
+    return kind == ActionKind::kBackwardWeight ? weight : backward;
+  }
 };
 
 // When actions start where messages go through in-order queues (SimulationTimes::queues). Runs the

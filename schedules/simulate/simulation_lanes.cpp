@@ -9,13 +9,11 @@
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
 #include "schedules/plan/lane_queues.hpp"
+#include "schedules/plan/plan_parts.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
 
 namespace sluice {
 namespace {
-
-constexpr std::array kKinds = {BufferKind::kInput, BufferKind::kOutput, BufferKind::kGradOutput,
-                               BufferKind::kGradInput, BufferKind::kState};
 
 // When each slot was last filled, used or freed.
 class Slots {
@@ -46,13 +44,13 @@ class Slots {
   // The latest time of all slots that the op names.
   double latest(const PlanOp& op) {
     double time = 0;
-    for (const BufferKind kind : kKinds) {
+    for (const BufferKind kind : kAllBuffers) {
       if (op.slot(kind) >= 0) time = std::max(time, at_slot(op, kind));
     }
     return time;
   }
   void set(const PlanOp& op, double time) {
-    for (const BufferKind kind : kKinds) {
+    for (const BufferKind kind : kAllBuffers) {
       if (op.slot(kind) >= 0) at_slot(op, kind) = time;
     }
   }
@@ -192,10 +190,7 @@ class LaneRun {
     const double start = std::max(cursor.clock, slots_.latest(op));
     cursor.clock = start + duration_of(times_, action);
     slots_.set(op, cursor.clock);
-    (op.action == ActionKind::kForward          ? result_.forward
-     : op.action == ActionKind::kBackwardWeight ? result_.weight
-                                                : result_.backward)
-        .at(op.stage, op.micro_batch) = start;
+    result_.starts_of(op.action).at(op.stage, op.micro_batch) = start;
   }
 
   const Plan& plan_;

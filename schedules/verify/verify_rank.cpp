@@ -9,14 +9,11 @@
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
+#include "schedules/plan/plan_parts.hpp"
 #include "schedules/verify/verify_trace.hpp"
 
 namespace sluice {
 namespace {
-
-constexpr std::array kAllBuffers = {BufferKind::kInput, BufferKind::kOutput,
-                                    BufferKind::kGradOutput, BufferKind::kGradInput,
-                                    BufferKind::kState};
 
 // Why a list is refused.
 struct Refusal {
