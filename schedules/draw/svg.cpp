@@ -20,22 +20,19 @@ struct Colour {
 constexpr std::array<Colour, 4> kColours = {Colour{38, 84, 160}, Colour{58, 125, 68},
                                             Colour{23, 135, 145}, Colour{124, 74, 156}};
 
-// One decimal, as coordinates need no more.
-std::string svg_number(double value) {
+// Six digits, as short as the value allows.
+std::string svg_plain(double value, std::chars_format format = std::chars_format::general,
+                      int precision = 6) {
   std::array<char, 32> text{};
-  const auto result =
-      std::to_chars(text.data(), text.data() + text.size(), value, std::chars_format::fixed, 1);
-  std::string digits(text.data(), result.ptr);
-  if (digits.ends_with(".0")) digits.resize(digits.size() - 2);
-  return digits;
+  return {text.data(),
+          std::to_chars(text.data(), text.data() + text.size(), value, format, precision).ptr};
 }
 
-// Six digits, as short as the value allows.
-std::string svg_plain(double value) {
-  std::array<char, 32> text{};
-  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value,
-                                     std::chars_format::general, 6)
-                           .ptr};
+// One decimal, as coordinates need no more.
+std::string svg_number(double value) {
+  std::string digits = svg_plain(value, std::chars_format::fixed, 1);
+  if (digits.ends_with(".0")) digits.resize(digits.size() - 2);
+  return digits;
 }
 
 // Printable ASCII that is safe as text.

@@ -79,25 +79,22 @@ std::optional<Violation> check_shape(const Schedule& schedule) {
 class SingleActions {
  public:
   SingleActions(const Schedule& schedule, Inventory& inventory)
-      : schedule_(schedule),
-        placement_(schedule.placement),
-        stages_(placement_.stages()),
-        micro_batches_(schedule.micro_batches),
-        inventory_(inventory) {}
+      : schedule_(schedule), placement_(schedule.placement), inventory_(inventory) {}
 
   Objection operator()(int rank, const Step& step, const Action& action) {
     if (step.overlapped) inventory_.pairs = true;
-    if (action.stage < 0 || action.stage >= stages_) {
-      return concat(action, " names stage ", action.stage, "; legal stages are 0 to ", stages_ - 1);
+    if (action.stage < 0 || action.stage >= placement_.stages()) {
+      return concat(action, " names stage ", action.stage, "; legal stages are 0 to ",
+                    placement_.stages() - 1);
     }
     if (placement_.rank_of(action.stage) != rank) {
       return concat(action, " is on rank ", rank, ", but stage ", action.stage, " belongs to rank ",
                     placement_.rank_of(action.stage));
     }
     if (!has_micro_batch(action.kind)) return std::nullopt;
-    if (action.micro_batch < 0 || action.micro_batch >= micro_batches_) {
+    if (action.micro_batch < 0 || action.micro_batch >= schedule_.micro_batches) {
       return concat(action, " names micro-batch ", action.micro_batch,
-                    "; legal micro-batches are 0 to ", micro_batches_ - 1);
+                    "; legal micro-batches are 0 to ", schedule_.micro_batches - 1);
     }
     std::uint8_t& seen = inventory_.seen.at(action.stage, action.micro_batch);
     if (is_message(action.kind)) {
@@ -133,7 +130,7 @@ class SingleActions {
         action.kind == ActionKind::kSendBackward || action.kind == ActionKind::kRecvBackward;
     if (backward && schedule_.forward_only) return out_of_place(action);
     const int other = other_end(action).stage;
-    if (other < 0 || other >= stages_) {
+    if (other < 0 || other >= placement_.stages()) {
       return to_string(action) + " has no stage on its other side";
     }
     if (!crosses(placement_, action.stage, other)) {
@@ -149,7 +146,6 @@ class SingleActions {
 
   const Schedule& schedule_;
   const Placement& placement_;
-  const int stages_, micro_batches_;
   Inventory& inventory_;
 };
 

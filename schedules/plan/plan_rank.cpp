@@ -15,22 +15,6 @@
 namespace sluice {
 namespace {
 
-// Receives of one channel, in the sender's order.
-struct Inbound {
-  int channel = -1;
-  ActionKind action = ActionKind::kRecvForward;
-  BufferKind kind = BufferKind::kInput;
-  int stage = -1;
-  const std::vector<int>* order = nullptr;  // micro-batches, of PlanMessages
-  std::size_t posted = 0;                   // for the walk: how many of them
-  int slots = 0;                            // as many as must be posted at once, and receive_ahead
-};
-
-struct RankReceives {
-  std::vector<Inbound> inbound;
-  std::size_t ops = 0;  // the rank's whole list becomes
-};
-
 // While pools are sized.
 struct Demand {
   std::vector<std::int32_t>
@@ -41,6 +25,28 @@ struct Demand {
     needed = std::max(needed, posts);
     most = std::max(most, needed - released);
   }
+};
+
+// Receives of one channel, in the sender's order.
+struct Inbound {
+  int channel = -1;
+  ActionKind action = ActionKind::kRecvForward;
+  BufferKind kind = BufferKind::kInput;
+  int stage = -1;
+  const std::vector<int>* order = nullptr;  // micro-batches, of PlanMessages
+  std::size_t posted = 0;                   // for the walk: how many of them
+  int slots = 0;                            // as many as must be posted at once, and receive_ahead
+  Demand demand = {};
+};
+
+Inbound& inbound_of(std::vector<Inbound>& all, int channel) {
+  return *std::find_if(all.begin(), all.end(),
+                       [&](const Inbound& inbound) { return inbound.channel == channel; });
+}
+
+struct RankReceives {
+  std::vector<Inbound> inbound;
+  std::size_t ops = 0;  // the rank's whole list becomes
 };
 
 // A receive can be waited for only when all before it in the channel are posted too, and where the
@@ -73,7 +79,7 @@ class ReceiveFinder {
       count(steps_[i].action);
       if (steps_[i].overlapped) count(*steps_[i].overlapped);
     }
-    for (std::size_t i = 0; i < demands_.size(); ++i) set_slots(result_.inbound[i], demands_[i]);
+    for (Inbound& inbound : result_.inbound) set_slots(inbound);
     return std::move(result_);
   }
 
@@ -82,11 +88,11 @@ class ReceiveFinder {
     if (channel < 0) return;
     const std::vector<int>& order = messages_.orders[at(channel)];
     result_.inbound.push_back({channel, action, kind, stage, &order});
-    Demand& demand = demands_.emplace_back();
     if (std::is_sorted(order.begin(), order.end())) return;
-    demand.index_of.resize(order.size());
+    std::vector<std::int32_t>& index_of = result_.inbound.back().demand.index_of;
+    index_of.resize(order.size());
     for (std::size_t i = 0; i < order.size(); ++i) {
-      demand.index_of[at(order[i])] = static_cast<std::int32_t>(i);
+      index_of[at(order[i])] = static_cast<std::int32_t>(i);
     }
   }
 
@@ -98,9 +104,8 @@ class ReceiveFinder {
       const Issue& issue = issues[issued_];
       if (at(issue.before_step) > step) return;
       if (!issue.receives) continue;
-      std::size_t i = 0;
-      while (result_.inbound[i].channel != issue.channel) ++i;
-      demands_[i].need(demands_[i].needed + 1);
+      Demand& demand = inbound_of(result_.inbound, issue.channel).demand;
+      demand.need(demand.needed + 1);
     }
   }
 
@@ -108,11 +113,10 @@ class ReceiveFinder {
   // for, a send started and waited for, each micro-batch's buffers are released once.
   void count(const Action& action) {
     result_.ops += is_message(action.kind) ? 2 : 1;
-    if (action.kind == ActionKind::kRecvForward || action.kind == ActionKind::kRecvBackward) {
-      for (std::size_t i = 0; i < demands_.size(); ++i) {
-        const Inbound& inbound = result_.inbound[i];
+    if (is_receive(action.kind)) {
+      for (Inbound& inbound : result_.inbound) {
         if (inbound.stage != action.stage || inbound.action != action.kind) continue;
-        Demand& demand = demands_[i];
+        Demand& demand = inbound.demand;
         demand.need(1 + (demand.index_of.empty() ? action.micro_batch
                                                  : demand.index_of[at(action.micro_batch)]));
         ++demand.waits;
@@ -121,12 +125,13 @@ class ReceiveFinder {
     }
     if (!ends_use(action.kind, schedule_.forward_only)) return;
     ++result_.ops;
-    for (std::size_t i = 0; i < demands_.size(); ++i) {
-      if (result_.inbound[i].stage == action.stage) ++demands_[i].released;
+    for (Inbound& inbound : result_.inbound) {
+      if (inbound.stage == action.stage) ++inbound.demand.released;
     }
   }
 
-  void set_slots(Inbound& inbound, const Demand& demand) const {
+  void set_slots(Inbound& inbound) const {
+    const Demand& demand = inbound.demand;
     const int micro_batches = schedule_.micro_batches;
     if (demand.waits != micro_batches) {
       refuse("plan of '", schedule_.name, "': rank ", rank_, " receives ", demand.waits, " of ",
@@ -146,7 +151,6 @@ class ReceiveFinder {
   const PlanOptions& options_;
   const int rank_;
   std::size_t issued_ = 0;
-  std::vector<Demand> demands_;  // [inbound]
   RankReceives result_;
 };
 
@@ -346,11 +350,6 @@ class Issuer {
     return is_global() && issued_ < issues_->size() && at((*issues_)[issued_].before_step) <= step;
   }
 
-  Inbound& inbound_of(int channel) {
-    return *std::find_if(inbound_.begin(), inbound_.end(),
-                         [&](const Inbound& inbound) { return inbound.channel == channel; });
-  }
-
   void post_receive(const Inbound& inbound, int micro_batch) {
     const RankBuffers::StageView own = buffers_.view(inbound.stage);
     const int slot = own.pool(inbound.kind).acquire_or_grow();
@@ -366,7 +365,7 @@ class Issuer {
     do {
       const Issue& issue = (*issues_)[end];
       if (!issue.receives) return false;
-      const Inbound& inbound = inbound_of(issue.channel);
+      const Inbound& inbound = inbound_of(inbound_, issue.channel);
       const auto taken =
           std::count_if(issues_->begin() + static_cast<std::ptrdiff_t>(issued_),
                         issues_->begin() + static_cast<std::ptrdiff_t>(end),
@@ -380,7 +379,7 @@ class Issuer {
     do {
       const Issue& issue = (*issues_)[issued_];
       if (issue.receives) {
-        post_receive(inbound_of(issue.channel), issue.micro_batch);
+        post_receive(inbound_of(inbound_, issue.channel), issue.micro_batch);
       } else {
         const Channel& channel = channels_[at(issue.channel)];
         sends_.start(channel.kind, channel.from_stage, issue.micro_batch, issue.channel);

@@ -153,10 +153,6 @@ class Collector {
     return candidate;
   }
 
-  void consider(Candidate candidate, const Problem& problem) {
-    space_.consider(std::move(candidate), problem, candidates_);
-  }
-
   void collect_generated(std::size_t map) {
     const StageMap& place = space_.maps[map];
     const SearchRequest& request = space_.request;
@@ -177,7 +173,7 @@ class Collector {
       candidate.origin = name;
       const Problem problem = space_.problem_of(candidate);
       candidate.order = to_order(problem, schedule);
-      consider(std::move(candidate), problem);
+      space_.consider(std::move(candidate), problem, candidates_);
     }
   }
 
@@ -195,7 +191,7 @@ class Collector {
       most = static_cast<double>(*std::max_element(peaks.begin(), peaks.end()));
     }
     least_limit_ = std::min(least_limit_, most);
-    consider(std::move(serial), problem);
+    space_.consider(std::move(serial), problem, candidates_);
   }
 
   // The best of greedy insertion and the best of the list scheduler.
@@ -225,7 +221,7 @@ class Collector {
     if (!best.setting) return;
     candidate.order = std::move(best.order);
     candidate.origin = name_of(*best.setting);
-    consider(std::move(candidate), problem);
+    space_.consider(std::move(candidate), problem, candidates_);
   }
 
   [[noreturn]] void refuse_limit() const {

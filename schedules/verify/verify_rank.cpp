@@ -19,10 +19,10 @@ namespace {
 struct Refusal {
   std::string why;
 
-  // Always false. `text` makes the reason, outside the paths that every op takes.
-  template <class Text>
-  [[gnu::cold, gnu::noinline]] bool object(const Text& text) {
-    why = text();
+  // Always false. Joins the parts of the reason outside the paths that every op takes.
+  template <class... Parts>
+  [[gnu::cold, gnu::noinline]] bool object(const Parts&... parts) {
+    why = concat(parts...);
     return false;
   }
 };
@@ -42,11 +42,12 @@ bool holds(const ReplaySlot& slot, ReplayState state, const PlanOp& op) {
 
 // "the slot is ..., it must be `required` with `micro_batch`"; -1: any micro-batch.
 std::string not_in(const ReplaySlot& slot, ReplayState required, std::int32_t micro_batch) {
-  std::string text = "the slot is " + std::string(kReplayStateNames[at(slot.state)]);
-  if (slot.micro_batch >= 0) text += concat(" with micro-batch ", slot.micro_batch);
-  text += ", it must be " + std::string(kReplayStateNames[at(required)]);
-  if (micro_batch >= 0) text += concat(" with micro-batch ", micro_batch);
-  return text;
+  const auto state = [](ReplayState which, std::int32_t holds) {
+    return concat(kReplayStateNames[at(which)],
+                  holds < 0 ? std::string() : concat(" with micro-batch ", holds));
+  };
+  return concat("the slot is ", state(slot.state, slot.micro_batch), ", it must be ",
+                state(required, micro_batch));
 }
 
 // The buffers of one rank while its list is replayed: which slots there are, and what each holds.
@@ -74,16 +75,13 @@ class BufferReplay {
   BufferReplay(const BufferReplay&) = delete;
 
   bool add_pool(const BufferPool& pool, int own) {
-    const auto object = [&](const std::string& why) {
-      return refusal_.object(
-          [&] { return concat("pool ", name_of(pool.kind), " of stage ", pool.stage, why); });
+    const auto object = [&](const auto&... why) {
+      return refusal_.object("pool ", name_of(pool.kind), " of stage ", pool.stage, why...);
     };
     if (own < 0) return object(" belongs to no stage of this rank");
     Pool& added = stages_[at(own)].pools[at(pool.kind)];
     if (added.count != 0) return object(" is listed twice");
-    if (pool.count < 1) {
-      return object(concat(" has ", pool.count, " slots; at least 1 is needed"));
-    }
+    if (pool.count < 1) return object(" has ", pool.count, " slots; at least 1 is needed");
     added.offset = slots_.size();
     added.count = pool.count;
     slots_.resize(slots_.size() + at(pool.count));
@@ -97,13 +95,12 @@ class BufferReplay {
     unsigned named = 0;
     for (const BufferKind kind : kAllBuffers) named |= op.slot(kind) >= 0 ? mask(kind) : 0U;
     if (named == required) return true;
-    return refusal_.object([&] {
-      std::size_t kind = 0;
-      while (((named ^ required) & mask(kAllBuffers[kind])) == 0) ++kind;
-      return ((named & mask(kAllBuffers[kind])) != 0 ? "it names a slot it has no use for: "
-                                                     : "it names no slot for its ") +
-             std::string(name_of(kAllBuffers[kind]));
-    });
+    std::size_t kind = 0;
+    while (((named ^ required) & mask(kAllBuffers[kind])) == 0) ++kind;
+    return refusal_.object((named & mask(kAllBuffers[kind])) != 0
+                               ? "it names a slot it has no use for: "
+                               : "it names no slot for its ",
+                           name_of(kAllBuffers[kind]));
   }
 
   // The slot of the stage's own pool that the op names; null where there is none.
@@ -115,10 +112,7 @@ class BufferReplay {
   ReplaySlot* read(const PlanOp& op, int own, BufferKind kind, const char* verb = " is read: ") {
     ReplaySlot* slot = find(op, own, kind);
     if (slot == nullptr || holds(*slot, ReplayState::kFilled, op)) return slot;
-    refusal_.object([&] {
-      return std::string(name_of(kind)) + verb +
-             not_in(*slot, ReplayState::kFilled, op.micro_batch);
-    });
+    refusal_.object(name_of(kind), verb, not_in(*slot, ReplayState::kFilled, op.micro_batch));
     return nullptr;
   }
 
@@ -127,9 +121,7 @@ class BufferReplay {
     ReplaySlot* slot = find(*stages_[at(own)].written[at(kind)], op.slot(kind));
     if (slot == nullptr) return false;
     if (slot->state != ReplayState::kFree) {
-      return refusal_.object([&] {
-        return std::string(name_of(kind)) + " is written: " + not_in(*slot, ReplayState::kFree, -1);
-      });
+      return refusal_.object(name_of(kind), " is written: ", not_in(*slot, ReplayState::kFree, -1));
     }
     *slot = ReplaySlot{ReplayState::kFilled, op.micro_batch};
     return true;
@@ -145,7 +137,7 @@ class BufferReplay {
       if (slot == nullptr) return false;
       *slot = ReplaySlot{};
     }
-    return any || refusal_.object([] { return "no slot is named"; });
+    return any || refusal_.object("no slot is named");
   }
 
   // At the list's end.
@@ -155,11 +147,9 @@ class BufferReplay {
         for (std::int32_t i = 0; i < pool.count; ++i) {
           const ReplaySlot& slot = slots_[pool.offset + at(i)];
           if (slot.state == ReplayState::kFree) continue;
-          return refusal_.object([&] {
-            return concat(name_of(pool.kind), '[', i, "] of stage ", pool.stage, " is still ",
-                          kReplayStateNames[at(slot.state)], " with micro-batch ", slot.micro_batch,
-                          " at the end");
-          });
+          return refusal_.object(name_of(pool.kind), '[', i, "] of stage ", pool.stage,
+                                 " is still ", kReplayStateNames[at(slot.state)],
+                                 " with micro-batch ", slot.micro_batch, " at the end");
         }
       }
     }
@@ -181,10 +171,8 @@ class BufferReplay {
 
   ReplaySlot* find(const Pool& pool, std::int32_t index) {
     if (index >= 0 && index < pool.count) return &slots_[pool.offset + at(index)];
-    refusal_.object([&] {
-      return concat(name_of(pool.kind), '[', index, "] does not exist; stage ", pool.stage, " has ",
+    refusal_.object(name_of(pool.kind), '[', index, "] does not exist; stage ", pool.stage, " has ",
                     pool.count, " such slots");
-    });
     return nullptr;
   }
 
@@ -235,14 +223,13 @@ class ProgressReplay {
     std::uint8_t& done = stage.done[op.micro_batch];
     const std::uint8_t adds = kAdds[at(op.action)], needs = kNeeds[at(op.action)];
     if (plan_.forward_only && adds != kForwardDone) {
-      return refusal_.object([] { return "the plan is forward-only"; });
+      return refusal_.object("the plan is forward-only");
     }
-    if ((done & adds) != 0) return refusal_.object([] { return "this was computed before"; });
+    if ((done & adds) != 0) return refusal_.object("this was computed before");
     if ((done & needs) != needs) {
-      return refusal_.object([&] {
-        return (done & kForwardDone) == 0 ? "its forward has not been computed"
-                                          : "its backward input has not been computed";
-      });
+      return refusal_.object((done & kForwardDone) == 0
+                                 ? "its forward has not been computed"
+                                 : "its backward input has not been computed");
     }
     if (!check_sums(op, stage, (adds & kForwardDone) != 0, adds == kWeightDone)) return false;
     done |= adds;
@@ -252,9 +239,10 @@ class ProgressReplay {
 
   bool reduce_grad(int own) {
     Stage& stage = stages_[at(own)];
-    if (stage.reduced) return object("this stage's gradients are reduced already");
+    if (stage.reduced) return refusal_.object("this stage's gradients are reduced already");
     if (std::find(tied_reduced_.begin(), tied_reduced_.end(), true) != tied_reduced_.end()) {
-      return object("tied parameters are reduced over replicas first, then over their uses");
+      return refusal_.object(
+          "tied parameters are reduced over replicas first, then over their uses");
     }
     stage.reduced = true;
     return check_complete(own);
@@ -262,14 +250,15 @@ class ProgressReplay {
 
   bool reduce_tied(std::int32_t group) {
     if (group < 0 || at(group) >= plan_.tied.size()) {
-      return object(concat("tied group ", group, " does not exist; there are ", plan_.tied.size()));
+      return refusal_.object("tied group ", group, " does not exist; there are ",
+                             plan_.tied.size());
     }
-    if (tied_reduced_[at(group)]) return object("this tied group is reduced already");
+    if (tied_reduced_[at(group)]) return refusal_.object("this tied group is reduced already");
     tied_reduced_[at(group)] = true;
     for (const int stage : plan_.tied[at(group)].stages) {
       if (own_.find(stage) >= 0 && !check_complete(own_.find(stage))) return false;
     }
-    return takes_part(at(group)) || object("this rank owns no stage of the group");
+    return takes_part(at(group)) || refusal_.object("this rank owns no stage of the group");
   }
 
   // Needs the sums of every own stage, and of every tied group this rank has a part in.
@@ -278,12 +267,12 @@ class ProgressReplay {
     for (int own = 0; at(own) < stages_.size(); ++own) {
       if (!check_complete(own)) return false;
       if (!stages_[at(own)].reduced) {
-        return object(concat("the gradients of stage ", own_.all()[at(own)], " are not reduced"));
+        return refusal_.object("the gradients of stage ", own_.all()[at(own)], " are not reduced");
       }
     }
     for (std::size_t group = 0; group < plan_.tied.size(); ++group) {
       if (!takes_part(group) || tied_reduced_[group]) continue;
-      return object(concat("tied group ", group, " is not reduced"));
+      return refusal_.object("tied group ", group, " is not reduced");
     }
     return true;
   }
@@ -292,10 +281,10 @@ class ProgressReplay {
   bool check_all_complete() {
     const auto is_reduced = [](const Stage& stage) { return stage.reduced; };
     if (!optimized_ && std::any_of(stages_.begin(), stages_.end(), is_reduced)) {
-      return object("gradients are reduced and no optimizer follows");
+      return refusal_.object("gradients are reduced and no optimizer follows");
     }
     for (int own = 0; at(own) < stages_.size(); ++own) {
-      if (!check_complete(own)) return object(refusal_.why + " at the end");
+      if (!check_complete(own)) return refusal_.object(refusal_.why, " at the end");
     }
     return true;
   }
@@ -311,23 +300,16 @@ class ProgressReplay {
 
   bool check_sums(const PlanOp& op, Stage& stage, bool forward, bool weight_only) {
     if (op.sums < 0 || (op.sums > 0 && (weight_only || plan_.forward_only))) {
-      return refusal_.object([&] {
-        return concat("it makes ", op.sums,
-                      " sums over replicas; legal are 0, and more in F, B and I of training");
-      });
+      return refusal_.object(
+          "it makes ", op.sums,
+          " sums over replicas; legal are 0, and more in F, B and I of training");
     }
     if (weight_only) return true;
     std::int32_t& before = stage.sums[forward ? 0 : 1];
     if (before < 0) before = op.sums;
     if (before == op.sums) return true;
-    return refusal_.object([&] {
-      return concat("it makes ", op.sums, " sums over replicas, this stage's earlier ones make ",
-                    before);
-    });
-  }
-
-  bool object(const std::string& why) {
-    return refusal_.object([&] { return why; });
+    return refusal_.object("it makes ", op.sums,
+                           " sums over replicas, this stage's earlier ones make ", before);
   }
 
   bool takes_part(std::size_t group) const {
@@ -339,8 +321,8 @@ class ProgressReplay {
   bool check_complete(int own) {
     const std::int32_t complete = stages_[at(own)].complete;
     if (complete == plan_.micro_batches) return true;
-    return object(concat("only ", complete, " of ", plan_.micro_batches, " micro-batches of stage ",
-                         own_.all()[at(own)], " are complete"));
+    return refusal_.object("only ", complete, " of ", plan_.micro_batches,
+                           " micro-batches of stage ", own_.all()[at(own)], " are complete");
   }
 
   const Plan& plan_;
@@ -385,25 +367,22 @@ class RankReplay {
   bool replay(const PlanOp& op) {
     const int own = own_.find(op.stage);
     if (own < 0) {
-      return refusal_.object(
-          [&] { return concat("stage ", op.stage, " is not a stage of this rank"); });
+      return refusal_.object("stage ", op.stage, " is not a stage of this rank");
     }
     if (progress_.optimized()) {
-      return refusal_.object([] { return "nothing may follow the optimizer"; });
+      return refusal_.object("nothing may follow the optimizer");
     }
     const bool issues = op.kind == OpKind::kPostRecv || op.kind == OpKind::kStartSend;
     if (op.with_previous) {
       if (!issues || !after_issue_) {
-        return refusal_.object([] {
-          return "only a post or a start right after another one can be in a group with the op "
-                 "before";
-        });
+        return refusal_.object(
+            "only a post or a start right after another one can be in a group with the op before");
       }
       trace_.grouped = true;
     }
     after_issue_ = issues;
     if (op.sums != 0 && op.kind != OpKind::kCompute) {
-      return refusal_.object([] { return "only F, B and I make sums over replicas"; });
+      return refusal_.object("only F, B and I make sums over replicas");
     }
     switch (op.kind) {
       case OpKind::kPostRecv:
@@ -431,10 +410,8 @@ class RankReplay {
   // The message's channel, buffer kind and named slot, then the op's own step.
   bool replay_message(const PlanOp& op, int own) {
     if (op.channel < 0 || at(op.channel) >= plan_.channels.size()) {
-      return refusal_.object([&] {
-        return concat("channel ", op.channel, " does not exist; legal are 0 to ",
-                      static_cast<int>(plan_.channels.size()) - 1);
-      });
+      return refusal_.object("channel ", op.channel, " does not exist; legal are 0 to ",
+                             static_cast<int>(plan_.channels.size()) - 1);
     }
     if (!check_micro_batch(op)) return false;
     const Channel& channel = plan_.channels[at(op.channel)];
@@ -443,10 +420,8 @@ class RankReplay {
     const ActionKind received = forward ? ActionKind::kRecvForward : ActionKind::kRecvBackward;
     if (op.stage != (sends ? channel.from_stage : channel.to_stage) ||
         op.action != (sends ? channel.kind : received)) {
-      return refusal_.object([&] {
-        return concat("channel ", op.channel, " carries ", name_of(channel.kind), " from stage ",
-                      channel.from_stage, " to stage ", channel.to_stage);
-      });
+      return refusal_.object("channel ", op.channel, " carries ", name_of(channel.kind),
+                             " from stage ", channel.from_stage, " to stage ", channel.to_stage);
     }
     const BufferKind kind = sends ? (forward ? BufferKind::kOutput : BufferKind::kGradInput)
                                   : (forward ? BufferKind::kInput : BufferKind::kGradOutput);
@@ -463,37 +438,32 @@ class RankReplay {
     switch (op.kind) {
       case OpKind::kPostRecv:
         index = order.add(op.micro_batch, plan_.micro_batches);
-        if (index < 0) return refusal_.object([] { return "this message has a receive already"; });
+        if (index < 0) return refusal_.object("this message has a receive already");
         if (slot.state != ReplayState::kFree) {
-          return refusal_.object([&] { return not_in(slot, ReplayState::kFree, -1); });
+          return refusal_.object(not_in(slot, ReplayState::kFree, -1));
         }
         slot = ReplaySlot{ReplayState::kPosted, op.micro_batch};
         break;
       case OpKind::kWaitRecv:
         if (!holds(slot, ReplayState::kPosted, op)) {
-          return refusal_.object([&] {
-            return "no receive of this message is posted before the wait; " +
-                   not_in(slot, ReplayState::kPosted, op.micro_batch);
-          });
+          return refusal_.object("no receive of this message is posted before the wait; ",
+                                 not_in(slot, ReplayState::kPosted, op.micro_batch));
         }
         index = order.index_of(op.micro_batch);
         slot.state = ReplayState::kFilled;
         break;
       case OpKind::kStartSend:
         index = order.add(op.micro_batch, plan_.micro_batches);
-        if (index < 0) return refusal_.object([] { return "this message is sent already"; });
+        if (index < 0) return refusal_.object("this message is sent already");
         if (!holds(slot, ReplayState::kFilled, op)) {
-          return refusal_.object(
-              [&] { return not_in(slot, ReplayState::kFilled, op.micro_batch); });
+          return refusal_.object(not_in(slot, ReplayState::kFilled, op.micro_batch));
         }
         slot.state = ReplayState::kSending;
         break;
       default:
         if (!holds(slot, ReplayState::kSending, op)) {
-          return refusal_.object([&] {
-            return "no send of this message is started before the wait; " +
-                   not_in(slot, ReplayState::kSending, op.micro_batch);
-          });
+          return refusal_.object("no send of this message is started before the wait; ",
+                                 not_in(slot, ReplayState::kSending, op.micro_batch));
         }
         index = order.index_of(op.micro_batch);
         slot = ReplaySlot{};
@@ -505,9 +475,7 @@ class RankReplay {
 
   bool replay_compute(const PlanOp& op, int own) {
     if (!is_compute(op.action)) {
-      return refusal_.object([&] {
-        return std::string(name_of(op.action)) + " does not compute; legal are F, B, I and W";
-      });
+      return refusal_.object(name_of(op.action), " does not compute; legal are F, B, I and W");
     }
     if (!check_micro_batch(op) || !progress_.compute(op, own)) return false;
     const auto mask = [](BufferKind kind) { return BufferReplay::mask(kind); };
@@ -532,10 +500,8 @@ class RankReplay {
 
   bool check_micro_batch(const PlanOp& op) {
     if (op.micro_batch >= 0 && op.micro_batch < plan_.micro_batches) return true;
-    return refusal_.object([&] {
-      return concat("micro-batch ", op.micro_batch, " does not exist; legal are 0 to ",
-                    plan_.micro_batches - 1);
-    });
+    return refusal_.object("micro-batch ", op.micro_batch, " does not exist; legal are 0 to ",
+                           plan_.micro_batches - 1);
   }
 
   const Plan& plan_;
