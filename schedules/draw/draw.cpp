@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include <sluice/error.hpp>
 #include <sluice/simulate.hpp>
 
 #include "schedules/model/dataflow.hpp"
@@ -155,8 +154,7 @@ std::string describe(const Schedule& schedule, const Violation& violation) {
 std::string draw_timeline(const Schedule& schedule, const Simulation& simulation, int columns) {
   if (columns < 1) refuse("a timeline of ", columns, " columns; at least 1 is legal");
   if (simulation.timeline.size() != at(schedule.placement.ranks())) {
-    throw Error(ErrorCode::kUsage, "timeline of '" + schedule.name +
-                                       "': the simulation has none, or one of other ranks");
+    refuse("timeline of '", schedule.name, "': the simulation has none, or one of other ranks");
   }
   const std::size_t label = std::to_string(simulation.timeline.size() - 1).size();
   const double scale = simulation.makespan > 0 ? columns / simulation.makespan : 0;

@@ -25,8 +25,9 @@ struct Position {
   std::size_t row = 1, column = 1;
 };
 
-[[noreturn]] void fail_at(const Position& at, const std::string& what) {
-  refuse(kCsvReader, ", row ", at.row, ", column ", at.column, ": ", what);
+template <class... Parts>
+[[noreturn]] void fail_at(const Position& at, const Parts&... what) {
+  refuse(kCsvReader, ", row ", at.row, ", column ", at.column, ": ", what...);
 }
 
 // Calls visit(position, cell) for every cell, also the empty ones.
@@ -73,9 +74,9 @@ CsvAlphabet detect(std::string_view text) {
     });
   });
   if (whole && input) {
-    fail_at(whole_at, concat("BW is of PyTorch's older alphabet (F B W BW), but row ",
-                             input_half.row, ", column ", input_half.column,
-                             " has I of the current one (F I W B); legal is one of the two"));
+    fail_at(whole_at, "BW is of PyTorch's older alphabet (F B W BW), but row ", input_half.row,
+            ", column ", input_half.column,
+            " has I of the current one (F I W B); legal is one of the two");
   }
   return whole || (weight && !input) ? CsvAlphabet::kOlder : CsvAlphabet::kCurrent;
 }
@@ -131,13 +132,12 @@ class Waits {
   }
   void end(const Position& at, const Action& action) {
     if (!is_send(action.kind) && action.kind != ActionKind::kReduceGrad) {
-      fail_at(at, wait_of(action) +
-                      " waits for no send and no sum; legal are WAIT_SEND_F, "
-                      "WAIT_SEND_B and WAIT_REDUCE_GRAD");
+      fail_at(at, wait_of(action), " waits for no send and no sum; legal are WAIT_SEND_F, ",
+              "WAIT_SEND_B and WAIT_REDUCE_GRAD");
     }
     if (open_.erase(key_of(action)) == 0) {
-      fail_at(at, wait_of(action) + " waits for " + to_string(action) +
-                      ", which does not come before it in its row, or has a wait already");
+      fail_at(at, wait_of(action), " waits for ", action,
+              ", which does not come before it in its row, or has a wait already");
     }
     if (!is_send(action.kind)) open_sum_ = -1;
     ++(is_send(action.kind) ? waited_sends_ : waited_sums_);
@@ -152,10 +152,10 @@ class Waits {
     }
     if (waited_sums_ == 0) return;
     if (second_sum_) {
-      fail_at(second_sum_->at, concat("stage ", second_sum_->stage, "'s REDUCE_GRAD begins before ",
-                                      second_sum_->open,
-                                      "WAIT_REDUCE_GRAD; a rank sums one stage "
-                                      "at a time"));
+      fail_at(second_sum_->at, "stage ", second_sum_->stage, "'s REDUCE_GRAD begins before ",
+              second_sum_->open,
+              "WAIT_REDUCE_GRAD; a rank sums one stage "
+              "at a time");
     }
     if (waited_sums_ < sums_) {
       refuse(kCsvReader, ": ", sums_ - waited_sums_, " of ", sums_,
@@ -240,8 +240,7 @@ class CsvReader {
       fail_at(at, error.what());
     }
     if (!known_to_pytorch(step.action.kind)) {
-      fail_at(at, quoted_excerpt(cell) + ": PyTorch has no action " +
-                      std::string(name_of(step.action.kind)));
+      fail_at(at, quoted_excerpt(cell), ": PyTorch has no action ", name_of(step.action.kind));
     }
     return step;
   }
@@ -249,9 +248,8 @@ class CsvReader {
   static void refuse_current(const Position& at, std::string_view cell) {
     for_each_kind(cell, [&](std::size_t, std::string_view kind) {
       if (kind != "I") return;
-      fail_at(at, quoted_excerpt(cell) +
-                      " has I; the older alphabet writes B for the input half "
-                      "and BW for the whole backward");
+      fail_at(at, quoted_excerpt(cell), " has I; the older alphabet writes B for the input half ",
+              "and BW for the whole backward");
     });
   }
 
@@ -265,21 +263,20 @@ class CsvReader {
     if (!is_compute(action.kind)) return;
     const auto stage = static_cast<std::size_t>(action.stage);
     if (stage >= most_stages()) {
-      fail_at(at,
-              concat(action, " names stage ", action.stage, ", but so short a file has fewer than ",
-                     most_stages(), " actions; stages count from 0 without gaps"));
+      fail_at(at, action, " names stage ", action.stage, ", but so short a file has fewer than ",
+              most_stages(), " actions; stages count from 0 without gaps");
     }
     if (stage >= stage_to_rank_.size()) stage_to_rank_.resize(stage + 1, -1);
     const int rank = static_cast<int>(at.row) - 1;
     int& owner = stage_to_rank_[stage];
     if (owner >= 0 && owner != rank) {
-      fail_at(at, concat(action, " is on rank ", rank, ", but row ", owner + 1, " computes stage ",
-                         action.stage, " as well; a stage has one rank"));
+      fail_at(at, action, " is on rank ", rank, ", but row ", owner + 1, " computes stage ",
+              action.stage, " as well; a stage has one rank");
     }
     owner = rank;
     if (action.micro_batch >= kMaxScheduleActions) {
-      fail_at(at, concat(action, " names micro-batch ", action.micro_batch, "; at most ",
-                         kMaxScheduleActions, " are legal"));
+      fail_at(at, action, " names micro-batch ", action.micro_batch, "; at most ",
+              kMaxScheduleActions, " are legal");
     }
     result_.schedule.micro_batches =
         std::max(result_.schedule.micro_batches, action.micro_batch + 1);
@@ -302,10 +299,9 @@ class CsvReader {
       });
       if (!computes) fail_at({rank + 1, 1}, "the row computes nothing; every rank needs a stage");
     }
-    if (computes_ == 0)
-      throw Error(
-          ErrorCode::kUsage,
-          std::string(kCsvReader) + ": the text is empty: there is no such file, or nothing in it");
+    if (computes_ == 0) {
+      refuse(kCsvReader, ": the text is empty: there is no such file, or nothing in it");
+    }
     require_enough_actions(kCsvReader, static_cast<std::int64_t>(stage_to_rank_.size()),
                            schedule.micro_batches, computes_);
     schedule.placement =
@@ -325,7 +321,7 @@ class CsvReader {
   void check_messages() {
     if (const auto violation = check(result_.schedule)) {
       if (violation->rank < 0 || violation->position < 0) {
-        throw Error(ErrorCode::kUsage, std::string(kCsvReader) + ": " + violation->message);
+        refuse(kCsvReader, ": ", violation->message);
       }
       fail_at(position_of(*violation), violation->message);
     }
@@ -370,8 +366,7 @@ class Row {
   void add(const Step& step) {
     const Action& action = step.action;
     if (!known_to_pytorch(action.kind)) {
-      throw Error(ErrorCode::kUsage, "schedule '" + std::string(schedule_) +
-                                         "': PyTorch has no action " + to_string(action));
+      refuse("schedule '", schedule_, "': PyTorch has no action ", action);
     }
     const std::string cell = to_string(step);
     put(alphabet_ == CsvAlphabet::kOlder ? renamed(cell, "I", "B", "B", "BW") : cell);

@@ -27,7 +27,10 @@ constexpr const char* kMadeFor = "made_for";  // the only key that may be missin
 constexpr std::array kKeys = {"format",        "version",   "name",  "ranks", "stages",
                               "micro_batches", "placement", "lists", kMadeFor};
 
-[[noreturn]] void fail(const std::string& what) { refuse(kJsonReader, ": ", what); }
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... what) {
+  refuse(kJsonReader, ": ", what...);
+}
 
 std::string keys_text() {
   std::string text = "legal is one object with the keys";
@@ -43,7 +46,7 @@ std::string keys_text() {
                            : value.is_array()  ? "a list"
                            : value.is_object() ? "an object"
                                                : value.dump();
-  fail(concat(where, " has ", what, "; legal is ", legal));
+  fail(where, " has ", what, "; legal is ", legal);
 }
 
 bool printable(std::string_view name) {
@@ -65,7 +68,7 @@ Json parsed(std::string_view text) {
   const auto watch = [&](int level, Json::parse_event_t event, const Json& value) {
     using Event = Json::parse_event_t;
     if (level >= kMostLevels && (event == Event::object_start || event == Event::array_start)) {
-      fail(concat("more than ", kMostLevels, " levels of lists and objects"));
+      fail("more than ", kMostLevels, " levels of lists and objects");
     }
     if (event == Event::object_start) seen.emplace_back();
     if (event == Event::object_end) seen.pop_back();
@@ -73,13 +76,13 @@ Json parsed(std::string_view text) {
     const std::string& key = value.get_ref<const std::string&>();
     if (seen.size() == 1) top = key;
     if (seen.back().insert(key).second) return true;
-    fail(concat("the key ", quoted_excerpt(key), " appears a second time",
-                seen.size() == 1 ? "" : " in " + quoted_excerpt(top)));
+    fail("the key ", quoted_excerpt(key), " appears a second time",
+         seen.size() == 1 ? "" : " in " + quoted_excerpt(top));
   };
   try {
     return Json::parse(text.begin(), text.end(), watch);
   } catch (const Json::parse_error& error) {
-    fail(concat("no JSON at byte ", error.byte, "; ", keys_text()));
+    fail("no JSON at byte ", error.byte, "; ", keys_text());
   } catch (const Json::out_of_range&) {
     fail("it has a number that no double holds");
   }
@@ -116,10 +119,10 @@ MadeFor made_for_of(const Json& json) {
     }
   }
   if (!legal) {
-    fail(concat("key 'made_for' has ", quoted_excerpt(json.dump()),
-                "; legal is one object with the keys first_layer (ascending from 0, one entry more "
-                "than stages, or empty), makespan (a number from 0 up), bubble (0 to 1) and "
-                "milliseconds (true or false)"));
+    fail("key 'made_for' has ", quoted_excerpt(json.dump()),
+         "; legal is one object with the keys first_layer (ascending from 0, one entry more "
+         "than stages, or empty), makespan (a number from 0 up), bubble (0 to 1) and "
+         "milliseconds (true or false)");
   }
   made_for.makespan = json["makespan"].get<double>();
   made_for.bubble = json["bubble"].get<double>();
@@ -137,7 +140,7 @@ Step step_of(const Json& value, const std::string& place) {
     fail(place + ": " + error.what());
   }
   if (is_compute(step.action.kind) || is_sharding(step.action.kind)) return step;
-  fail(place + ": " + to_string(step.action) +
+  fail(place, ": ", step.action,
        " does not compute; legal are F, B, I, W, overlapped pairs of them, UNSHARD, RESHARD and "
        "REDUCE_GRAD");
 }
@@ -169,13 +172,13 @@ void require_keys(const Json& json) {
   }
   for (const char* key : kKeys) {
     if (!json.contains(key) && std::string_view(key) != kMadeFor)
-      fail(concat("the key '", key, "' is missing"));
+      fail("the key '", key, "' is missing");
   }
   if (json["format"] != kFormat) {
     unexpected("key 'format'", json["format"], "the text \"sluice-schedule\"");
   }
   if (const int version = count_of(json, "version"); version != kScheduleFileVersion) {
-    fail(concat("version ", version, "; this program reads version ", kScheduleFileVersion));
+    fail("version ", version, "; this program reads version ", kScheduleFileVersion);
   }
 }
 
@@ -202,7 +205,7 @@ ScheduleFile parse_schedule_json(std::string_view text) {
   const std::int64_t computes = read_lists(json["lists"], schedule);
   const auto agree = [&](std::size_t found, int said, const char* what, const char* key) {
     if (found == static_cast<std::size_t>(said)) return;
-    fail(concat("'", key, "' has ", found, " entries, but the file says ", said, " ", what));
+    fail("'", key, "' has ", found, " entries, but the file says ", said, " ", what);
   };
   agree(placement.size(), stages, "stages", "placement");
   agree(schedule.ranks.size(), ranks, "ranks", "lists");
@@ -247,10 +250,9 @@ std::string to_schedule_json(const Schedule& schedule, const std::optional<MadeF
     for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
       const Step& step = schedule.ranks[rank][i];
       if (!is_compute(step.action.kind) && !is_sharding(step.action.kind)) {
-        throw Error(ErrorCode::kUsage,
-                    "schedule '" + schedule.name + "': " + to_string(step) +
-                        " does not compute; a schedule file holds F, B, I, W, UNSHARD, RESHARD and "
-                        "REDUCE_GRAD");
+        refuse("schedule '", schedule.name, "': ", step,
+               " does not compute; a schedule file holds F, B, I, W, UNSHARD, RESHARD and "
+               "REDUCE_GRAD");
       }
       text += i == 0 ? "\"" : ", \"";
       text += to_string(step);

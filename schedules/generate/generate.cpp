@@ -2,7 +2,6 @@
 #include <cstdint>
 #include <limits>
 
-#include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
 #include "schedules/generate/generators.hpp"
@@ -49,8 +48,7 @@ const GeneratorRow& row_of(std::string_view name) {
   }
   std::string known;
   for (const std::string& each : schedule_names()) known += (known.empty() ? "" : ", ") + each;
-  throw Error(ErrorCode::kUsage,
-              "unknown schedule '" + std::string(name) + "'; known are " + known);
+  refuse("unknown schedule '", name, "'; known are ", known);
 }
 
 void require_positive(std::string_view what, int value) {

@@ -4,7 +4,6 @@
 #include <limits>
 #include <system_error>
 
-#include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
 #include "schedules/model/index.hpp"
@@ -37,33 +36,33 @@ class ActionReader {
     const bool numbered = has_micro_batch(action.kind);
     if (numbered) action.micro_batch = read_number(name + " needs a micro-batch index");
     if (!rest_.empty()) {
-      fail("unexpected '" + std::string(rest_) + "' after " + name +
+      fail("unexpected '", rest_, "' after ", name,
            (numbered ? " and its micro-batch" : ", which takes no micro-batch"));
     }
     return action;
   }
 
  private:
-  [[noreturn]] void fail(const std::string& why) const {
-    throw Error(ErrorCode::kUsage, "action '" + std::string(text_) + "': " + why +
-                                       "; legal is <stage><KIND>[micro_batch], e.g. 2F0, 3SEND_B1, "
-                                       "0REDUCE_GRAD");
+  template <class... Parts>
+  [[noreturn]] void fail(const Parts&... why) const {
+    refuse("action '", text_, "': ", why...,
+           "; legal is <stage><KIND>[micro_batch], e.g. 2F0, 3SEND_B1, 0REDUCE_GRAD");
   }
 
   std::int32_t read_number(const std::string& what) {
     std::size_t digits = 0;
     while (digits < rest_.size() && is_digit(rest_[digits])) ++digits;
     if (digits == 0) {
-      fail(what + " expected at '" + std::string(rest_) + "'");
+      fail(what, " expected at '", rest_, "'");
     }
     if (digits > 1 && rest_.front() == '0') {
-      fail("number '" + std::string(rest_.substr(0, digits)) + "' has a leading zero");
+      fail("number '", rest_.substr(0, digits), "' has a leading zero");
     }
     std::int32_t value = 0;
     const auto result = std::from_chars(rest_.data(), rest_.data() + digits, value);
     if (result.ec != std::errc()) {
-      fail(concat("number '", std::string(rest_.substr(0, digits)), "' exceeds ",
-                  std::numeric_limits<std::int32_t>::max()));
+      fail("number '", rest_.substr(0, digits), "' exceeds ",
+           std::numeric_limits<std::int32_t>::max());
     }
     rest_.remove_prefix(digits);
     return value;
@@ -78,10 +77,10 @@ class ActionReader {
       rest_.remove_prefix(letters);
       return static_cast<ActionKind>(found - kKindNames.begin());
     }
-    if (name.empty()) fail("a kind expected at '" + std::string(rest_) + "'");
+    if (name.empty()) fail("a kind expected at '", rest_, "'");
     std::string known;
     for (const std::string_view each : kKindNames) known.append(" ").append(each);
-    fail("unknown kind '" + std::string(name) + "', known are" + known);
+    fail("unknown kind '", name, "', known are", known);
   }
 
   std::string_view text_;
@@ -114,16 +113,14 @@ Step parse_step(std::string_view text) {
   const std::string legal = "; legal is (<action>;<action>)OVERLAP_F_B, e.g. (0F7;7B3)OVERLAP_F_B";
   const std::size_t middle = text.find(';');
   if (!text.ends_with(kOverlapSuffix) || middle == std::string_view::npos) {
-    throw Error(ErrorCode::kUsage,
-                "step '" + std::string(text) + "' is not an overlapped pair" + legal);
+    refuse("step '", text, "' is not an overlapped pair", legal);
   }
   const std::size_t end = text.size() - kOverlapSuffix.size();
   Step step{parse_action(text.substr(1, middle - 1)),
             parse_action(text.substr(middle + 1, end - middle - 1))};
   for (const Action& action : {step.action, *step.overlapped}) {
     if (!is_compute(action.kind)) {
-      throw Error(ErrorCode::kUsage, "step '" + std::string(text) + "': " + to_string(action) +
-                                         " does not compute, only F, B, I and W overlap" + legal);
+      refuse("step '", text, "': ", action, " does not compute, only F, B, I and W overlap", legal);
     }
   }
   return step;

@@ -2,7 +2,6 @@
 #include <map>
 #include <string>
 
-#include <sluice/error.hpp>
 #include <sluice/plan.hpp>
 
 #include "schedules/model/actions.hpp"
@@ -15,7 +14,7 @@ namespace {
 void require_tied_groups(const std::vector<TiedStages>& tied, int stages) {
   for (const TiedStages& group : tied) {
     if (group.stages.empty()) {
-      throw Error(ErrorCode::kUsage, "a tied parameter names no stage; it needs at least one");
+      refuse("a tied parameter names no stage; it needs at least one");
     }
     for (std::size_t i = 0; i < group.stages.size(); ++i) {
       const int stage = group.stages[i];

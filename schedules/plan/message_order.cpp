@@ -4,10 +4,9 @@
 #include <numeric>
 #include <tuple>
 
-#include <sluice/error.hpp>
-
 #include "schedules/model/dataflow.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/plan/plan_parts.hpp"
 
 namespace sluice {
@@ -59,8 +58,7 @@ struct UnitTime {
       if (step.overlapped) clock += units(*step.overlapped);
     });
     if (!finished) {
-      throw Error(ErrorCode::kUsage, "plan of '" + lowered.name +
-                                         "': the schedule cannot run to its end; check() says why");
+      refuse("plan of '", lowered.name, "': the schedule cannot run to its end; check() says why");
     }
   }
 };

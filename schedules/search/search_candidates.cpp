@@ -233,10 +233,9 @@ class Collector {
       if (bytes) return digits + " bytes";
       return digits + (value == 1 ? " micro-batch in flight" : " micro-batches in flight");
     };
-    throw Error(ErrorCode::kUsage, "schedule search: nothing fits a limit of " +
-                                       text(*std::min_element(limit.begin(), limit.end())) +
-                                       " per rank; the nearest legal limit is " +
-                                       text(least_limit_));
+    refuse("schedule search: nothing fits a limit of ",
+           text(*std::min_element(limit.begin(), limit.end())),
+           " per rank; the nearest legal limit is ", text(least_limit_));
   }
 
   const SearchSpace& space_;

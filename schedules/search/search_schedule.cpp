@@ -3,7 +3,6 @@
 #include <set>
 #include <utility>
 
-#include <sluice/error.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/search.hpp>
 
@@ -110,7 +109,7 @@ SearchResult search_schedule(const SearchRequest& request) {
   for (const search::Candidate& each : candidates) {
     if (search::accept(space, each, result)) return result;
   }
-  throw Error(ErrorCode::kUsage, "schedule search: verify() refuses all that was found");
+  refuse("schedule search: verify() refuses all that was found");
 }
 
 }  // namespace sluice

@@ -6,8 +6,6 @@
 #include <tuple>
 #include <utility>
 
-#include <sluice/error.hpp>
-
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
 #include "schedules/search/search_candidates.hpp"
@@ -85,20 +83,21 @@ std::vector<int> smallest_largest(const std::vector<double>& prefix, int stages)
   return first;
 }
 
-void require(bool legal, const std::string& message) {
-  if (!legal) throw Error(ErrorCode::kUsage, "schedule search: " + message);
+template <class... Parts>
+void require(bool legal, const Parts&... message) {
+  if (!legal) refuse("schedule search: ", message...);
 }
 
 void check_request(const SearchRequest& request) {
   const auto positive = [](const char* what, int value) {
-    require(value >= 1, concat(what, " is ", value, "; the nearest legal value is 1"));
+    require(value >= 1, what, " is ", value, "; the nearest legal value is 1");
   };
   positive("ranks", request.ranks);
   positive("micro-batches", request.micro_batches);
   for (const int chunks : request.chunks) {
     positive("chunks", chunks);
-    require(chunks <= kMaxSearchedChunks,
-            concat("chunks is ", chunks, "; the nearest legal value is ", kMaxSearchedChunks));
+    require(chunks <= kMaxSearchedChunks, "chunks is ", chunks, "; the nearest legal value is ",
+            kMaxSearchedChunks);
   }
   require(request.byte_limit.empty() || request.in_flight_limit.empty(),
           "limits of bytes and of micro-batches in flight; legal is one of the two");
@@ -106,25 +105,22 @@ void check_request(const SearchRequest& request) {
           "a limit of bytes needs bytes of the model's parts; without them legal is a limit of "
           "micro-batches in flight");
   const std::size_t limits = std::max(request.byte_limit.size(), request.in_flight_limit.size());
-  require(limits <= 1 || limits == at(request.ranks),
-          concat(limits, " memory limits; legal is 1 for all ranks or one for each of ",
-                 request.ranks));
+  require(limits <= 1 || limits == at(request.ranks), limits,
+          " memory limits; legal is 1 for all ranks or one for each of ", request.ranks);
   for (const double limit : request.in_flight_limit) {
-    require(limit > 0,
-            concat("a limit of ", limit, " micro-batches in flight; the nearest legal value is 1"));
+    require(limit > 0, "a limit of ", limit,
+            " micro-batches in flight; the nearest legal value is 1");
   }
   const int parts = layers_of(request);
-  require(parts <= kMaxLayers,
-          concat(parts, " parts of the model; at most ", kMaxLayers, " are legal"));
+  require(parts <= kMaxLayers, parts, " parts of the model; at most ", kMaxLayers, " are legal");
   require(parts >= 1, "no times of the model's parts; at least one entry is needed");
   for (const std::size_t entries : {request.model.stages.size(), request.model.bytes.size()}) {
     const bool legal = entries <= 1 || entries == at(request.whole_layers ? parts : request.ranks);
-    require(legal, concat(entries, " entries for the model's parts; legal is 1 or ",
-                          request.whole_layers ? parts : request.ranks));
+    require(legal, entries, " entries for the model's parts; legal is 1 or ",
+            request.whole_layers ? parts : request.ranks);
   }
-  require(!request.whole_layers || parts >= request.ranks,
-          concat(parts, " layers on ", request.ranks,
-                 " ranks; each rank needs a layer, so at most ", parts, " ranks"));
+  require(!request.whole_layers || parts >= request.ranks, parts, " layers on ", request.ranks,
+          " ranks; each rank needs a layer, so at most ", parts, " ranks");
 }
 
 // Numbers of chunks that are tried unasked: small powers of two, and the divisors of the whole

@@ -4,7 +4,6 @@
 #include <string>
 #include <tuple>
 
-#include <sluice/error.hpp>
 #include <sluice/simulate.hpp>
 
 #include "schedules/model/actions.hpp"
@@ -140,8 +139,8 @@ class Simulator {
     const bool finished =
         dataflow.run([this](int rank, int, const Step& step) { visit(at(rank), step); });
     if (!finished) {
-      throw Error(ErrorCode::kUsage, "simulation of '" + schedule_.name +
-                                         "': the schedule cannot run to its end; check() says why");
+      refuse("simulation of '", schedule_.name,
+             "': the schedule cannot run to its end; check() says why");
     }
     if (!schedule_.forward_only) reduce();
     if (memory_) memory_->finish(result_, detail_.memory);
