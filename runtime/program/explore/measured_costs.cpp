@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cmath>
 #include <limits>
@@ -36,23 +37,12 @@ struct Sum {
   }
 };
 
-// Of one stage.
-struct Sums {
-  Sum forward, backward, backward_input, backward_weight;
-};
-
-Sum& sum_of(Sums& sums, ActionKind kind) {
-  switch (kind) {
-    case ActionKind::kForward:
-      return sums.forward;
-    case ActionKind::kBackwardInput:
-      return sums.backward_input;
-    case ActionKind::kBackwardWeight:
-      return sums.backward_weight;
-    default:
-      return sums.backward;
+// Of one stage's actions that compute, whose kinds are the first four.
+struct Sums : std::array<Sum, 4> {
+  [[nodiscard]] const Sum& of(ActionKind kind) const {
+    return (*this)[static_cast<std::size_t>(kind)];
   }
-}
+};
 
 // One tensor: made by `kind` of the stage for the micro-batch.
 struct Tensor {
@@ -174,7 +164,7 @@ class TraceReader {
     const auto found = replicas_.find(pid.is_number_integer() ? pid.get<std::int64_t>() : -1);
     const int replica = found == replicas_.end() ? 0 : found->second;
     if (is_compute(action.kind)) {
-      sum_of(stages_[action.stage], action.kind).add(time);
+      stages_[action.stage][static_cast<std::size_t>(action.kind)].add(time);
       if (action.kind == ActionKind::kBackwardWeight) return;
       const bool forward = action.kind == ActionKind::kForward;
       tensors_[{replica, forward, action.stage, action.micro_batch}].made.push_back(start + time);
@@ -192,14 +182,16 @@ class TraceReader {
       if (stage != static_cast<int>(costs.stages.size())) {
         fail("has no compute of stage {}, but of stage {}", costs.stages.size(), stage);
       }
-      if (sums.forward.count == 0) fail("has no forward of stage {}", stage);
-      const double backward = sums.backward.mean();
-      costs.stages.push_back(
-          {.forward = sums.forward.mean(),
-           .backward_input = backward * input_share + sums.backward_input.mean(),
-           .backward_weight = backward * (1 - input_share) + sums.backward_weight.mean()});
-      whole += sums.backward.count;
-      split += sums.backward_input.count;
+      const Sum &forward = sums.of(ActionKind::kForward),
+                &backward = sums.of(ActionKind::kBackward),
+                &input = sums.of(ActionKind::kBackwardInput);
+      if (forward.count == 0) fail("has no forward of stage {}", stage);
+      costs.stages.push_back({.forward = forward.mean(),
+                              .backward_input = backward.mean() * input_share + input.mean(),
+                              .backward_weight = backward.mean() * (1 - input_share) +
+                                                 sums.of(ActionKind::kBackwardWeight).mean()});
+      whole += backward.count;
+      split += input.count;
     }
     if (costs.stages.empty()) fail("has no compute actions");
     if (whole + split == 0) fail("has no backward actions; a profile comes from training");
