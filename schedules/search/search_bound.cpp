@@ -107,19 +107,14 @@ class Recursion {
   }
 
  private:
-  // Micro-batches of which I, and of which W has ended when the k-th forward starts.
-  static int inputs_before(const Line& line, int k) {
-    return line.slots_whole < 0 ? 0 : std::max(k - line.slots_whole + 1, 0);
-  }
-  static int weights_before(const Line& line, int k) {
-    return line.slots < 0 ? 0 : std::max(k - line.slots + 1, 0);
-  }
+  // Micro-batches that have left their slots when the k-th forward starts.
+  static int ended_before(int slots, int k) { return slots < 0 ? 0 : std::max(k - slots + 1, 0); }
 
   void forward(std::size_t s, int k) {
     Line& line = lines_[s];
-    const double before = k * line.forward +
-                          std::max(inputs_before(line, k), weights_before(line, k)) * line.input +
-                          weights_before(line, k) * line.weight;
+    const int inputs = ended_before(line.slots_whole, k), weights = ended_before(line.slots, k);
+    const double before =
+        k * line.forward + std::max(inputs, weights) * line.input + weights * line.weight;
     double start = line.head + before;
     if (k > 0) start = std::max(start, line.forward_start[at(k - 1)] + line.forward);
     if (s > 0) {
@@ -137,7 +132,7 @@ class Recursion {
   void input(std::size_t s, int k) {
     Line& line = lines_[s];
     const double before =
-        (k + 1) * line.forward + k * line.input + weights_before(line, k) * line.weight;
+        (k + 1) * line.forward + k * line.input + ended_before(line.slots, k) * line.weight;
     double start = std::max(line.head + before, line.forward_start[at(k)] + line.forward);
     if (k > 0) start = std::max(start, line.input_start[at(k - 1)] + line.input);
     if (s + 1 < lines_.size()) {

@@ -60,11 +60,7 @@ Order one_at_a_time(const Problem& problem) {
 
 std::vector<GreedySettings> greedy_grid() {
   std::vector<GreedySettings> grid;
-  for (const bool delay : {false, true}) {
-    for (const bool skip : {false, true}) {
-      for (const bool fill : {false, true}) grid.push_back({delay, skip, fill});
-    }
-  }
+  for (unsigned i = 0; i < 8; ++i) grid.push_back({(i & 4U) != 0, (i & 2U) != 0, (i & 1U) != 0});
   return grid;
 }
 

@@ -108,16 +108,20 @@ class Greedy {
     return !overflows(stage, line.held);
   }
 
+  // Whether idling until `arrival` makes the line the one that idles most.
+  bool enlarges_idle(const Line& line, double arrival) const {
+    double most_idle = 0;
+    for (const Line& each : lines_) most_idle = std::max(most_idle, each.idle);
+    return exceeds(line.idle + arrival - line.end, most_idle);
+  }
+
   // W's before an action whose input arrives at `arrival`.
   void use_gap(int stage, double arrival) {
     Line& line = lines_[at(stage)];
     const double weight = time(Part::kWeight, stage);
     while (has_weight(line) && !exceeds(line.end + weight, arrival)) put(stage, Part::kWeight);
     if (!has_weight(line) || !exceeds(arrival, line.end)) return;
-    double most_idle = 0;
-    for (const Line& each : lines_) most_idle = std::max(most_idle, each.idle);
-    const bool enlarges = exceeds(line.idle + arrival - line.end, most_idle);
-    if (enlarges || settings_.fill_small_gaps) put(stage, Part::kWeight);
+    if (settings_.fill_small_gaps || enlarges_idle(line, arrival)) put(stage, Part::kWeight);
   }
 
   // The first micro-batch, and as many forwards ahead of its I as there is time and memory for;
@@ -189,9 +193,7 @@ class Greedy {
     }
     if (!exceeds(arrival, line.end)) return true;
     if (!exceeds(end, arrival)) return false;
-    double most_idle = 0;
-    for (const Line& each : lines_) most_idle = std::max(most_idle, each.idle);
-    return !exceeds(line.idle + arrival - line.end, most_idle);
+    return !enlarges_idle(line, arrival);
   }
 
   const Problem& problem_;

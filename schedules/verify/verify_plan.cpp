@@ -9,7 +9,6 @@
 
 #include <sluice/plan.hpp>
 
-#include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
 #include "schedules/verify/verify_trace.hpp"
@@ -179,14 +178,6 @@ std::int32_t MessageOrderTrace::add_out_of_order(std::int32_t micro_batch,
 Violation violation_at(const Plan& plan, int rank, int position, const std::string& what) {
   const PlanOp& op = plan.ranks[at(rank)].ops[at(position)];
   return Violation{rank, position, concat("rank ", rank, ", op ", position, " (", op, "): ", what)};
-}
-
-Action sending_action(const Channel& channel, int micro_batch) {
-  return make_action(channel.kind, channel.from_stage, micro_batch);
-}
-
-Action receiving_action(const Channel& channel, int micro_batch) {
-  return other_end(sending_action(channel, micro_batch));
 }
 
 std::string_view name_of(TransportModel model) { return kModelNames[at(model)]; }

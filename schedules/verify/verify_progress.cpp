@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
 #include "schedules/plan/lane_queues.hpp"
@@ -12,6 +13,15 @@
 
 namespace sluice {
 namespace {
+
+// What the two ends of a channel call one of its messages.
+Action sending_action(const Channel& channel, int micro_batch) {
+  return make_action(channel.kind, channel.from_stage, micro_batch);
+}
+
+Action receiving_action(const Channel& channel, int micro_batch) {
+  return other_end(sending_action(channel, micro_batch));
+}
 
 // The walk that every transport model shares. Each rank goes through its events until it must wait,
 // and is visited again only when what it waits for may have happened. Linear in the number

@@ -81,10 +81,6 @@ struct PlanTrace {
 [[nodiscard]] Violation violation_at(const Plan& plan, int rank, int position,
                                      const std::string& what);
 
-// What the two ends of a channel call one of its messages.
-[[nodiscard]] Action sending_action(const Channel& channel, int micro_batch);
-[[nodiscard]] Action receiving_action(const Channel& channel, int micro_batch);
-
 // Replays the buffers of one rank and fills the trace's entries that belong to it. The trace is
 // complete only where nothing is returned. Requires: plan.channels name legal stages and ranks.
 [[nodiscard]] std::optional<Violation> replay_rank(const Plan& plan, int rank, PlanTrace& trace);
