@@ -101,7 +101,13 @@ SLUICE_INLINE void for_vectors(int64_t n, Body body) {
 
 // Lanes moved down by `distance`, around the end.
 SLUICE_INLINE VecF turned(VecF value, int distance) {
+#if defined(__clang__)
+  VecF moved{};
+  for (int i = 0; i < kLanes; ++i) moved[i] = value[(i + distance) & (kLanes - 1)];
+  return moved;
+#else
   return __builtin_shuffle(value, (lane_index() + distance) & (kLanes - 1));
+#endif
 }
 // Adds distant pairs first; the vector's width fixes the order.
 SLUICE_INLINE float lane_sum(VecF value) {

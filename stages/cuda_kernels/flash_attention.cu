@@ -28,9 +28,9 @@ constexpr int kMostDimensions = 256;
 // Of backward on a multiprocessor. Seven of its kernels keep 8 to 32 bytes a thread in local memory
 // then (tests/kernel_code_test.py).
 template <int kSlices>
-constexpr int kBlocksAtOnce = kSlices == 1   ? 5
-                              : kSlices == 2 ? 4
-                                             : 3;
+[[maybe_unused]] constexpr int kBlocksAtOnce = kSlices == 1   ? 5
+                                               : kSlices == 2 ? 4
+                                                              : 3;
 constexpr float kLowest = -3.4e38F;
 
 // Dropout of probabilities and of their gradients.
