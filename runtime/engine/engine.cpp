@@ -51,12 +51,6 @@ const char* in_words(ActionKind kind) {
   }
 }
 
-RunPhase run_phase(Phase phase) {
-  return phase == Phase::kTrain      ? RunPhase::kTrain
-         : phase == Phase::kEvaluate ? RunPhase::kEvaluate
-                                     : RunPhase::kGenerate;
-}
-
 // The sums over replicas that an action makes, held to the number that the plan has for it.
 class PlannedSums final : public Collective {
  public:
@@ -336,7 +330,7 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   batch.load(*request.batch, request.micro_batches.size());
   const WaitsHere waits(*config.compute, *this);
   ActivityBoard* const activity = config.activity;
-  if (activity != nullptr) activity->begin_run(run_phase(request.phase), request.step);
+  if (activity != nullptr) activity->begin_run(request.phase, request.step);
   {
     std::optional<MessageProgress::Scope> progressing;
     if (config.progress_in_actions && !on_gpu) progressing.emplace(messages);

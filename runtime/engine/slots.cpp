@@ -31,17 +31,8 @@ void set_spec(Slot& slot, std::size_t index, const TensorSpec& spec) {
 }  // namespace
 
 const char* describe(SlotState state) {
-  switch (state) {
-    case SlotState::kFree:
-      return "free";
-    case SlotState::kPosted:
-      return "posted";
-    case SlotState::kFilled:
-      return "filled";
-    case SlotState::kSending:
-      return "being sent";
-  }
-  return "unknown";
+  constexpr std::array kNames = {"free", "posted", "filled", "being sent"};
+  return kNames.at(static_cast<std::size_t>(state));
 }
 
 void reshape(Slot& slot, std::size_t index, const MessageHeader& arrived) {

@@ -83,20 +83,14 @@ struct Line {
 };
 
 constexpr std::array kFaults = {SIGSEGV, SIGBUS, SIGFPE, SIGABRT};
+constexpr std::array kFaultNames = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT"};
 constexpr const char* kShorter = "' has become shorter, or its disk cannot be read";
 constexpr std::size_t kStackBytes = std::size_t{128} << 10;
 
-const char* name_of_signal(int signal) {
-  switch (signal) {
-    case SIGSEGV:
-      return "SIGSEGV";
-    case SIGBUS:
-      return "SIGBUS";
-    case SIGFPE:
-      return "SIGFPE";
-    default:
-      return "SIGABRT";
-  }
+// Of kFaults.
+std::size_t place_of(int signal) {
+  return static_cast<std::size_t>(std::find(kFaults.begin(), kFaults.end(), signal) -
+                                  kFaults.begin());
 }
 
 void write_line(const std::array<char, 512>& line, std::size_t size) noexcept {
@@ -122,7 +116,7 @@ void write_place(ActivityBoard& board, void* with) noexcept {
     const auto end = fmt::format_to_n(
         line.data(), line.size(),
         "sluice: error: {} on rank {} on {} (stages {}), step {}: {}{}{}{}{}\n",
-        name_of_signal(fault.signal), board.rank(), std::string_view(board.host()),
+        kFaultNames[place_of(fault.signal)], board.rank(), std::string_view(board.host()),
         std::string_view(board.stages()), now.step, now.waits ? "waiting in " : "in ", doing,
         fault.file.empty() ? "" : "; '", fault.file, fault.file.empty() ? "" : kShorter);
     write_line(line, end.size);
@@ -252,9 +246,9 @@ void PlaceSignals::Impl::on_fault(int signal, siginfo_t* info, void* context) co
   ActivityBoard::for_each(&write_place, &fault);
   if (fault.lines == 0) {
     std::array<char, 512> line{};
-    const auto end = fmt::format_to_n(line.data(), line.size(),
-                                      "sluice: error: {} on rank {} on {}, outside of pipelines\n",
-                                      name_of_signal(signal), rank, std::string_view(host.data()));
+    const auto end = fmt::format_to_n(
+        line.data(), line.size(), "sluice: error: {} on rank {} on {}, outside of pipelines\n",
+        kFaultNames[place_of(signal)], rank, std::string_view(host.data()));
     write_line(line, end.size);
   }
   chain(signal, info, context);
@@ -263,8 +257,7 @@ void PlaceSignals::Impl::on_fault(int signal, siginfo_t* info, void* context) co
 // Runs the action that was there before. The default one ends the process once this handler has
 // returned.
 void PlaceSignals::Impl::chain(int signal, siginfo_t* info, void* context) const {
-  const auto place = std::find(kFaults.begin(), kFaults.end(), signal) - kFaults.begin();
-  const struct sigaction& before = faults.previous[static_cast<std::size_t>(place)];
+  const struct sigaction& before = faults.previous[place_of(signal)];
   if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr) {
     return before.sa_sigaction(signal, info, context);
   }

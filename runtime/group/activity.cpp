@@ -15,6 +15,19 @@ namespace {
 
 constexpr std::uint64_t kStepBits = 56;
 
+// [Doing]
+constexpr std::array kDoings = {"its own program",
+                                "the making of the pipeline",
+                                "the pipeline, between two actions",
+                                "the loading of a batch",
+                                "an action",
+                                "the comparison of replicas",
+                                "a save",
+                                "the loading of a save",
+                                "the end of the pipeline",
+                                "the report of an error"};
+static_assert(kDoings.size() == static_cast<std::size_t>(Doing::kFailing) + 1);
+
 // The boards of this process. Boards beyond these have no lines in signal handlers.
 constexpr std::size_t kMostBoards = 64;
 constinit std::array<std::atomic<ActivityBoard*>, kMostBoards> boards = {};
@@ -27,32 +40,6 @@ void put(std::array<char, kSize>& field, std::string_view text) {
   field[size] = '\0';
 }
 
-const char* name_of(Doing doing) {
-  switch (doing) {
-    case Doing::kOutside:
-      return "its own program";
-    case Doing::kSettingUp:
-      return "the making of the pipeline";
-    case Doing::kCalling:
-      return "the pipeline, between two actions";
-    case Doing::kLoading:
-      return "the loading of a batch";
-    case Doing::kOperation:
-      return "an action";
-    case Doing::kComparing:
-      return "the comparison of replicas";
-    case Doing::kSaving:
-      return "a save";
-    case Doing::kRestoring:
-      return "the loading of a save";
-    case Doing::kClosing:
-      return "the end of the pipeline";
-    case Doing::kFailing:
-      return "the report of an error";
-  }
-  return "an unknown action";
-}
-
 }  // namespace
 
 static_assert(std::atomic<ActivityBoard*>::is_always_lock_free);
@@ -60,7 +47,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<double>::is_always_lock_free);
 
 std::string_view describe_doing(const Activity& activity, std::array<char, 96>& into) noexcept {
-  std::string_view text = name_of(activity.doing);
+  std::string_view text = kDoings[static_cast<std::size_t>(activity.doing)];
   if (activity.doing != Doing::kOperation) return text;
   if (activity.kind == OpKind::kOptimizer) return "the update of parameters";
   if (activity.kind == OpKind::kReduceTied) return "the sum over tied parameters";
@@ -109,9 +96,9 @@ void ActivityBoard::enter(Doing doing) noexcept {
   });
 }
 
-void ActivityBoard::begin_run(RunPhase phase, std::uint64_t step) noexcept {
+void ActivityBoard::begin_run(Phase phase, std::uint64_t step) noexcept {
   ++run_;
-  if (phase == RunPhase::kTrain) step_ = step;
+  if (phase == Phase::kTrain) step_ = step;
   write([&](Words& words) {
     words[1].store(pair(0, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
     words[2].store(static_cast<std::uint64_t>(phase) << kStepBits | step_,
@@ -170,7 +157,7 @@ Activity ActivityBoard::read() const noexcept {
   activity.micro_batch = static_cast<std::int32_t>(words[0]);
   activity.op = static_cast<std::int32_t>(words[1] >> 32);
   activity.run = static_cast<std::uint32_t>(words[1]);
-  activity.phase = static_cast<RunPhase>(words[2] >> kStepBits);
+  activity.phase = static_cast<Phase>(words[2] >> kStepBits);
   activity.step = words[2] & ((std::uint64_t{1} << kStepBits) - 1);
   activity.waits = words[3] >> 63 != 0;
   activity.subject.what = static_cast<WaitSubject::What>(words[3] >> 40 & 0xff);

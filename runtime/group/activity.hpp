@@ -10,11 +10,11 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <string_view>
 
 #include <sluice/plan.hpp>
+#include <sluice/stage.hpp>
 
 #include "comm/group/waiter.hpp"
 
@@ -36,8 +36,6 @@ enum class Doing : std::uint8_t {
 // Whose ranks a wait's peer is counted in, for people.
 enum class WaitGroup : std::uint8_t { kJob, kPipeline, kReplicas };
 
-enum class RunPhase : std::uint8_t { kTrain, kEvaluate, kGenerate };
-
 struct Activity {
   Doing doing = Doing::kOutside;
   // With kOperation; `op` numbers the ops of the rank's plan.
@@ -45,7 +43,7 @@ struct Activity {
   ActionKind action = ActionKind::kForward;
   std::int32_t stage = 0, micro_batch = -1, op = 0;
   std::uint32_t run = 0;  // counts executions of plans: the same on all ranks
-  RunPhase phase = RunPhase::kTrain;
+  Phase phase = Phase::kTrain;
   std::uint64_t step = 0;  // 0: before the first
   bool waits = false;      // for what `subject` says, whose peer is a rank of the job
   WaitGroup group = WaitGroup::kJob;
@@ -77,7 +75,7 @@ class ActivityBoard {
   void enter(Doing doing) noexcept;
   [[nodiscard]] Doing doing() const noexcept { return doing_; }
   // Of an evaluation or an inference `step` does not count: the last training step stays.
-  void begin_run(RunPhase phase, std::uint64_t step) noexcept;
+  void begin_run(Phase phase, std::uint64_t step) noexcept;
   void at(const PlanOp& op, std::int32_t index) noexcept {
     doing_ = Doing::kOperation;
     write([&](Words& words) {

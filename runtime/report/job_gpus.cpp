@@ -61,15 +61,9 @@ std::optional<CardPeaks> peaks_of(std::string_view card) {
 }
 
 double flops_of(const CardPeaks& card, ProductPrecision precision) {
-  switch (precision) {
-    case ProductPrecision::kF32:
-      return card.fp32;
-    case ProductPrecision::kTf32:
-      return card.tf32;
-    case ProductPrecision::kBf16:
-      break;
-  }
-  return card.bf16;
+  return precision == ProductPrecision::kF32    ? card.fp32
+         : precision == ProductPrecision::kTf32 ? card.tf32
+                                                : card.bf16;
 }
 
 JobGpus::JobGpus(Collectives& world, const std::string& machine, Device device,

@@ -26,16 +26,8 @@ std::string stages_text(const WatchedRank& rank) {
                      fmt::join(rank.stages, ", "));
 }
 
-const char* group_name(WaitGroup group) {
-  switch (group) {
-    case WaitGroup::kPipeline:
-      return "the pipeline's ranks";
-    case WaitGroup::kReplicas:
-      return "the replicas";
-    default:
-      return "all ranks";
-  }
-}
+// [WaitGroup]
+constexpr std::array kGroups = {"all ranks", "the pipeline's ranks", "the replicas"};
 
 // "rank 1 (tag 3, 4096 bytes)".
 std::string peer_text(const WaitSubject& subject) {
@@ -64,7 +56,8 @@ std::string wait_text(const WatchView& view, const RankStatus& status) {
     case WaitSubject::What::kCollectiveSend:
       return fmt::format("a message {} {} among {}, in {}",
                          subject.what == WaitSubject::What::kCollectiveSend ? "to" : "from",
-                         peer_text(subject), group_name(now.group), doing);
+                         peer_text(subject), kGroups.at(static_cast<std::size_t>(now.group)),
+                         doing);
     case WaitSubject::What::kDevice:
       return fmt::format("its device, in {}", doing);
     case WaitSubject::What::kNccl:
@@ -159,9 +152,9 @@ std::string describe_place(const Activity& activity) {
   const std::string_view doing = describe_doing(activity, room);
   if (activity.step == 0) return std::string(doing);
   if (activity.doing == Doing::kOperation) {
-    return activity.phase == RunPhase::kTrain ? fmt::format("{} of step {}", doing, activity.step)
-           : activity.phase == RunPhase::kEvaluate ? fmt::format("{} of an evaluation", doing)
-                                                   : fmt::format("{} of an inference", doing);
+    return activity.phase == Phase::kTrain      ? fmt::format("{} of step {}", doing, activity.step)
+           : activity.phase == Phase::kEvaluate ? fmt::format("{} of an evaluation", doing)
+                                                : fmt::format("{} of an inference", doing);
   }
   const bool within = activity.doing == Doing::kCalling || activity.doing == Doing::kFailing;
   return fmt::format("{}, {} step {}", doing, within ? "in" : "after", activity.step);

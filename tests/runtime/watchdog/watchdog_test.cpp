@@ -45,7 +45,7 @@ TEST(ActivityBoardTest, ShowsWhatTheRankDoes) {
   std::array<char, 96> room{};
   EXPECT_EQ(board.read().doing, Doing::kOutside);
   board.enter(Doing::kCalling);
-  board.begin_run(RunPhase::kTrain, 1207);
+  board.begin_run(Phase::kTrain, 1207);
   board.at(op(OpKind::kCompute, ActionKind::kForward, 2, 5), 17);
   Activity now = board.read();
   EXPECT_EQ(describe_doing(now, room), "2F5");
@@ -129,7 +129,7 @@ TEST(WatchdogTest, EndsTheWaitsOfADeadlockOnAllRanks) {
     ActivityBoard board(comm.rank(), "host");
     const Watchdog watchdog(world, job_of(board, 3),
                             {.on = true, .timeout = 1, .directory = directory.path().string()});
-    board.begin_run(RunPhase::kTrain, 7);
+    board.begin_run(Phase::kTrain, 7);
     board.at(op(OpKind::kWaitRecv, ActionKind::kRecvForward, comm.rank(), 1), 4);
     board.begin_wait({WaitSubject::What::kReceive, (comm.rank() + 1) % 3, 0, 64, 4},
                      WaitGroup::kPipeline);
@@ -201,8 +201,8 @@ TEST(WatchdogTest, WritesAStatusThatTheDoctorReads) {
     ActivityBoard board(comm.rank(), "host");
     const Watchdog watchdog(world, job_of(board, 2),
                             {.on = true, .timeout = 1, .directory = directory.path().string()});
-    board.begin_run(RunPhase::kTrain, 3);
-    board.begin_run(RunPhase::kEvaluate, 0);
+    board.begin_run(Phase::kTrain, 3);
+    board.begin_run(Phase::kEvaluate, 0);
     board.begin_wait({WaitSubject::What::kReceive, 1 - comm.rank(), 0, 64, -1},
                      WaitGroup::kPipeline);
     board.saved(3);
