@@ -61,8 +61,9 @@ SaveParts save_parts(const std::vector<SavedParameter>& shares, const Topology& 
 }
 
 SaveTensor save_tensor(const NamedTensor& named) {
-  FileTensor file = file_tensor(named);
-  return {{.name = named.name, .spec = named.tensor.spec}, std::move(file.bytes)};
+  const std::span bytes(named.tensor.as<const std::byte>(), named.tensor.spec.bytes());
+  return {{.name = named.name, .spec = named.tensor.spec},
+          [bytes](std::vector<std::byte>&) { return bytes; }};
 }
 
 void add_parts(const NamedTensor& parameter, const FileLayout& layout, DType dtype,

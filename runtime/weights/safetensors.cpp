@@ -256,21 +256,6 @@ std::vector<HeaderEntry> parse_header(std::string_view text, std::size_t data_by
 
 }  // namespace
 
-FileTensor file_tensor(const NamedTensor& named) {
-  const Tensor tensor = named.tensor;
-  return {named.name, tensor.spec, [tensor](std::vector<std::byte>&) {
-            return std::span(static_cast<const std::byte*>(tensor.data), tensor.spec.bytes());
-          }};
-}
-
-void write_safetensors(const std::filesystem::path& path, std::span<const NamedTensor> tensors,
-                       const std::map<std::string, std::string>& metadata,
-                       const std::function<void(std::span<const std::byte>)>& written) {
-  std::vector<FileTensor> files;
-  for (const NamedTensor& named : tensors) files.push_back(file_tensor(named));
-  write_safetensors(path, files, metadata, written);
-}
-
 void write_safetensors(const std::filesystem::path& path, std::span<const FileTensor> tensors,
                        const std::map<std::string, std::string>& metadata,
                        const std::function<void(std::span<const std::byte>)>& written) {

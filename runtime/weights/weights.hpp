@@ -31,14 +31,10 @@ struct FileTensor {
   // spec.bytes() of them, valid until the next call; may use `scratch`.
   std::function<std::span<const std::byte>(std::vector<std::byte>& scratch)> bytes;
 };
-[[nodiscard]] FileTensor file_tensor(const NamedTensor& named);
 
 // Throws Error(kIo) naming path and cause, a name that comes twice included; leaves no partial
 // file. `written`, if not empty, gets the file's bytes in order, in pieces, as they are written.
 void write_safetensors(const std::filesystem::path& path, std::span<const FileTensor> tensors,
-                       const std::map<std::string, std::string>& metadata,
-                       const std::function<void(std::span<const std::byte>)>& written = {});
-void write_safetensors(const std::filesystem::path& path, std::span<const NamedTensor> tensors,
                        const std::map<std::string, std::string>& metadata,
                        const std::function<void(std::span<const std::byte>)>& written = {});
 

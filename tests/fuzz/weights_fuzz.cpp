@@ -15,6 +15,7 @@
 
 #include "runtime/weights/weights.hpp"
 #include "tests/fuzz/fuzz_tools.hpp"
+#include "tests/runtime/named_tensors.hpp"
 
 namespace sluice {
 namespace {

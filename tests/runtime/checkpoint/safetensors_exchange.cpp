@@ -8,7 +8,7 @@
 #include <sluice/error.hpp>
 
 #include "runtime/files/sha256.hpp"
-#include "runtime/weights/weights.hpp"
+#include "tests/runtime/named_tensors.hpp"
 
 namespace sluice {
 namespace {

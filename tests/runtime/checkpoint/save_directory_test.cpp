@@ -24,8 +24,8 @@
 #include "runtime/checkpoint/verify.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/checksum.hpp"
-#include "runtime/weights/weights.hpp"
 #include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/named_tensors.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 
 namespace sluice::testing {

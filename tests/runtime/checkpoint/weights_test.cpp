@@ -15,6 +15,7 @@
 #include "runtime/files/writable.hpp"
 #include "runtime/models/model_tensors.hpp"
 #include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/named_tensors.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 
 namespace sluice {

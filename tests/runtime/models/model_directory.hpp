@@ -13,7 +13,7 @@
 #include <sluice/tensor.hpp>
 
 #include "runtime/weights/file_layout.hpp"
-#include "runtime/weights/weights.hpp"
+#include "tests/runtime/named_tensors.hpp"
 #include "tests/stages/transformer/golden_values.hpp"
 
 namespace sluice::testing {
