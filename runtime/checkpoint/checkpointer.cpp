@@ -140,9 +140,9 @@ struct Checkpointer::Impl {
   std::function<void(const std::string&)> note;
   const JobLayout& layout;
   int rank;
-  std::vector<std::string> hosts;  // [rank of the job]
-  bool leader = false;             // manages a directory
-  std::unique_ptr<SaveLock> lock;  // the leader's
+  const std::vector<std::string>& hosts;  // [rank of the job]
+  bool leader = false;                    // manages a directory
+  std::unique_ptr<SaveLock> lock;         // the leader's
   std::string run;
   std::uint64_t sequence = 0;  // of the next save
   fs::path newest;             // on the leader
@@ -178,6 +178,7 @@ Checkpointer::Impl::Impl(Pipeline& pipeline_in, CheckpointOptions options_in,
       note(std::move(note_in)),
       layout(PipelineAccess::layout(pipeline_in)),
       rank(PipelineAccess::world(pipeline_in).communicator().rank()),
+      hosts(PipelineAccess::hosts(pipeline_in)),
       snapshot(pipeline_in.compute()),
       skipped(options.skipped) {
   PipelineAccess::run_call(pipeline, Call::kSave, "the directory of saves", [&] {
@@ -238,8 +239,6 @@ void Checkpointer::Impl::require_same_options() {
 }
 
 void Checkpointer::Impl::find_leaders() {
-  hosts = world().all_gather_strings(
-      layout.place.devices[static_cast<std::size_t>(layout.place.rank)].host);
   const auto first_of_host = std::find(hosts.begin(), hosts.end(), hosts[at(rank)]);
   leader = options.local ? first_of_host - hosts.begin() == rank : rank == 0;
   if (options.local) on_all_ranks(world(), [&] { require_whole_stages(); });

@@ -257,11 +257,6 @@ Chosen choose_save(Collectives& world, const Found& found, const fs::path& path,
       0)};
 }
 
-std::vector<std::string> hosts_of(Pipeline& pipeline) {
-  const RankPlace& place = PipelineAccess::layout(pipeline).place;
-  return PipelineAccess::world(pipeline).all_gather_strings(place.devices[at(place.rank)].host);
-}
-
 // Collective. Rank 0's path would count on all ranks.
 void require_same_path(Pipeline& pipeline, const fs::path& path) {
   require_same_or_refuse(PipelineAccess::world(pipeline), {{"path to load from", path.string()}});
@@ -277,7 +272,7 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
   Collectives& world = PipelineAccess::world(pipeline);
   const JobLayout& layout = PipelineAccess::layout(pipeline);
   const Found found = find_saves(world, path, /*resumable=*/all);
-  Chosen chosen = choose_save(world, found, path, tensors, hosts_of(pipeline), verify);
+  Chosen chosen = choose_save(world, found, path, tensors, PipelineAccess::hosts(pipeline), verify);
   on_all_ranks(world, [&] {
     loaded.directory = chosen.directory;
     if (all && chosen.state.weights_only) {
