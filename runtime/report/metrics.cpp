@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <string_view>
@@ -14,6 +13,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/writable.hpp"
 
 namespace sluice {
@@ -78,10 +78,6 @@ nlohmann::ordered_json gpus_json(const std::vector<GpuState>& gpus) {
                    {"held_back", names_of_reasons(gpu.held_back)}});
   }
   return all;
-}
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // "0:35", "12:03", "3:07:09"
@@ -179,16 +175,16 @@ Progress::Progress(std::uint64_t first_step, std::uint64_t last_step, bool termi
       last_(last_step),
       terminal_(terminal),
       plain_seconds_(plain_seconds),
-      started_(now()),
+      started_(steady_seconds()),
       out_(out) {}
 
 void Progress::step(const StepRecord& record) {
-  const double time = now();
+  const double time = steady_seconds();
   show(progress_line(record, first_, last_, time - started_), time, record.step == last_);
 }
 
 void Progress::validation(std::int64_t done, std::int64_t all) {
-  const double time = now();
+  const double time = steady_seconds();
   if (done == all) return clear();
   if (done == 0) {
     validation_started_ = time;

@@ -9,19 +9,13 @@ namespace {
 constexpr std::size_t kEvery = 25;
 constexpr double kFactorToEnd = 1.1;  // of a rank that is named already
 
-// The value that a quarter of them do not exceed.
-double lower_quartile(std::vector<double> values) {
+// The value that one in `parts` of them does not exceed: of 4 the lower quartile, of 2 the lower
+// middle one. 0 of no values.
+double lower(std::size_t parts, std::vector<double> values) {
   if (values.empty()) return 0;
-  const auto place = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 4);
+  const auto place = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / parts);
   std::nth_element(values.begin(), place, values.end());
   return *place;
-}
-
-// The lower middle one.
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
 }
 
 }  // namespace
@@ -32,7 +26,7 @@ Stragglers::Stragglers(std::vector<int> work)
   for (auto& each : first_) each.reserve(kFirstSteps);
 }
 
-double Stragglers::recent(std::size_t rank) const { return lower_quartile(window_[rank]); }
+double Stragglers::recent(std::size_t rank) const { return lower(4, window_[rank]); }
 
 std::vector<Straggler> Stragglers::step(std::span<const double> busy) {
   if (busy.size() != work_.size() || steps_++ < kWarmUp) return {};
@@ -43,7 +37,7 @@ std::vector<Straggler> Stragglers::step(std::span<const double> busy) {
     if (own_.empty()) first_[rank].push_back(busy[rank]);
   }
   if (own_.empty() && counted == kFirstSteps) {
-    for (auto& each : first_) own_.push_back(lower_quartile(std::move(each)));
+    for (auto& each : first_) own_.push_back(lower(4, std::move(each)));
     first_.clear();
   }
   if (counted < kWindow || counted % kEvery != 0) return {};
@@ -71,11 +65,11 @@ Straggler Stragglers::compare(std::size_t rank, const std::vector<double>& recen
     if (!own_.empty() && own_[other] > 0) growth.push_back(recent[other] / own_[other]);
   }
   if (!same.empty()) {
-    const double theirs = median(same);
+    const double theirs = lower(2, same);
     if (theirs > 0) result = {result.rank, recent[rank] / theirs, true};
   }
   if (growth.empty() || own_[rank] <= 0 || result.factor > kFactor) return result;
-  const double common = std::max(1.0, median(growth));
+  const double common = std::max(1.0, lower(2, growth));
   const double grown = recent[rank] / own_[rank] / common;
   if (grown > result.factor) result = {result.rank, grown, false};
   return result;
