@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include <sluice/error.hpp>
 #include <sluice/tensor.hpp>
@@ -30,6 +31,13 @@ namespace sluice {
   }
   for (int d = 0; d < one.shape.rank(); ++d) dims[static_cast<std::size_t>(d) + 1] = one.shape[d];
   return {one.dtype, Shape(std::span<const std::int64_t>(dims.data(), rank + 1))};
+}
+// The same of each.
+[[nodiscard]] inline std::vector<TensorSpec> batches_of(const std::vector<TensorSpec>& ones,
+                                                        std::int64_t samples) {
+  std::vector<TensorSpec> batches;
+  for (const TensorSpec& one : ones) batches.push_back(batch_of(one, samples));
+  return batches;
 }
 
 }  // namespace sluice

@@ -319,11 +319,8 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   for (LocalStage& stage : table.stages()) {
     stage.seconds = ActionSeconds{};
     stage.seconds.stage = stage.binding.index;
-    try {
-      stage.binding.stage->begin_step(*config.compute);
-    } catch (...) {
-      rethrow_from(fmt::format("stage {}, before its first action", stage.binding.index));
-    }
+    calling([&] { return fmt::format("stage {}, before its first action", stage.binding.index); },
+            [&] { stage.binding.stage->begin_step(*config.compute); });
   }
   calls.begin_step(request.step, request.loss_scale);
   timer.begin(stream());

@@ -70,11 +70,9 @@ StageOptimizers::StageOptimizers(const PipelineOptions::Training& training,
   }
   for (Updated& each : updated_) {
     if (training.make_optimizer) {
-      try {
-        each.optimizer = training.make_optimizer(each.parameters, compute_.memory());
-      } catch (...) {
-        rethrow_from("making " + each.name());
-      }
+      each.optimizer =
+          calling([&] { return "making " + each.name(); },
+                  [&] { return training.make_optimizer(each.parameters, compute_.memory()); });
       if (each.optimizer == nullptr) throw_usage("the factory made no optimizer");
       require_savable(each.state(), each.parameters, model);
       continue;
@@ -113,12 +111,11 @@ std::vector<OptimizerState> StageOptimizers::state() const {
 
 void StageOptimizers::update(std::uint64_t step, double rate, double factor) {
   for (const Updated& each : updated_) {
-    try {
-      each.optimizer->update(compute_, step, static_cast<float>(rate * each.rate_scale),
-                             static_cast<float>(factor));
-    } catch (...) {
-      rethrow_from(fmt::format("{}, update() of step {}", each.name(), step));
-    }
+    calling([&] { return fmt::format("{}, update() of step {}", each.name(), step); },
+            [&] {
+              each.optimizer->update(compute_, step, static_cast<float>(rate * each.rate_scale),
+                                     static_cast<float>(factor));
+            });
   }
 }
 

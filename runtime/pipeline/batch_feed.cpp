@@ -97,10 +97,10 @@ class BatchShapes final : public DataSource {
  public:
   explicit BatchShapes(BatchSpec spec) : spec_(std::move(spec)) {}
   [[nodiscard]] std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
-    return specs(spec_.inputs, samples);
+    return batches_of(spec_.inputs, samples);
   }
   [[nodiscard]] std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
-    return specs(spec_.targets, samples);
+    return batches_of(spec_.targets, samples);
   }
   void inputs(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {
     refuse_to_read();
@@ -110,11 +110,6 @@ class BatchShapes final : public DataSource {
   }
 
  private:
-  static std::vector<TensorSpec> specs(const std::vector<TensorSpec>& ones, std::int64_t samples) {
-    std::vector<TensorSpec> specs;
-    for (const TensorSpec& one : ones) specs.push_back(batch_of(one, samples));
-    return specs;
-  }
   [[noreturn]] static void refuse_to_read() {
     throw_usage("this pipeline was made from a BatchSpec and has no source: pass a batch");
   }
@@ -197,13 +192,8 @@ BatchShare BatchFeed::passed() const {
 }
 
 void BatchFeed::require_items(const BatchSpec& items) const {
-  const auto of_one = [](const std::vector<TensorSpec>& ones) {
-    std::vector<TensorSpec> specs;
-    for (const TensorSpec& one : ones) specs.push_back(batch_of(one, 1));
-    return specs;
-  };
-  require_specs("the data set", "input", of_one(items.inputs), one_input_);
-  require_specs("the data set", "target", of_one(items.targets), one_target_);
+  require_specs("the data set", "input", batches_of(items.inputs, 1), one_input_);
+  require_specs("the data set", "target", batches_of(items.targets, 1), one_target_);
 }
 
 void BatchFeed::require_like(const DataSource& other) const {
@@ -219,14 +209,12 @@ void BatchFeed::count_samples(const Asked& asked, Header& header) const {
   if (!has_batch(asked.call)) return;
   const bool whole = feed_ == Feed::kRank0;
   const bool here = whole && job_.world.ranks->rank() == 0;
-  try {
+  calling(name_of(asked.call), [&] {
     if (whole ? here : first_) header.inputs = samples_of(asked.batch->inputs, false);
     if (has_targets(asked.call) && (whole ? here : last_)) {
       header.targets = samples_of(asked.batch->targets, true);
     }
-  } catch (...) {
-    rethrow_from(name_of(asked.call));
-  }
+  });
 }
 
 void BatchFeed::agree(const Asked& asked, const std::function<void()>& check) {

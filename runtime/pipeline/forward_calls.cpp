@@ -146,12 +146,9 @@ void ForwardCalls::require_answers(const InferOptions& how) const {
         "infer() with on_outputs and with a rank that gets all outputs; one of them is legal");
   }
   if (parts_.bindings.empty() || parts_.bindings.back().loss == nullptr) return;
-  std::string why;
-  try {
-    why = parts_.bindings.back().loss->why_no_answers();
-  } catch (...) {
-    rethrow_from(fmt::format("stage {}, why_no_answers()", parts_.bindings.back().index));
-  }
+  const StageBinding& last = parts_.bindings.back();
+  const std::string why = calling(fmt::format("stage {}, why_no_answers()", last.index),
+                                  [&] { return last.loss->why_no_answers(); });
   if (!why.empty()) throw Error(ErrorCode::kUsage, why);
 }
 

@@ -192,17 +192,10 @@ void PipelineParts::prepare_stages() {
         specs.push_back(tensor.spec);
     }
     rethrow_device_error_with_plan("the stages", [&] {
-      try {
-        stages[i]->prepare(setup);
-      } catch (...) {
-        rethrow_from(fmt::format("stage {}, prepare()", index));
-      }
+      calling(fmt::format("stage {}, prepare()", index), [&] { stages[i]->prepare(setup); });
     });
-    try {
-      binding.parameters = stages[i]->parameters();
-    } catch (...) {
-      rethrow_from(fmt::format("stage {}, parameters()", index));
-    }
+    binding.parameters = calling(fmt::format("stage {}, parameters()", index),
+                                 [&] { return stages[i]->parameters(); });
     require_prepared(binding, layout.parameters.stages[at(index)], setup.trains);
     bindings.push_back(binding);
   }
