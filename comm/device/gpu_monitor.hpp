@@ -31,8 +31,6 @@ class GpuMonitor {
   // monitor reads nothing; nothing is thrown.
   explicit GpuMonitor(const std::string& identity, const std::string& library = kLibrary);
   ~GpuMonitor();
-  GpuMonitor(const GpuMonitor&) = delete;
-  GpuMonitor& operator=(const GpuMonitor&) = delete;
 
   [[nodiscard]] bool works() const { return nvml_ != nullptr; }
   // Now. A driver call per field.

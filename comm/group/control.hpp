@@ -20,8 +20,6 @@ class ControlChannel : public Interrupt {
   // Collective over `comm`, which it duplicates.
   explicit ControlChannel(Communicator& comm);
   ~ControlChannel() override;
-  ControlChannel(const ControlChannel&) = delete;
-  ControlChannel& operator=(const ControlChannel&) = delete;
 
   // Throws the winning Error if any rank has reported one; else returns at once. Every fourth call
   // tests the receive.

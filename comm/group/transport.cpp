@@ -150,9 +150,6 @@ class MessageTransport final : public Transport {
     }
   }
 
-  MessageTransport(const MessageTransport&) = delete;
-  MessageTransport& operator=(const MessageTransport&) = delete;
-
   Ticket start_send(int peer, int tag, const MessageBuffer& buffer) override {
     const std::uint64_t bytes = buffer.header().bytes;
     if (bytes > buffer.capacity) {

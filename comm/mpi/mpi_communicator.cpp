@@ -112,10 +112,6 @@ void require_mpi_thread() {
 // Unfinished messages of destroyed communicators, shared by all communicators of one origin.
 class Orphans {
  public:
-  Orphans() = default;
-  Orphans(const Orphans&) = delete;
-  Orphans& operator=(const Orphans&) = delete;
-
   // MPI may use the memory of an open message until the end of MPI_Finalize. Such memory is never
   // freed.
   ~Orphans() {

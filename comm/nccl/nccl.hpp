@@ -49,8 +49,6 @@ class NcclCommunicator {
                    Interrupt* interrupt, int most_blocks = 0);
   // Aborts unless finalized. Never throws.
   ~NcclCommunicator();
-  NcclCommunicator(const NcclCommunicator&) = delete;
-  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
   // Of NCCL's communicator, equal to those of the bootstrap communicator.
   [[nodiscard]] int rank() const;

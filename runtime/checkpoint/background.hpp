@@ -14,9 +14,6 @@ namespace sluice {
 // The thread takes no signals: they are the program's. The destructor waits for the running job.
 class Background {
  public:
-  Background() = default;
-  Background(const Background&) = delete;
-  Background& operator=(const Background&) = delete;
   ~Background() { wait(); }
 
   // Requires: not busy. `job` and what it refers to live until it is done.

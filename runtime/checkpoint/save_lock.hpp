@@ -28,8 +28,6 @@ class SaveLock {
                     const std::function<void(const std::string&)>& note = {});
   // Removes the lock, if it is still this one's.
   ~SaveLock();
-  SaveLock(const SaveLock&) = delete;
-  SaveLock& operator=(const SaveLock&) = delete;
 
   // Throws Error(kIo) where the lock is gone or another job's: nothing may be published then.
   void require_held() const;

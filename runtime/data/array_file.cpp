@@ -47,8 +47,6 @@ class ByteStream {
     }
   }
   ~ByteStream() { gzclose(stream_); }
-  ByteStream(const ByteStream&) = delete;
-  ByteStream& operator=(const ByteStream&) = delete;
 
   // Bytes that the file has, where it is not compressed; call it after the first read.
   [[nodiscard]] std::optional<std::uint64_t> size() const {

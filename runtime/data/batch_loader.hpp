@@ -32,8 +32,6 @@ class BatchLoader {
   // Waits for the call of the source that is under way, for `patience`. A source that takes longer
   // may never return, as a stream without more data: then its thread goes on without this.
   ~BatchLoader();
-  BatchLoader(const BatchLoader&) = delete;
-  BatchLoader& operator=(const BatchLoader&) = delete;
   // Blocks until `step` is loaded; the batch stays valid until the next call. Rethrows the
   // source's exceptions, and what `interrupt` throws, which may be null. Any order of steps is
   // right; ascending steps profit from the prefetch.

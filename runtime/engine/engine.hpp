@@ -72,8 +72,6 @@ class Engine : public Interrupt {
  public:
   explicit Engine(const EngineConfig& config);
   ~Engine() override;
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
 
   // Runs one step. `actions` may be null for a forward-only plan. After an exception the engine can
   // only be destroyed. The outcome is valid until the next call.

@@ -29,8 +29,6 @@ class StartLimit {
   // `what`: the part of the start that may not take longer, such as "MPI_Init".
   StartLimit(std::string what, std::chrono::milliseconds limit);
   ~StartLimit();
-  StartLimit(const StartLimit&) = delete;
-  StartLimit& operator=(const StartLimit&) = delete;
 
  private:
   void watch(std::chrono::milliseconds limit);

@@ -67,8 +67,6 @@ class ActivityBoard {
   // Who this is, for lines of signal handlers. `stages`: "stage 2" or "stages 2, 6".
   ActivityBoard(int rank, std::string_view host);
   ~ActivityBoard();
-  ActivityBoard(const ActivityBoard&) = delete;
-  ActivityBoard& operator=(const ActivityBoard&) = delete;
 
   // By the writing thread.
   void set_stages(std::string_view stages) noexcept;

@@ -10,8 +10,6 @@ namespace sluice {
 class TokenDecoder::Step {
  public:
   explicit Step(std::unique_ptr<Step> next) : next_(std::move(next)) {}
-  Step(const Step&) = delete;
-  Step& operator=(const Step&) = delete;
   virtual ~Step() = default;
   // One token, or a piece of the one that an earlier step joins all to.
   virtual void add(std::string_view text) = 0;

@@ -19,8 +19,6 @@ class TokenDecoder {
  public:
   explicit TokenDecoder(TokenizerFile file, SpecialTokens special = SpecialTokens::kSkip);
   ~TokenDecoder();
-  TokenDecoder(const TokenDecoder&) = delete;
-  TokenDecoder& operator=(const TokenDecoder&) = delete;
 
   // The text, in UTF-8, that this id completes; may be empty. An id without a token has no text.
   [[nodiscard]] std::string add(int id);

@@ -39,8 +39,6 @@ struct PipelineParts {
   PipelineParts(Communicator& world, const PipelineOptions& options_in,
                 const StageFactory& make_stage, Batches batches_in);
   ~PipelineParts() { end(); }
-  PipelineParts(const PipelineParts&) = delete;
-  PipelineParts& operator=(const PipelineParts&) = delete;
 
   // Before anything that lies on a device goes: ends NCCL, whose kernels may wait for messages that
   // never come after an error, for freeing a GPU's memory waits for kernels.

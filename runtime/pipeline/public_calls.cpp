@@ -28,8 +28,6 @@ struct Pipeline::Impl {
        PipelineParts::Batches batches)
       : parts(world, options, make_stage, std::move(batches)) {}
   ~Impl() { parts.end(); }
-  Impl(const Impl&) = delete;
-  Impl& operator=(const Impl&) = delete;
 
   PipelineParts parts;
   PipelineCalls calls{parts};

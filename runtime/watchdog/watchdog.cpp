@@ -78,8 +78,6 @@ struct Watchdog::Impl {
     asio::post(context, [this] { end(); });
     thread.join();
   }
-  Impl(const Impl&) = delete;
-  Impl& operator=(const Impl&) = delete;
 
   void run() noexcept {
     try {

@@ -22,8 +22,6 @@ class Watchdog {
   Watchdog(Collectives& world, WatchedJob job, const PipelineOptions::Watch& options);
   // Not collective. Says goodbye to the other ranks; takes at most two seconds and a half.
   ~Watchdog();
-  Watchdog(const Watchdog&) = delete;
-  Watchdog& operator=(const Watchdog&) = delete;
 
  private:
   struct Impl;
