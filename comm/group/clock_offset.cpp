@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <span>
 
 namespace sluice {
 namespace {
@@ -18,16 +17,6 @@ struct Question {
   bool again = true;
 };
 
-template <typename T>
-std::span<const std::byte> bytes_of(const T& value) {
-  return std::as_bytes(std::span(&value, 1));
-}
-
-template <typename T>
-std::span<std::byte> writable_bytes_of(T& value) {
-  return std::as_writable_bytes(std::span(&value, 1));
-}
-
 // On rank 0.
 void measure(Collectives& ranks, int peer, const ClockReader& clock) {
   Question question;
@@ -35,9 +24,9 @@ void measure(Collectives& ranks, int peer, const ClockReader& clock) {
   double began = 0;
   for (int i = 0; question.again; ++i) {
     const double asked = clock();
-    ranks.send(peer, bytes_of(question));
+    ranks.send(peer, object_bytes(question));
     double theirs = 0;
-    ranks.recv(peer, writable_bytes_of(theirs));
+    ranks.recv(peer, object_bytes(theirs));
     const double answered = clock();
     if (i == 0) began = answered;  // the first waits until the peer is here
     const double error = (answered - asked) / 2;
@@ -48,17 +37,17 @@ void measure(Collectives& ranks, int peer, const ClockReader& clock) {
     question.again =
         done < kLeastRoundTrips || (done < kMostRoundTrips && answered - began < kEnoughSeconds);
   }
-  ranks.send(peer, bytes_of(question));
+  ranks.send(peer, object_bytes(question));
 }
 
 // On the others.
 ClockOffset answer(Collectives& ranks, const ClockReader& clock) {
   for (;;) {
     Question question;
-    ranks.recv(0, writable_bytes_of(question));
+    ranks.recv(0, object_bytes(question));
     if (!question.again) return question.best;
     const double now = clock();
-    ranks.send(0, bytes_of(now));
+    ranks.send(0, object_bytes(now));
   }
 }
 

@@ -115,14 +115,7 @@ Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
 void Collectives::wait(Request& request, std::size_t expected_bytes, const WaitSubject& subject) {
   Arrival arrival;
   arrival.bytes = expected_bytes;
-  if (!comm_.test(request, &arrival)) {
-    const WaitScope scope(interrupt_, subject);
-    do {
-      scope.poll();
-      waiter_.pause();
-    } while (!comm_.test(request, &arrival));
-  }
-  waiter_.reset();
+  wait_until(waiter_, interrupt_, subject, [&] { return comm_.test(request, &arrival); });
   if (arrival.bytes != expected_bytes) {
     throw Error(ErrorCode::kMismatch,
                 fmt::format("rank {} expected {} bytes from rank {}, got {}: the ranks disagree "
@@ -244,7 +237,7 @@ void Collectives::all_gather(std::span<const std::byte> mine, std::span<std::byt
 
 std::string Collectives::broadcast_string(const std::string& text, int root) {
   std::uint64_t size = text.size();
-  broadcast(std::as_writable_bytes(std::span(&size, 1)), root);
+  broadcast(object_bytes(size), root);
   std::string result = comm_.rank() == root ? text : std::string(size, '\0');
   if (size > 0) {
     broadcast(std::as_writable_bytes(std::span(result)), root);

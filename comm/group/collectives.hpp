@@ -29,6 +29,11 @@ class Collectives {
   void gather(std::span<const std::byte> mine, std::span<std::byte> all, int root);
   // As gather, on all ranks.
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all);
+  // A value of each rank; `all` has one for each.
+  template <typename T>
+  void all_gather(const T& mine, std::vector<T>& all) {
+    all_gather(object_bytes(mine), std::as_writable_bytes(std::span(all)));
+  }
   // Strings of any length; for start-up and errors. Allocates.
   [[nodiscard]] std::vector<std::string> all_gather_strings(const std::string& mine);
   [[nodiscard]] std::string broadcast_string(const std::string& text, int root);

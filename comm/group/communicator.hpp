@@ -14,6 +14,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <type_traits>
 
 #include <sluice/device.hpp>
 #include <sluice/world.hpp>
@@ -29,6 +30,17 @@ struct Request {
 
 // Keeps memory alive.
 using KeepAlive = std::shared_ptr<const void>;
+
+// The bytes of a value, as ranks of one build exchange them; writable where the value is.
+template <typename T>
+[[nodiscard]] auto object_bytes(T& value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  if constexpr (std::is_const_v<T>) {
+    return std::as_bytes(std::span(&value, 1));
+  } else {
+    return std::as_writable_bytes(std::span(&value, 1));
+  }
+}
 
 // What arrived.
 struct Arrival {

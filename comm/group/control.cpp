@@ -9,7 +9,6 @@
 #include <limits>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -34,7 +33,7 @@ struct ErrorMessage {
   std::uint32_t length = 0;
   std::array<char, 2036> text{};
 };
-static_assert(sizeof(ErrorMessage) == 2048 && std::is_trivially_copyable_v<ErrorMessage>);
+static_assert(sizeof(ErrorMessage) == 2048);
 
 ErrorMessage pack(const Error& error, int rank) {
   ErrorMessage message;
@@ -53,10 +52,6 @@ Error unpack(const ErrorMessage& message) {
   const std::size_t length = std::min<std::size_t>(message.length, message.text.size());
   return Error(static_cast<ErrorCode>(message.code), std::string(message.text.data(), length),
                message.rank);
-}
-
-std::span<std::byte> bytes_of(ErrorMessage& message) {
-  return std::as_writable_bytes(std::span(&message, 1));
 }
 
 }  // namespace
@@ -78,14 +73,13 @@ struct ControlChannel::State {
     }
     comm->keep(std::move(sent));
   }
-  State(const State&) = delete;
-  State& operator=(const State&) = delete;
 
   [[nodiscard]] bool decides() const { return comm->rank() == 0; }
 
   void post() {
-    incoming = decides() ? comm->post_recv(Communicator::kAnyPeer, kReportTag, bytes_of(received))
-                         : comm->post_recv(0, kVerdictTag, bytes_of(received));
+    incoming = decides()
+                   ? comm->post_recv(Communicator::kAnyPeer, kReportTag, object_bytes(received))
+                   : comm->post_recv(0, kVerdictTag, object_bytes(received));
   }
 
   // True once a message has come: on rank 0 a report, elsewhere the verdict.
@@ -105,7 +99,7 @@ struct ControlChannel::State {
   void announce() {
     sent->verdict = *winner;
     for (int peer = 1; peer < comm->size(); ++peer) {
-      sends[at(peer)] = comm->start_send(peer, kVerdictTag, bytes_of(sent->verdict));
+      sends[at(peer)] = comm->start_send(peer, kVerdictTag, object_bytes(sent->verdict));
     }
     wait_for(
         [this] {
@@ -180,7 +174,7 @@ Error ControlChannel::report(const Error& error, std::chrono::milliseconds timeo
         state.winner = state.sent->report;
         state.announce();
       } else {
-        state.sends[0] = state.comm->start_send(0, kReportTag, bytes_of(state.sent->report));
+        state.sends[0] = state.comm->start_send(0, kReportTag, object_bytes(state.sent->report));
         state.wait_for(
             [&state] {
               state.look();

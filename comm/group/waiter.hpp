@@ -69,4 +69,13 @@ class WaitScope {
   Interrupt* interrupt_;
 };
 
+// Blocks until `done()`, which it asks before each poll of `interrupt`; that may be null.
+template <typename Done>
+void wait_until(Waiter& waiter, Interrupt* interrupt, const WaitSubject& subject,
+                const Done& done) {
+  if (done()) return;
+  const WaitScope scope(interrupt, subject);
+  for (waiter.reset(); !done(); waiter.pause()) scope.poll();
+}
+
 }  // namespace sluice

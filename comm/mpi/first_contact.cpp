@@ -40,11 +40,6 @@ struct Verdict {
   std::array<char, 1008> text{};
 };
 
-template <typename Message>
-std::span<std::byte> bytes_of(Message& message) {
-  return std::as_writable_bytes(std::span(&message, 1));
-}
-
 // This rank's messages over MPI_COMM_WORLD, and their memory. Those that are still open at the end
 // are cancelled; a send that goes on keeps the memory.
 struct Contact {
@@ -56,16 +51,14 @@ struct Contact {
     for (Request& each : requests) world->cancel(each);
     world->keep(memory);
   }
-  Contact(const Contact&) = delete;
-  Contact& operator=(const Contact&) = delete;
 
   template <typename Message>
   void send(Message& message, int peer) {
-    requests.push_back(world->start_send(peer, tag, bytes_of(message)));
+    requests.push_back(world->start_send(peer, tag, object_bytes(message)));
   }
   template <typename Message>
   void receive(Message& message, int peer) {
-    requests.push_back(world->post_recv(peer, tag, bytes_of(message)));
+    requests.push_back(world->post_recv(peer, tag, object_bytes(message)));
   }
   // Whether each request is done by `deadline`.
   std::vector<bool> wait(Clock::time_point deadline) {

@@ -100,16 +100,15 @@ struct NcclCommunicator::Impl {
     return handle;
   }
 
+  [[nodiscard]] bool ready(const char* what) const {
+    const nccl::Result state = library.state(open());
+    check(state, what);
+    return state.status == nccl::Status::kSuccess;
+  }
+
   void wait_ready(Interrupt* interrupt, const char* what) const {
     Waiter waiter(local_ranks);
-    const WaitScope scope(interrupt, {WaitSubject::What::kNccl});
-    for (;;) {
-      const nccl::Result state = library.state(open());
-      check(state, what);
-      if (state.status == nccl::Status::kSuccess) return;
-      scope.poll();
-      waiter.pause();
-    }
+    wait_until(waiter, interrupt, {WaitSubject::What::kNccl}, [&] { return ready(what); });
   }
 
   void abort() noexcept {
@@ -133,7 +132,7 @@ NcclCommunicator::NcclCommunicator(Collectives& bootstrap, Device device, const 
   impl_ = std::make_unique<Impl>(info, bootstrap.communicator(), label.group);
   NcclIdMessage message;
   if (impl_->rank == 0) message.made = impl_->library.make_id(message.id);
-  bootstrap.broadcast(std::as_writable_bytes(std::span(&message, 1)), 0);
+  bootstrap.broadcast(object_bytes(message), 0);
   impl_->start(message, interrupt, nccl::most_blocks_of(info.peer_table));
 }
 
@@ -149,11 +148,7 @@ std::string NcclCommunicator::name_of(int rank) const {
   return nccl::name_of(impl_->peer_table[at(rank)]);
 }
 
-bool NcclCommunicator::ready() const {
-  const nccl::Result state = impl_->library.state(impl_->open());
-  impl_->check(state, "communication");
-  return state.status == nccl::Status::kSuccess;
-}
+bool NcclCommunicator::ready() const { return impl_->ready("communication"); }
 
 void NcclCommunicator::wait_ready(Interrupt* interrupt) const {
   impl_->wait_ready(interrupt, "communication");

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "comm/base/host.hpp"
 #include "comm/base/index.hpp"
@@ -14,8 +13,6 @@
 namespace sluice::nccl {
 
 namespace {
-
-static_assert(std::is_trivially_copyable_v<Peer>);
 
 template <std::size_t size>
 void assign(std::array<char, size>& field, const std::string& text) {
@@ -44,8 +41,7 @@ Peer describe_rank(Device device, int version, const std::string& problem) {
 
 std::vector<Peer> gather_peer_table(Collectives& bootstrap, const Peer& mine) {
   std::vector<Peer> peer_table(at(bootstrap.communicator().size()));
-  bootstrap.all_gather(std::as_bytes(std::span(&mine, 1)),
-                       std::as_writable_bytes(std::span(peer_table)));
+  bootstrap.all_gather(mine, peer_table);
   return peer_table;
 }
 

@@ -273,30 +273,26 @@ void NcclQueue::drop(NcclTicket& ticket) {
 }
 
 void NcclQueue::wait_issued(const NcclTicket& ticket, Interrupt* interrupt) {
-  if (issued(ticket)) return;
-  const WaitScope scope(interrupt, {WaitSubject::What::kNccl});
-  for (waiter_.reset(); !issued(ticket); waiter_.pause()) scope.poll();
+  wait_until(waiter_, interrupt, {WaitSubject::What::kNccl}, [&] { return issued(ticket); });
 }
 
 void NcclQueue::wait(NcclTicket& ticket, Interrupt* interrupt) {
-  if (done(ticket)) return;
-  const WaitScope scope(interrupt, {WaitSubject::What::kNccl});
-  for (waiter_.reset(); !done(ticket); waiter_.pause()) scope.poll();
+  wait_until(waiter_, interrupt, {WaitSubject::What::kNccl}, [&] { return done(ticket); });
 }
 
 void NcclQueue::finalize(Interrupt* interrupt) {
-  const auto wait_until = [&](const auto& condition) {
-    const WaitScope scope(interrupt, {WaitSubject::What::kNccl});
-    for (waiter_.reset(); !condition(); waiter_.pause()) {
-      progress();
-      scope.poll();
-    }
-  };
-  wait_until([&] { return issuing_ < 0 && pending_count_ == 0; });
+  const WaitSubject subject = {WaitSubject::What::kNccl};
+  wait_until(waiter_, interrupt, subject, [&] {
+    progress();
+    return issuing_ < 0 && pending_count_ == 0;
+  });
   for (NcclStream& nccl_stream : nccl_streams_) {
     Event end(device_);
     end.record(nccl_stream.stream.view());
-    wait_until([&] { return end.done(); });
+    wait_until(waiter_, interrupt, subject, [&] {
+      progress();
+      return end.done();
+    });
   }
   for (NcclStream& nccl_stream : nccl_streams_) nccl_stream.communicator->finalize(interrupt);
 }

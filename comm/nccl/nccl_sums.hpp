@@ -52,8 +52,6 @@ class NcclSums {
   [[nodiscard]] NcclTicket sum(std::span<float> values, std::span<float> workspace,
                                const Event& ready);
 
-  [[nodiscard]] Method method() const { return method_; }
-
  private:
   void connect(const DeviceMemory& memory, std::span<const std::size_t> sizes,
                Interrupt* interrupt);

@@ -434,8 +434,7 @@ Visibility find_visibility(Collectives& world, const std::vector<std::string>& h
     if (after > patience) after = -1;
   }
   Visibility all = {std::move(problem), std::vector<double>(hosts.size())};
-  world.all_gather(std::as_bytes(std::span(&after, 1)),
-                   std::as_writable_bytes(std::span(all.after)));
+  world.all_gather(after, all.after);
   if (rank == 0) fs::remove(token, error);
   return all;
 }

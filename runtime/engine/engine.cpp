@@ -680,13 +680,10 @@ template <typename Done>
 void Engine::Impl::wait_until(const WaitSubject& subject, const Done& done) {
   if (done()) return;
   computed_until = 0;
-  waiter.reset();
-  const WaitScope scope(config.interrupt, subject);
-  while (!done()) {
+  sluice::wait_until(waiter, config.interrupt, subject, [&] {
     progress();
-    scope.poll();
-    waiter.pause();
-  }
+    return done();
+  });
 }
 
 void Engine::Impl::wait(const PlanOp& op, const Slot& slot) {

@@ -92,8 +92,7 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
     }
     for (const Parameter* parameter : compared) {
       const Digest mine = digest_of(*parameter, mirror);
-      job.replicas.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
-                                           std::as_writable_bytes(std::span(all)));
+      job.replicas.collectives->all_gather(mine, all);
       for (std::size_t replica = 1; replica < all.size(); ++replica) {
         if (all[replica] == all[0]) continue;
         throw_error(
@@ -111,11 +110,11 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
       Digest theirs = {};
       if (job.place.rank == holder) theirs = digest_of(*tied.parameter(group, use), mirror);
       if (job.place.rank == holder && holder != owner) {
-        job.pipeline.collectives->send(owner, std::as_bytes(std::span(&theirs, 1)));
+        job.pipeline.collectives->send(owner, object_bytes(theirs));
       }
       if (job.place.rank != owner) continue;
       if (holder != owner) {
-        job.pipeline.collectives->recv(holder, std::as_writable_bytes(std::span(&theirs, 1)));
+        job.pipeline.collectives->recv(holder, object_bytes(theirs));
       }
       if (theirs == digest_of(*tied.parameter(group, 0), mirror)) continue;
       throw_error(ErrorCode::kMismatch,

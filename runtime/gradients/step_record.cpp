@@ -82,7 +82,7 @@ void RecordExchange::exchange(StepState& step, const StepOutcome& outcome,
   job_.world.collectives->gather(std::as_bytes(std::span(mine_)),
                                  std::as_writable_bytes(std::span(all_)), 0);
   if (job_.world.ranks->rank() == 0) reduce(step);
-  job_.world.collectives->broadcast(std::as_writable_bytes(std::span(&step.totals, 1)), 0);
+  job_.world.collectives->broadcast(object_bytes(step.totals), 0);
 }
 
 void RecordExchange::pack(const StepState& step, const StepOutcome& outcome,

@@ -9,12 +9,7 @@ PolledDeviceWait::PolledDeviceWait(Interrupt& interrupt)
     : interrupt_(interrupt), waiter_(std::numeric_limits<int>::max()) {}
 
 void PolledDeviceWait::until(const Event& event) {
-  waiter_.reset();
-  const WaitScope scope(&interrupt_, {WaitSubject::What::kDevice});
-  while (!event.done()) {
-    scope.poll();
-    waiter_.pause();
-  }
+  wait_until(waiter_, &interrupt_, {WaitSubject::What::kDevice}, [&] { return event.done(); });
 }
 
 std::span<std::byte> HostMirror::writable_host_copy(void* data, std::size_t bytes) {

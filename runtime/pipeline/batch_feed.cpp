@@ -227,8 +227,7 @@ void BatchFeed::agree(const Asked& asked, const std::function<void()>& check) {
   };
   const std::optional<Error> fault = error_of(std::cref(look));  // allocates nothing
   if (fault) mine.fault = 1 + static_cast<std::int32_t>(fault->code());
-  job_.world.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
-                                     std::as_writable_bytes(std::span(headers_)));
+  job_.world.collectives->all_gather(mine, headers_);
   for (std::size_t rank = 0; rank < headers_.size(); ++rank) {
     if (headers_[rank].fault == 0) continue;
     const int from = static_cast<int>(rank);

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <vector>
 
 #include "comm/base/index.hpp"
@@ -67,18 +66,15 @@ EvaluationReport ForwardCalls::run_evaluation(const std::string& who, SampleRang
   EvaluationReport report;
   calls_.refusable(who, [&] {
     const LossResult loss = run_rounds(Phase::kEvaluate, samples, load, {}, least_rounds);
-    const std::array<double, 2> mine = {loss.sum, loss.weight};
-    std::vector<double> all(2 * at(parts_.job.world.ranks->size()));
-    parts_.job.world.collectives->all_gather(std::as_bytes(std::span(mine)),
-                                             std::as_writable_bytes(std::span(all)));
-    std::array<double, 2> total = {0, 0};
+    std::vector<LossResult> all(at(parts_.job.world.ranks->size()));
+    parts_.job.world.collectives->all_gather(loss, all);
+    LossResult total;
     for (int r = 0; r < parts_.layout.place.topology.replicas; ++r) {
-      const std::size_t rank =
-          at(parts_.layout.place.topology.rank_of(r, parts_.layout.plans.last_rank()));
-      total[0] += all[2 * rank];
-      total[1] += all[2 * rank + 1];
+      const int rank = parts_.layout.place.topology.rank_of(r, parts_.layout.plans.last_rank());
+      total.sum += all[at(rank)].sum;
+      total.weight += all[at(rank)].weight;
     }
-    report = {.loss = total[0] / total[1], .targets = total[1]};
+    report = {.loss = total.sum / total.weight, .targets = total.weight};
   });
   return report;
 }

@@ -75,10 +75,10 @@ void OutputGather::gather_to(int rank) {
       if (me == maker && me == rank) {
         append(all_[i], made.spec, made.bytes);
       } else if (me == maker) {
-        world.send(rank, std::as_bytes(std::span(&rows, 1)));
+        world.send(rank, object_bytes(rows));
         world.send(rank, made.bytes);
       } else if (me == rank) {
-        world.recv(maker, std::as_writable_bytes(std::span(&rows, 1)));
+        world.recv(maker, object_bytes(rows));
         const TensorSpec spec = with_samples(made.spec, rows);
         received.resize(spec.bytes());
         world.recv(maker, received);
@@ -98,7 +98,7 @@ void OutputGather::gather_to_all() {
   if (job_.world.ranks->rank() != 0) begin();
   for (Output& output : mine_) {
     std::int64_t rows = output.spec.shape[0];
-    world.broadcast(std::as_writable_bytes(std::span(&rows, 1)), 0);
+    world.broadcast(object_bytes(rows), 0);
     output.spec = with_samples(output.spec, rows);
     output.bytes.resize(output.spec.bytes());
     world.broadcast(output.bytes, 0);

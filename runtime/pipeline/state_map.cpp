@@ -64,7 +64,7 @@ std::map<std::string, HostTensor> Pipeline::state() {
       const int root = layout.place.topology.rank_of(0, rank);
       const bool here = world.communicator().rank() == root;
       std::uint64_t count = mine.size();
-      world.broadcast(std::as_writable_bytes(std::span(&count, 1)), root);
+      world.broadcast(object_bytes(count), root);
       for (std::uint64_t i = 0; i < count; ++i) {
         HostTensor& tensor =
             add(all, world.broadcast_string(here ? describe(*mine[i]) : std::string(), root));

@@ -89,8 +89,7 @@ void TrainingSteps::cut_step() {
 // ranks, with one exchange between replicas; elsewhere 1.
 double TrainingSteps::count_targets() {
   if (!parts_.layout.owns(parts_.layout.plans.num_stages() - 1)) return 1;
-  parts_.job.replicas.collectives->all_gather(std::as_bytes(std::span(&step_.targets_here, 1)),
-                                              std::as_writable_bytes(std::span(replica_targets_)));
+  parts_.job.replicas.collectives->all_gather(step_.targets_here, replica_targets_);
   double total = 0;
   for (const double count : replica_targets_) total += count;
   return total;

@@ -104,7 +104,7 @@ std::vector<GpuState> JobGpus::read() {
   const GpuState mine = monitor_.read();
   Communicator& ranks = world_.communicator();
   std::vector<GpuState> all(ranks.rank() == 0 ? at(ranks.size()) : 0);
-  world_.gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)), 0);
+  world_.gather(object_bytes(mine), std::as_writable_bytes(std::span(all)), 0);
   return all;
 }
 

@@ -14,12 +14,12 @@
 #include <limits>
 #include <string_view>
 #include <system_error>
-#include <type_traits>
 #include <utility>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/group/communicator.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "runtime/process/supervisor_events.hpp"
 
@@ -175,8 +175,7 @@ void Watcher::send_status() {
       mine_.unheard = static_cast<int>(rank);
     }
   }
-  static_assert(std::is_trivially_copyable_v<RankStatus>);
-  const auto bytes = std::as_bytes(std::span(&mine_, 1));
+  const auto bytes = object_bytes(mine_);
   for (std::size_t rank = 0; rank < seen_.size(); ++rank) {
     if (static_cast<int>(rank) == me_ || !seen_[rank].sighting.observed) continue;
     send_(static_cast<int>(rank), NoteKind::kStatus, bytes);
