@@ -125,10 +125,8 @@ void TiedUses::receive(const Tensor& tensor, const KeepAlive& memory, std::size_
   }
   Event& ready = ready_[open_.size()];
   ready.record(compute_.stream());
-  nccl_->begin_group();
   NcclTicket ticket =
       nccl_->recv(peer, {static_cast<std::byte*>(tensor.data), tensor.spec.bytes()}, ready);
-  nccl_->end_group();
   nccl_->wait_on_stream(ticket);
 }
 
@@ -142,10 +140,8 @@ void TiedUses::send(const Tensor& tensor, const KeepAlive& memory, std::size_t g
   }
   Event& ready = ready_[open_.size()];
   ready.record(compute_.stream());
-  nccl_->begin_group();
   open_.push_back(
       nccl_->send(peer, {static_cast<std::byte*>(tensor.data), tensor.spec.bytes()}, ready));
-  nccl_->end_group();
 }
 
 }  // namespace sluice

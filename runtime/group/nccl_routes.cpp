@@ -144,14 +144,12 @@ class Routes final : public NcclRoutes {
   }
 
   Transport* messages() override { return messages_ ? &*messages_ : nullptr; }
-  void begin_group() override { queue_->begin_group(); }
   NcclTicket send(int peer, std::span<const std::byte> data, const Event& ready) override {
-    return transport_->send(gpu_of_rank_[at(peer)], data, ready);
+    return alone([&] { return transport_->send(gpu_of_rank_[at(peer)], data, ready); });
   }
   NcclTicket recv(int peer, std::span<std::byte> data, const Event& ready) override {
-    return transport_->recv(gpu_of_rank_[at(peer)], data, ready);
+    return alone([&] { return transport_->recv(gpu_of_rank_[at(peer)], data, ready); });
   }
-  void end_group() override { queue_->end_group(); }
   void wait_on_stream(NcclTicket& ticket) override {
     queue_->progress();  // issues later groups without waiting for the next call
     queue_->wait_issued(ticket, &interrupt_);
@@ -180,6 +178,14 @@ class Routes final : public NcclRoutes {
   }
 
  private:
+  template <typename Message>
+  NcclTicket alone(const Message& message) {
+    queue_->begin_group();
+    const NcclTicket ticket = message();
+    queue_->end_group();
+    return ticket;
+  }
+
   ComputeContext& compute_;
   Interrupt& interrupt_;
   std::unique_ptr<Communicator> gpus_;

@@ -42,14 +42,12 @@ class NcclRoutes {
   // identifies them: see NcclTransport. Null on a rank without GPU.
   [[nodiscard]] virtual Transport* messages() = 0;
 
-  // One group of sends and receives, which start after `ready`. The caller records `ready` on the
-  // compute stream first. `peer`: rank of the pipeline.
-  virtual void begin_group() = 0;
+  // A message of its own, which starts after `ready`. The caller records `ready` on the compute
+  // stream first. `peer`: rank of the pipeline.
   [[nodiscard]] virtual NcclTicket send(int peer, std::span<const std::byte> data,
                                         const Event& ready) = 0;
   [[nodiscard]] virtual NcclTicket recv(int peer, std::span<std::byte> data,
                                         const Event& ready) = 0;
-  virtual void end_group() = 0;
   // Makes all later work of the compute stream run after the message or sum.
   virtual void wait_on_stream(NcclTicket& ticket) = 0;
   // Called by every wait. Throws Error(kPeer | kDevice) where NCCL has failed.
