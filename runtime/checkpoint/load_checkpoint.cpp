@@ -146,9 +146,7 @@ Found find_saves(Collectives& world, const fs::path& path, bool resumable) {
     }
     found.broken = selection.broken;
     found.one_step = selection.one_step;
-    const std::vector<std::uint8_t> bytes =
-        nlohmann::json::to_cbor(found);  // paths may not be UTF-8
-    text.assign(bytes.begin(), bytes.end());
+    nlohmann::json::to_cbor(found, text);  // paths may not be UTF-8
   });
   return nlohmann::json::from_cbor(world.broadcast_string(text, 0)).get<Found>();
 }

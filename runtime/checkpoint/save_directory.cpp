@@ -113,16 +113,10 @@ bool is_own_save(const fs::path& directory) {
          });
 }
 
-// The step's name in ".step-00000012.partial" and the like; a step's name itself.
-std::string step_name_in(const std::string& name) {
-  if (is_step_name(name)) return name;
-  return name.substr(1, name.find('.', 1) - 1);
-}
-
 // Gives a name of its own to what Sluice did not write but whose name it needs. Returns a line that
 // says so.
 std::string set_aside(const fs::path& path) {
-  const std::string step = step_name_in(path.filename().string());
+  const std::string step = save_name(path);
   fs::path kept;
   int number = 0;
   do {
@@ -189,7 +183,7 @@ void give_name(const fs::path& partial, const fs::path& step, std::vector<std::s
 std::optional<SaveState> unnamed_save(const fs::path& leftover) {
   if (!is_own_save(leftover)) return std::nullopt;
   try {
-    SaveState state = read_step(leftover, step_name_in(leftover.filename().string()));
+    SaveState state = read_step(leftover, save_name(leftover));
     require_complete(leftover, state);
     return state;
   } catch (const Error&) {
@@ -209,12 +203,6 @@ void name_unnamed_save(const fs::path& directory, std::vector<std::string>& line
       fmt::format("'{}' is complete: it is '{}' now", newest.filename().string(), name));
 }
 
-void write_text(const fs::path& path, const std::string& text) {
-  AtomicFile file(path);
-  file.write(text);
-  file.commit();
-}
-
 }  // namespace
 
 bool write_for_people(const fs::path& path, const std::string& text,
@@ -227,7 +215,7 @@ bool write_for_people(const fs::path& path, const std::string& text,
     const std::string present(std::istreambuf_iterator<char>(in), {});
     if (!present.empty() && !is_own(present)) return false;
   }
-  write_text(path, text);
+  write_file(path, text);
   return true;
 }
 
@@ -261,7 +249,7 @@ SaveScan scan_saves(const fs::path& directory) {
   std::sort(scan.saves.begin(), scan.saves.end(), newer);
   const std::uint64_t named = scan.saves.empty() ? 0 : scan.saves.front().state.sequence;
   for (const std::string& name : names_in(directory)) {
-    if (!is_leftover_name(name) || name_exists(directory / step_name_in(name))) continue;
+    if (!is_leftover_name(name) || name_exists(directory / save_name(name))) continue;
     auto state = unnamed_save(directory / name);
     if (state && state->sequence > named) {
       scan.saves.push_back({directory / name, std::move(*state)});
@@ -273,7 +261,7 @@ SaveScan scan_saves(const fs::path& directory) {
 
 std::string save_name(const fs::path& save) {
   const std::string name = save.filename().string();
-  return is_leftover_name(name) ? step_name_in(name) : name;
+  return is_leftover_name(name) ? name.substr(1, name.find('.', 1) - 1) : name;
 }
 
 SaveSelection select_saves(const fs::path& path) {
@@ -370,7 +358,7 @@ fs::path begin_save(const fs::path& directory, std::uint64_t step,
 
 void publish_save(const fs::path& directory, const fs::path& partial, const SaveState& state,
                   std::vector<std::string>& lines) {
-  write_text(partial / "state.json", to_json_text(state));
+  write_file(partial / "state.json", to_json_text(state));
   sync_directory(partial);
   const std::string name = step_directory_name(state.step);
   give_name(partial, directory / name, lines);
@@ -416,7 +404,7 @@ Visibility find_visibility(Collectives& world, const std::vector<std::string>& h
       directory / world.broadcast_string(std::string(kVisiblePrefix) + random_id(), 0);
   std::string problem;
   try {
-    if (rank == 0) write_text(token, "");
+    if (rank == 0) write_file(token, "");
   } catch (const Error& error) {
     problem = error.what();
   }

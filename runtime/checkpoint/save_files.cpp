@@ -113,9 +113,7 @@ void write_save_file(const fs::path& directory, const std::string& name,
 
 void write_save_text(const fs::path& directory, const std::string& name, std::string_view text,
                      SaveState& state) {
-  AtomicFile file(directory / name);
-  file.write(text);
-  file.commit();
+  write_file(directory / name, text);
   state.files.push_back(
       {name, text.size(), checksum_hex(std::as_bytes(std::span(text))), /*blocks=*/{}});
 }

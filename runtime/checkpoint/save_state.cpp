@@ -241,8 +241,7 @@ std::string to_json_text(const SaveState& state) {
   json["step"] = state.step;
   json["time"] = state.time;
   json["weights_only"] = state.weights_only;
-  json["layout"] = Json::object();
-  for (const auto& [name, value] : state.layout) json["layout"][name] = value;
+  json["layout"] = state.layout;
   json["arithmetic"] = state.arithmetic;
   json["options"] = Json::object();
   for (const auto& [name, value] : state.options) json["options"][name] = value;

@@ -74,6 +74,12 @@ void AtomicFile::commit() {
   }
 }
 
+void write_file(const fs::path& path, std::string_view text) {
+  AtomicFile file(path);
+  file.write(text);
+  file.commit();
+}
+
 void sync_directory(const fs::path& directory) {
   const fs::path& path = directory.empty() ? fs::path(".") : directory;
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

@@ -31,6 +31,9 @@ class AtomicFile {
   int fd_ = -1;
 };
 
+// Writes and commits an AtomicFile that holds `text`.
+void write_file(const std::filesystem::path& path, std::string_view text);
+
 // Syncs a directory's entries to its disk. Throws Error(kIo) naming it. File systems that cannot
 // sync a directory are no error.
 void sync_directory(const std::filesystem::path& directory);

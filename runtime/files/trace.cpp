@@ -171,9 +171,11 @@ void put_counter(EventList& out, const std::vector<RankTrace>& ranks, const Trac
   }
 }
 
-void put_all(const std::function<void(std::string_view)>& put, const std::vector<RankTrace>& ranks,
-             const std::vector<TraceArrow>& arrows, const std::vector<TraceCounter>& counters,
-             std::string_view layers) {
+}  // namespace
+
+void write_trace(const std::function<void(std::string_view)>& put,
+                 const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows,
+                 const std::vector<TraceCounter>& counters, std::string_view layers) {
   EventList events(put, layers);
   DrawnSlices drawn;
   for (const RankTrace& trace : ranks) drawn.push_back(put_rank(events, trace));
@@ -184,19 +186,11 @@ void put_all(const std::function<void(std::string_view)>& put, const std::vector
   events.finish();
 }
 
-}  // namespace
-
 void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks,
                  const std::vector<TraceArrow>& arrows, std::string_view layers) {
   AtomicFile file(path);
-  put_all([&file](std::string_view text) { file.write(text); }, ranks, arrows, {}, layers);
+  write_trace([&file](std::string_view text) { file.write(text); }, ranks, arrows, {}, layers);
   file.commit();
-}
-
-void write_trace(const std::function<void(std::string_view)>& put,
-                 const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows,
-                 const std::vector<TraceCounter>& counters) {
-  put_all(put, ranks, arrows, counters, {});
 }
 
 }  // namespace sluice

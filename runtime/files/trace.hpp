@@ -72,6 +72,6 @@ void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>
 // The same text in pieces, in order, to `put`.
 void write_trace(const std::function<void(std::string_view)>& put,
                  const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows = {},
-                 const std::vector<TraceCounter>& counters = {});
+                 const std::vector<TraceCounter>& counters = {}, std::string_view layers = {});
 
 }  // namespace sluice

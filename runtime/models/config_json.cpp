@@ -467,16 +467,11 @@ std::vector<int> stop_ids_of(std::string_view text) {
   std::vector<int> ids;
   if (!json.is_object() || !json.contains("eos_token_id")) return ids;
   const Json& value = json["eos_token_id"];
-  const auto take = [&](const Json& id) {
+  for (const Json& id : value.is_array() ? value : Json::array({value})) {
     if (id.is_number_integer() && id.get<std::int64_t>() >= 0 &&
         id.get<std::int64_t>() <= TransformerLimits::kVocabulary) {
       ids.push_back(id.get<int>());
     }
-  };
-  if (value.is_array()) {
-    for (const Json& id : value) take(id);
-  } else {
-    take(value);
   }
   return ids;
 }

@@ -114,9 +114,7 @@ void AsyncWriter::say_now(std::string text) {
 void AsyncWriter::replace(const std::filesystem::path& path, std::string text) {
   run([path, text = std::move(text)] {
     try {
-      AtomicFile file(path);
-      file.write(text);
-      file.commit();
+      write_file(path, text);
     } catch (const std::exception&) {  // the next one may succeed
     }
   });

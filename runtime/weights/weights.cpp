@@ -94,16 +94,15 @@ std::string write_weights_index(const fs::path& directory, const std::string& ki
   nlohmann::ordered_json index;
   index["metadata"]["total_size"] = total_bytes;
   index["weight_map"] = file_of;
-  AtomicFile file(directory / weights_index_name(kind));
+  const fs::path path = directory / weights_index_name(kind);
   std::string text;
   try {
     text = index.dump(2) + "\n";
   } catch (const nlohmann::json::exception&) {
     throw_error(ErrorCode::kIo, "cannot write '{}': a tensor's name is not valid UTF-8",
-                (directory / weights_index_name(kind)).string());
+                path.string());
   }
-  file.write(text);
-  file.commit();
+  write_file(path, text);
   return text;
 }
 
