@@ -1,6 +1,9 @@
 // Threads of Sluice's own.
 #pragma once
 
+#include <condition_variable>
+#include <mutex>
+#include <stop_token>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -25,6 +28,15 @@ template <typename Thread = std::thread, typename Body>
         "the cgroup",
         purpose, error.code().message());
   }
+}
+
+// Blocks a std::jthread for `time`, or until it is to stop; whether it is.
+template <typename Duration>
+[[nodiscard]] bool stopped_within(const std::stop_token& stop, Duration time) {
+  std::mutex mutex;
+  std::unique_lock lock(mutex);
+  std::condition_variable_any().wait_for(lock, stop, time, [] { return false; });
+  return stop.stop_requested();
 }
 
 }  // namespace sluice

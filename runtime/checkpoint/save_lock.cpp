@@ -160,15 +160,12 @@ SaveLock::SaveLock(const fs::path& directory, std::chrono::milliseconds watch,
     }
     remove(path_, theirs);
   }
-  thread_ = start_thread("lock of the saves", [this] { renew(); });
+  thread_ = start_thread<std::jthread>("lock of the saves",
+                                       [this](const std::stop_token& stop) { renew(stop); });
 }
 
 SaveLock::~SaveLock() {
-  {
-    const std::lock_guard lock(mutex_);
-    end_ = true;
-  }
-  ended_.notify_all();
+  thread_.request_stop();
   thread_.join();
   try {
     remove(path_, text_);
@@ -176,9 +173,8 @@ SaveLock::~SaveLock() {
   }
 }
 
-void SaveLock::renew() {
-  std::unique_lock lock(mutex_);
-  while (!ended_.wait_for(lock, kRenew, [this] { return end_; })) {
+void SaveLock::renew(const std::stop_token& stop) const {
+  while (!stopped_within(stop, kRenew)) {
     std::error_code ignored;
     fs::last_write_time(path_, fs::file_time_type::clock::now(), ignored);
   }

@@ -6,10 +6,9 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <filesystem>
 #include <functional>
-#include <mutex>
+#include <stop_token>
 #include <string>
 #include <thread>
 
@@ -33,14 +32,11 @@ class SaveLock {
   void require_held() const;
 
  private:
-  void renew();
+  void renew(const std::stop_token& stop) const;
 
   std::filesystem::path path_;
   std::string text_;
-  std::mutex mutex_;
-  std::condition_variable ended_;
-  bool end_ = false;
-  std::thread thread_;
+  std::jthread thread_;
 };
 
 }  // namespace sluice

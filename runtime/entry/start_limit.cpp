@@ -66,18 +66,10 @@ std::string network_advice(const NetworkFacts& facts) {
 }
 
 StartLimit::StartLimit(std::string what, std::chrono::milliseconds limit) : what_(std::move(what)) {
-  if (limit.count() > 0)
-    thread_ = start_thread("time limit of the start", [this, limit] { watch(limit); });
-}
-
-StartLimit::~StartLimit() {
-  if (!thread_.joinable()) return;
-  {
-    const std::lock_guard lock(mutex_);
-    over_ = true;
-  }
-  changed_.notify_one();
-  thread_.join();
+  if (limit.count() == 0) return;
+  thread_ = start_thread<std::jthread>(
+      "time limit of the start",
+      [this, limit](const std::stop_token& stop) { watch(stop, limit); });
 }
 
 // Empty where another rank of this host speaks.
@@ -102,10 +94,9 @@ std::string StartLimit::line(std::chrono::milliseconds waited, bool was_stopped)
       who, seconds, cause.empty() ? network_advice(network_facts()) : cause, kVariable);
 }
 
-void StartLimit::watch(std::chrono::milliseconds limit) {
+void StartLimit::watch(const std::stop_token& stop, std::chrono::milliseconds limit) const {
   const auto begin = std::chrono::steady_clock::now();
-  std::unique_lock lock(mutex_);
-  if (changed_.wait_for(lock, limit, [this] { return over_; })) return;
+  if (stopped_within(stop, limit)) return;
   // One line for each host. The launcher ends the others with this process: they write theirs
   // first.
   const auto late = std::chrono::steady_clock::now() - begin - limit;

@@ -3,8 +3,7 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
+#include <stop_token>
 #include <string>
 #include <thread>
 
@@ -28,17 +27,15 @@ class StartLimit {
  public:
   // `what`: the part of the start that may not take longer, such as "MPI_Init".
   StartLimit(std::string what, std::chrono::milliseconds limit);
-  ~StartLimit();
+  StartLimit(const StartLimit&) = delete;
+  StartLimit& operator=(const StartLimit&) = delete;
 
  private:
-  void watch(std::chrono::milliseconds limit);
+  void watch(const std::stop_token& stop, std::chrono::milliseconds limit) const;
   [[nodiscard]] std::string line(std::chrono::milliseconds waited, bool was_stopped) const;
 
   std::string what_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool over_ = false;
-  std::thread thread_;
+  std::jthread thread_;
 };
 
 }  // namespace sluice
