@@ -1,6 +1,7 @@
 #include "runtime/group/job_context.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <exception>
@@ -93,10 +94,6 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options, JobSi
   place.driver_note = describe_different_drivers(devices.ranks);
   place.rank = place.topology.pipeline_rank(rank);
   place.replica = place.topology.replica(rank);
-  for (int r = 0; r < place.topology.pipeline; ++r) {
-    const int job_rank = place.topology.rank_of(place.replica, r);
-    place.devices.push_back(devices.ranks[static_cast<std::size_t>(job_rank)]);
-  }
   make_groups();
 }
 
@@ -104,6 +101,7 @@ void JobContext::make_groups() {
   std::vector<int> of_pipeline, of_replicas;
   for (int r = 0; r < place.topology.pipeline; ++r) {
     of_pipeline.push_back(place.topology.rank_of(place.replica, r));
+    place.devices.push_back(devices.ranks[static_cast<std::size_t>(of_pipeline.back())]);
   }
   for (int r = 0; r < place.topology.replicas; ++r) {
     of_replicas.push_back(place.topology.rank_of(r, place.rank));
@@ -115,11 +113,7 @@ void JobContext::make_groups() {
   pipeline = RankGroup(world.ranks->split(place.replica, place.rank), pipeline_watch.get());
   messages = pipeline.ranks->duplicate();
   replicas = RankGroup(world.ranks->split(place.rank, place.replica), replicas_watch.get());
-  std::string stages;
-  for (const int stage : stage_places.stages_of(place.rank)) {
-    stages += fmt::format("{}{}", stages.empty() ? "" : ", ", stage);
-  }
-  activity->set_stages(stages);
+  activity->set_stages(fmt::format("{}", fmt::join(stage_places.stages_of(place.rank), ", ")));
 }
 
 void JobContext::join(const PipelineOptions& options) {
