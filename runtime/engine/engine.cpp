@@ -172,7 +172,16 @@ struct Engine::Impl final : DeviceWait {
   // Posts or starts the slot's tensors, in one group with the ops that belong to it; `ticket_of`
   // does so with tensor i.
   template <typename TicketOf>
-  void issue(const PlanOp& op, Slot& slot, const TicketOf& ticket_of);
+  void issue(const PlanOp& op, Slot& slot, const TicketOf& ticket_of) {
+    Transport& over = transport_of(slot);
+    over.hold();
+    slot.tickets.assign(slot.tensors.size(), kDoneTicket);
+    for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
+      if (slot.tensors[i].data != nullptr) slot.tickets[i] = ticket_of(over, i);
+    }
+    const PlanOp* const next = &op + 1;
+    if (next == mine.ops.data() + mine.ops.size() || !next->with_previous) over.flush();
+  }
   void release(const PlanOp& op);
   [[nodiscard]] StageContext context_of(const PlanOp& op);
   void compute(const PlanOp& op, StepActions* actions);
@@ -200,12 +209,37 @@ struct Engine::Impl final : DeviceWait {
   // 0".
   template <typename Body>
   void watched(bool& was, const char* what, std::span<const Tensor> tensors,
-               std::span<const Tensor> inputs, const Body& body);
+               std::span<const Tensor> inputs, const Body& body) {
+    if (was || on_gpu) return body();
+    const Unchanged read(inputs);
+    for (const Tensor& tensor : tensors) mark_unwritten(tensor);
+    body();
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      require_written(tensors[i], fmt::format("{} {}", what, i));
+    }
+    read.require("input");
+    was = true;
+  }
   // Gives the last stage's outputs to whoever asked for them.
   void hand_out(const PlanOp& op, const Slot& output);
   // Runs `body`, the stage's own part of `op`; what it throws names the action.
   template <typename Body>
-  void in_stage(const PlanOp& op, const Body& body);
+  void in_stage(const PlanOp& op, const Body& body) {
+    const auto where = [&] {
+      return fmt::format("stage {}, {} of micro-batch {}", op.stage, in_words(op.action),
+                         op.micro_batch);
+    };
+    try {
+      sums.begin(op.sums);
+      body();
+      sums.end();
+    } catch (const std::bad_alloc&) {
+      throw_error(ErrorCode::kDevice, "{} of step {} on {}: out of host memory", where(),
+                  request.step, host_name());
+    } catch (...) {
+      rethrow_from(where());
+    }
+  }
 
   void progress() {
     transport->progress();
@@ -216,7 +250,14 @@ struct Engine::Impl final : DeviceWait {
   }
   // Blocks until `done()`, which drives the transport. Polls the interrupt.
   template <typename Done>
-  void wait_until(const WaitSubject& subject, const Done& done);
+  void wait_until(const WaitSubject& subject, const Done& done) {
+    if (done()) return;
+    computed_until = 0;
+    sluice::wait_until(waiter, config.interrupt, subject, [&] {
+      progress();
+      return done();
+    });
+  }
   void wait(const PlanOp& op, const Slot& slot);  // for the slot's messages
   void until(const Event& event) override;        // how the compute context waits during a run
   // Blocks until the device has done all its work; completes the outcome.
@@ -393,18 +434,6 @@ void Engine::Impl::post_recv(const PlanOp& op) {
   slot.state = SlotState::kPosted;
 }
 
-template <typename TicketOf>
-void Engine::Impl::issue(const PlanOp& op, Slot& slot, const TicketOf& ticket_of) {
-  Transport& over = transport_of(slot);
-  over.hold();
-  slot.tickets.assign(slot.tensors.size(), kDoneTicket);
-  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
-    if (slot.tensors[i].data != nullptr) slot.tickets[i] = ticket_of(over, i);
-  }
-  const PlanOp* const next = &op + 1;
-  if (next == mine.ops.data() + mine.ops.size() || !next->with_previous) over.flush();
-}
-
 void Engine::Impl::wait_recv(const PlanOp& op) {
   Slot& slot = *message(op).slot;
   if (slot.state != SlotState::kPosted) {
@@ -525,38 +554,6 @@ void Engine::Impl::drain() {
   }
 }
 
-template <typename Body>
-void Engine::Impl::in_stage(const PlanOp& op, const Body& body) {
-  const auto where = [&] {
-    return fmt::format("stage {}, {} of micro-batch {}", op.stage, in_words(op.action),
-                       op.micro_batch);
-  };
-  try {
-    sums.begin(op.sums);
-    body();
-    sums.end();
-  } catch (const std::bad_alloc&) {
-    throw_error(ErrorCode::kDevice, "{} of step {} on {}: out of host memory", where(),
-                request.step, host_name());
-  } catch (...) {
-    rethrow_from(where());
-  }
-}
-
-template <typename Body>
-void Engine::Impl::watched(bool& was, const char* what, std::span<const Tensor> tensors,
-                           std::span<const Tensor> inputs, const Body& body) {
-  if (was || on_gpu) return body();
-  const Unchanged read(inputs);
-  for (const Tensor& tensor : tensors) mark_unwritten(tensor);
-  body();
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    require_written(tensors[i], fmt::format("{} {}", what, i));
-  }
-  read.require("input");
-  was = true;
-}
-
 void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
   expect(op, BufferKind::kState, SlotState::kFree).state = SlotState::kFilled;
   if (++in_flight > outcome.peak_in_flight) outcome.peak_in_flight = in_flight;
@@ -674,16 +671,6 @@ void Engine::Impl::hand_out(const PlanOp& op, const Slot& output) {
     computed_until = 0;
   }
   (*request.on_outputs)(op.micro_batch, outputs);
-}
-
-template <typename Done>
-void Engine::Impl::wait_until(const WaitSubject& subject, const Done& done) {
-  if (done()) return;
-  computed_until = 0;
-  sluice::wait_until(waiter, config.interrupt, subject, [&] {
-    progress();
-    return done();
-  });
 }
 
 void Engine::Impl::wait(const PlanOp& op, const Slot& slot) {

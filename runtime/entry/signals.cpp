@@ -130,10 +130,41 @@ void write_place(ActivityBoard& board, void* with) noexcept {
 struct StopSignals::Impl {
   using Lines = std::array<Line, kReported.size()>;
 
-  void install();
-  void fill(Lines& into, const std::string& when, std::string save) const;
+  void fill(Lines& into, const std::string& when, std::string save) const {
+    constexpr std::size_t kMostOfPath = 3800;
+    save.resize(std::min(save.size(), kMostOfPath));
+    const int rank = launched_rank();
+    for (std::size_t i = 0; i < into.size(); ++i) {
+      const auto result =
+          fmt::format_to_n(into[i].text.data(), into[i].text.size(),
+                           "sluice: {}{} {}; it stops once all ranks have ended the step{}{}\n",
+                           rank < 0 ? "" : fmt::format("rank {}: ", rank), kReported[i], when,
+                           save.empty() ? "" : "; last complete save: ", save);
+      into[i].size = std::min(result.size, into[i].text.size());
+    }
+  }
   // In the handler.
-  void on_signal(int signal) noexcept;
+  void on_signal(int signal) noexcept {
+    // Two threads may be here at once: the later one's signal is the second.
+    if (requested.exchange(true)) {
+      if (signal == SIGHUP) return;  // a terminal that closes may send it twice
+      set_default(signal);
+      ::kill(::getpid(), signal);
+      return;
+    }
+    for (const int each : kSignals) {
+      if (each != SIGHUP) set_default(each);
+    }
+    call(stop.bytes.data());
+    // describe() changes no line any more: it may complete the other half, not this one.
+    const Lines& now = lines[current];
+    for (std::size_t i = 0; i < now.size(); ++i) {
+      if (kSignals[i] != signal) continue;
+      // Standard error may be closed; there is nothing else to tell.
+      [[maybe_unused]] const ssize_t written =
+          ::write(STDERR_FILENO, now[i].text.data(), now[i].size);
+    }
+  }
 
   static constinit OneInProcess<Impl> only;
 
@@ -150,61 +181,23 @@ static_assert(std::atomic<bool>::is_always_lock_free);
 
 constinit OneInProcess<StopSignals::Impl> StopSignals::Impl::only;
 
-void StopSignals::Impl::on_signal(int signal) noexcept {
-  // Two threads may be here at once: the later one's signal is the second.
-  if (requested.exchange(true)) {
-    if (signal == SIGHUP) return;  // a terminal that closes may send it twice
-    set_default(signal);
-    ::kill(::getpid(), signal);
-    return;
-  }
-  for (const int each : kSignals) {
-    if (each != SIGHUP) set_default(each);
-  }
-  call(stop.bytes.data());
-  // describe() changes no line any more: it may complete the other half, not this one.
-  const Lines& now = lines[current];
-  for (std::size_t i = 0; i < now.size(); ++i) {
-    if (kSignals[i] != signal) continue;
-    // Standard error may be closed; there is nothing else to tell.
-    [[maybe_unused]] const ssize_t written =
-        ::write(STDERR_FILENO, now[i].text.data(), now[i].size);
-  }
-}
-
-void StopSignals::Impl::fill(Lines& into, const std::string& when, std::string save) const {
-  constexpr std::size_t kMostOfPath = 3800;
-  save.resize(std::min(save.size(), kMostOfPath));
-  const int rank = launched_rank();
-  for (std::size_t i = 0; i < into.size(); ++i) {
-    const auto result =
-        fmt::format_to_n(into[i].text.data(), into[i].text.size(),
-                         "sluice: {}{} {}; it stops once all ranks have ended the step{}{}\n",
-                         rank < 0 ? "" : fmt::format("rank {}: ", rank), kReported[i], when,
-                         save.empty() ? "" : "; last complete save: ", save);
-    into[i].size = std::min(result.size, into[i].text.size());
-  }
-}
-
-void StopSignals::Impl::install() {
-  struct sigaction action {};
-  action.sa_handler = [](int signal) { only.with([&](Impl& impl) { impl.on_signal(signal); }); };
-  action.sa_flags = SA_RESTART | SA_ONSTACK;
-  sigemptyset(&action.sa_mask);
-  for (const int signal : kSignals) sigaddset(&action.sa_mask, signal);
-  actions.install(action);
-  // As nohup starts a program.
-  const struct sigaction& hang_up = actions.previous[2];
-  if (hang_up.sa_handler == SIG_IGN) ::sigaction(SIGHUP, &hang_up, nullptr);
-}
-
 StopSignals::StopSignals(void (*call)(const void* copy) noexcept, const Copy& stop)
     : impl_(std::make_unique<Impl>()) {
   impl_->call = call;
   impl_->stop = stop;
   impl_->fill(impl_->lines[0], "before the first step", "");
   Impl::only.enter(*impl_, "StopSignals");
-  impl_->install();
+  struct sigaction action {};
+  action.sa_handler = [](int signal) {
+    Impl::only.with([&](Impl& impl) { impl.on_signal(signal); });
+  };
+  action.sa_flags = SA_RESTART | SA_ONSTACK;
+  sigemptyset(&action.sa_mask);
+  for (const int signal : kSignals) sigaddset(&action.sa_mask, signal);
+  impl_->actions.install(action);
+  // As nohup starts a program.
+  const struct sigaction& hang_up = impl_->actions.previous[2];
+  if (hang_up.sa_handler == SIG_IGN) ::sigaction(SIGHUP, &hang_up, nullptr);
 }
 
 StopSignals::~StopSignals() {
@@ -223,9 +216,33 @@ bool StopSignals::requested() const noexcept { return impl_->requested; }
 
 struct PlaceSignals::Impl {
   void install();
-  void restore() const;
-  void on_fault(int signal, siginfo_t* info, void* context) const;
-  void chain(int signal, siginfo_t* info, void* context) const;
+  void on_fault(int signal, siginfo_t* info, void* context) const {
+    Fault fault{.signal = signal, .file = {}, .lines = 0};
+    if (signal == SIGBUS) fault.file = MappedFile::path_at(info->si_addr);
+    ActivityBoard::for_each(&write_place, &fault);
+    if (fault.lines == 0) {
+      std::array<char, 512> line{};
+      const auto end = fmt::format_to_n(
+          line.data(), line.size(), "sluice: error: {} on rank {} on {}, outside of pipelines\n",
+          kFaultNames[place_of(signal)], rank, std::string_view(host.data()));
+      write_line(line, end.size);
+    }
+    chain(signal, info, context);
+  }
+
+  // Runs the action that was there before. The default one ends the process once this handler has
+  // returned.
+  void chain(int signal, siginfo_t* info, void* context) const {
+    const struct sigaction& before = faults.previous[place_of(signal)];
+    if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr) {
+      return before.sa_sigaction(signal, info, context);
+    }
+    if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
+      return before.sa_handler(signal);
+    }
+    set_default(signal);
+    ::raise(signal);
+  }
 
   static constinit OneInProcess<Impl> only;
 
@@ -239,34 +256,6 @@ struct PlaceSignals::Impl {
 };
 
 constinit OneInProcess<PlaceSignals::Impl> PlaceSignals::Impl::only;
-
-void PlaceSignals::Impl::on_fault(int signal, siginfo_t* info, void* context) const {
-  Fault fault{.signal = signal, .file = {}, .lines = 0};
-  if (signal == SIGBUS) fault.file = MappedFile::path_at(info->si_addr);
-  ActivityBoard::for_each(&write_place, &fault);
-  if (fault.lines == 0) {
-    std::array<char, 512> line{};
-    const auto end = fmt::format_to_n(
-        line.data(), line.size(), "sluice: error: {} on rank {} on {}, outside of pipelines\n",
-        kFaultNames[place_of(signal)], rank, std::string_view(host.data()));
-    write_line(line, end.size);
-  }
-  chain(signal, info, context);
-}
-
-// Runs the action that was there before. The default one ends the process once this handler has
-// returned.
-void PlaceSignals::Impl::chain(int signal, siginfo_t* info, void* context) const {
-  const struct sigaction& before = faults.previous[place_of(signal)];
-  if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr) {
-    return before.sa_sigaction(signal, info, context);
-  }
-  if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
-    return before.sa_handler(signal);
-  }
-  set_default(signal);
-  ::raise(signal);
-}
 
 void PlaceSignals::Impl::install() {
   const std::string name = host_name();
@@ -295,19 +284,15 @@ void PlaceSignals::Impl::install() {
   table.install(request);
 }
 
-void PlaceSignals::Impl::restore() const {
-  faults.restore();
-  table.restore();
-  if (own_stack) ::sigaltstack(&previous_stack, nullptr);
-}
-
 PlaceSignals::PlaceSignals() : impl_(std::make_unique<Impl>()) {
   Impl::only.enter(*impl_, "PlaceSignals");
   impl_->install();
 }
 
 PlaceSignals::~PlaceSignals() {
-  impl_->restore();
+  impl_->faults.restore();
+  impl_->table.restore();
+  if (impl_->own_stack) ::sigaltstack(&impl_->previous_stack, nullptr);
   Impl::only.leave();
 }
 
