@@ -21,18 +21,15 @@ std::byte* allocate_cpu(std::size_t bytes) {
   constexpr std::size_t kHugePage = std::size_t{2} << 20;
   const std::size_t alignment = bytes >= 2 * kHugePage ? kHugePage : kBufferAlignment;
   const std::size_t rounded = round_up(bytes, alignment);
-  if (rounded % alignment != 0) return nullptr;  // the largest number: round_up()
-  void* data = std::aligned_alloc(alignment, rounded);
-  if (data != nullptr && alignment == kHugePage) {
+  const bool fits = rounded % alignment == 0;  // not the largest number: round_up()
+  void* data = fits ? std::aligned_alloc(alignment, rounded) : nullptr;
+  if (data == nullptr) {
+    throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes on cpu: out of memory");
+  }
+  if (alignment == kHugePage) {
     static_cast<void>(madvise(data, rounded, MADV_HUGEPAGE));  // advice: may be refused
   }
   return static_cast<std::byte*>(data);
-}
-
-std::byte* allocate_cpu_or_throw(std::size_t bytes) {
-  std::byte* const data = allocate_cpu(bytes);
-  if (data != nullptr) return data;
-  throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes on cpu: out of memory");
 }
 
 }  // namespace
@@ -120,14 +117,13 @@ bool Event::done() const { return native_ == nullptr || cuda::done(native()); }
 Buffer::Buffer(Device device, std::size_t bytes) : data_(nullptr, {device, {}}), bytes_(bytes) {
   require_device(device);
   if (bytes == 0) return;
-  data_.reset(is_cuda(device) ? cuda::allocate(device.index, bytes) : allocate_cpu_or_throw(bytes));
+  data_.reset(is_cuda(device) ? cuda::allocate(device.index, bytes) : allocate_cpu(bytes));
 }
 
 HostBuffer::HostBuffer(Device device, std::size_t bytes) : data_(nullptr, {device}), bytes_(bytes) {
   require_device(device);
   if (bytes == 0) return;
-  data_.reset(is_cuda(device) ? cuda::allocate_host(device.index, bytes)
-                              : allocate_cpu_or_throw(bytes));
+  data_.reset(is_cuda(device) ? cuda::allocate_host(device.index, bytes) : allocate_cpu(bytes));
 }
 
 void HostBuffer::Free::operator()(std::byte* data) const noexcept {

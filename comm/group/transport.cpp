@@ -1,6 +1,6 @@
 #include "comm/group/transport.hpp"
 
-#include <fmt/core.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -20,15 +20,13 @@ namespace {
 std::string describe(const MessageHeader& header) {
   constexpr std::array kPhases = {"train", "evaluate", "generate"};
   constexpr std::array kDtypes = {"f32", "bf16", "i32", "u8", "f64", "f16", "i64"};
-  std::string shape;
-  for (std::uint32_t i = 0; i < std::min<std::uint32_t>(header.rank, kMaxDims); ++i) {
-    shape += fmt::format("{}{}", i == 0 ? "" : ", ", header.shape[i]);
-  }
-  return fmt::format(
-      "channel {} micro-batch {} tensor {} of {} step {} ({}) {} [{}], {} bytes", header.channel,
-      header.micro_batch, header.tensor, header.tensor_count, header.step,
-      header.phase < kPhases.size() ? kPhases[header.phase] : "unknown phase",
-      header.dtype < kDtypes.size() ? kDtypes[header.dtype] : "unknown type", shape, header.bytes);
+  const auto* const last = header.shape.begin() + std::min<std::uint32_t>(header.rank, kMaxDims);
+  return fmt::format("channel {} micro-batch {} tensor {} of {} step {} ({}) {} [{}], {} bytes",
+                     header.channel, header.micro_batch, header.tensor, header.tensor_count,
+                     header.step,
+                     header.phase < kPhases.size() ? kPhases[header.phase] : "unknown phase",
+                     header.dtype < kDtypes.size() ? kDtypes[header.dtype] : "unknown type",
+                     fmt::join(header.shape.begin(), last, ", "), header.bytes);
 }
 
 // Why a message with header `got` may not arrive where `expected` is due; empty where it may. Shape

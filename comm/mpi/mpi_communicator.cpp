@@ -95,13 +95,22 @@ struct Unfinished {
   }
 };
 
+bool mpi_is_over() noexcept {
+  int finalized = 0;
+  return MPI_Finalized(&finalized) != MPI_SUCCESS || finalized != 0;
+}
+
+int granted_level() {
+  int level = MPI_THREAD_SINGLE;
+  check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
+  return level;
+}
+
 // Under MPI_THREAD_FUNNELED one thread alone may call MPI.
 void require_mpi_thread() {
-  int level = MPI_THREAD_SINGLE;
   int is_main = 0;
-  check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
   check_mpi(MPI_Is_thread_main(&is_main), "MPI_Is_thread_main");
-  if (level == MPI_THREAD_FUNNELED && is_main == 0) {
+  if (granted_level() == MPI_THREAD_FUNNELED && is_main == 0) {
     throw Error(ErrorCode::kUsage,
                 "MPI grants MPI_THREAD_FUNNELED: only the thread that initialised it may make or "
                 "call a communicator or a pipeline; do so on that thread, or initialise MPI with "
@@ -115,10 +124,7 @@ class Orphans {
   // MPI may use the memory of an open message until the end of MPI_Finalize. Such memory is never
   // freed.
   ~Orphans() {
-    int finalized = 0;
-    if (MPI_Finalized(&finalized) != MPI_SUCCESS || finalized != 0) {
-      return;
-    }
+    if (mpi_is_over()) return;
     sweep();
     if (left_.empty()) return;
     (void)std::make_unique<std::vector<Unfinished>>(std::move(left_)).release();
@@ -161,10 +167,7 @@ class MpiCommunicator final : public Communicator {
   }
 
   ~MpiCommunicator() override {
-    int finalized = 0;
-    if (MPI_Finalized(&finalized) != MPI_SUCCESS || finalized != 0) {
-      return;
-    }
+    if (mpi_is_over()) return;
     for (std::size_t i = 0; i < slots_.size(); ++i) {
       Request request{static_cast<std::int32_t>(i)};
       if (slots_[i].request != MPI_REQUEST_NULL) {
@@ -400,9 +403,7 @@ void require_mpi() {
                                        ? "MPI is finalised already"
                                        : "MPI is not initialised: call MPI_Init_thread first");
   }
-  int level = MPI_THREAD_SINGLE;
-  check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
-  if (level < MPI_THREAD_FUNNELED) {
+  if (granted_level() < MPI_THREAD_FUNNELED) {
     throw Error(ErrorCode::kUsage,
                 "MPI was initialised with MPI_THREAD_SINGLE; at least MPI_THREAD_FUNNELED is "
                 "needed: call MPI_Init_thread");

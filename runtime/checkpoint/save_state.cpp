@@ -13,7 +13,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/bounded_json.hpp"
 #include "runtime/files/checksum.hpp"
-#include "runtime/files/mapped_file.hpp"
+#include "runtime/files/read_file.hpp"
 
 namespace sluice {
 namespace {
@@ -335,13 +335,7 @@ SaveState parse_save_state(std::string_view text, const std::filesystem::path& p
 
 SaveState read_save_state(const std::filesystem::path& directory) {
   const std::filesystem::path path = directory / "state.json";
-  const MappedFile file(path, ErrorCode::kWeights);
-  if (file.bytes().size() > kMostBytes) {
-    throw_error(ErrorCode::kWeights, "'{}' has {} bytes, more than a state can have", path.string(),
-                file.bytes().size());
-  }
-  return parse_save_state({reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()},
-                          path);
+  return parse_save_state(read_text(path, kMostBytes, ErrorCode::kWeights), path);
 }
 
 }  // namespace sluice

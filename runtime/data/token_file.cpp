@@ -81,12 +81,10 @@ Layout llm_c_layout(const LlmCKind& kind, std::span<const std::byte> bytes,
 
 std::string hash_of(std::span<const std::byte> bytes) {
   std::string text;
-  bool known = false;
   for (const std::byte byte : bytes) {
     text += fmt::format("{:02x}", std::to_integer<unsigned>(byte));
-    known = known || byte != std::byte{0};
   }
-  return known ? text : "";
+  return text.find_first_not_of('0') == std::string::npos ? "" : text;
 }
 
 // Checks every field of the header against the others and the file.

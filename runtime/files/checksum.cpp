@@ -18,8 +18,6 @@ struct Checksum::Impl {
 
 Checksum::Checksum() : impl_(std::make_unique<Impl>()) {}
 Checksum::~Checksum() = default;
-Checksum::Checksum(Checksum&&) noexcept = default;
-Checksum& Checksum::operator=(Checksum&&) noexcept = default;
 
 void Checksum::add(std::span<const std::byte> bytes) {
   XXH3_128bits_update(&impl_->state, bytes.data(), bytes.size());

@@ -12,8 +12,6 @@ class Checksum {
  public:
   Checksum();
   ~Checksum();
-  Checksum(Checksum&&) noexcept;
-  Checksum& operator=(Checksum&&) noexcept;
 
   void add(std::span<const std::byte> bytes);
   // 32 hexadecimal digits, as `xxhsum -H2` prints them. Starts anew.

@@ -73,12 +73,11 @@ TransformerConfig config_from(const Json& model, const std::filesystem::path& pa
       if (model.contains(name)) model.at(name).get_to(field);
     });
     config.rotary_scaling.kind = scalings().at(model.value("rotary_scaling", "none"));
-    config.precision = model.at("precision").get<std::string>() == name_of(DType::kBf16)
-                           ? DType::kBf16
-                           : DType::kF32;
-    config.stream_precision = model.value("stream_precision", "f32") == name_of(DType::kBf16)
-                                  ? DType::kBf16
-                                  : DType::kF32;
+    const auto precision = [](const std::string& name) {
+      return name == name_of(DType::kBf16) ? DType::kBf16 : DType::kF32;
+    };
+    config.precision = precision(model.at("precision").get<std::string>());
+    config.stream_precision = precision(model.value("stream_precision", "f32"));
   } catch (const Json::exception& error) {
     throw_error(ErrorCode::kWeights, "'{}' is damaged: {}", path.string(), error.what());
   } catch (const std::out_of_range&) {

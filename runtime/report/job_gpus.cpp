@@ -13,6 +13,8 @@
 
 namespace sluice {
 
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(OperatorTime, name, calls, seconds, bytes, flops)
+
 namespace {
 
 struct Card {
@@ -110,19 +112,15 @@ std::vector<GpuState> JobGpus::read() {
 
 std::vector<OperatorTime> sum_operator_times(Collectives& world,
                                              const std::vector<OperatorTime>& mine) {
-  nlohmann::json rows = nlohmann::json::array();
-  for (const OperatorTime& each : mine) {
-    rows.push_back({each.name, each.calls, each.seconds, each.bytes, each.flops});
-  }
   std::map<std::string, OperatorTime> sums;
-  for (const std::string& rank : world.all_gather_strings(rows.dump())) {
-    for (const auto& row : nlohmann::json::parse(rank)) {
-      OperatorTime& sum = sums[row[0].get<std::string>()];
-      sum.name = row[0].get<std::string>();
-      sum.calls += row[1].get<std::int64_t>();
-      sum.seconds += row[2].get<double>();
-      sum.bytes += row[3].get<double>();
-      sum.flops += row[4].get<double>();
+  for (const std::string& rank : world.all_gather_strings(nlohmann::json(mine).dump())) {
+    for (const auto& each : nlohmann::json::parse(rank).get<std::vector<OperatorTime>>()) {
+      OperatorTime& sum = sums[each.name];
+      sum.name = each.name;
+      sum.calls += each.calls;
+      sum.seconds += each.seconds;
+      sum.bytes += each.bytes;
+      sum.flops += each.flops;
     }
   }
   std::vector<OperatorTime> all;
