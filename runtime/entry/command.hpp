@@ -12,8 +12,7 @@ namespace sluice {
 // printed once and ends the command. An error that it throws ends a process started alone without
 // MPI; in a job every rank throws it, see above. The ranks of a job first compare `command`: where
 // one runs another, that is Error(kMismatch).
-int run_command(const std::string& command, int argc, char** argv,
-                const std::function<std::string()>& parse,
+int run_command(const std::string& command, const std::function<std::string()>& parse,
                 const std::function<void(Communicator& world)>& body);
 
 }  // namespace sluice

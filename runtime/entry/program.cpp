@@ -156,8 +156,7 @@ int run_main(int argc, char** argv, const std::function<void(World& world)>& bod
   }
 }
 
-int run_command(const std::string& command, int argc, char** argv,
-                const std::function<std::string()>& parse,
+int run_command(const std::string& command, const std::function<std::string()>& parse,
                 const std::function<void(Communicator& world)>& body) {
   std::optional<Error> refusal;
   std::string help;
@@ -175,7 +174,8 @@ int run_command(const std::string& command, int argc, char** argv,
     print_error(*refusal);
     return exit_code(refusal->code());
   }
-  return run_main(argc, argv, [&](World& ranks) {
+  char* no_arguments = nullptr;  // for MPI
+  return run_main(0, &no_arguments, [&](World& ranks) {
     Communicator& world = communicator_of(ranks);
     // Before the error of `parse`: an option may be unknown because it is another command's.
     Collectives collectives(world, 0, nullptr);

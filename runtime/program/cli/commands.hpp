@@ -3,12 +3,15 @@
 // (runtime/saves).
 #pragma once
 
+#include <string>
+#include <vector>
+
 namespace sluice {
 
-// `sluice <command> ...`; arguments exclude the program's name and the command. Each returns the
+// `sluice <command> ...`; `arguments` exclude the program's name and the command. Each returns the
 // exit code.
-int generate_command(int argc, char** argv);
-int evaluate_command(int argc, char** argv);
-int doctor_command(int argc, char** argv);
+int generate_command(const std::vector<std::string>& arguments);
+int evaluate_command(const std::vector<std::string>& arguments);
+int doctor_command(const std::vector<std::string>& arguments);
 
 }  // namespace sluice

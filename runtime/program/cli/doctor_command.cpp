@@ -442,10 +442,9 @@ void become_two_ranks(const std::vector<std::string>& arguments) {
 
 }  // namespace
 
-int doctor_command(int argc, char** argv) {
+int doctor_command(const std::vector<std::string>& arguments) {
   DoctorOptions options;
   OptionTable table = make_table(options);
-  const std::vector<std::string> arguments(argv, argv + argc);
   const auto alone_with = [&](const char* option) {
     return launched_rank() < 0 &&
            std::any_of(arguments.begin(), arguments.end(),
@@ -467,7 +466,7 @@ int doctor_command(int argc, char** argv) {
     if (code != 0 || table.help_wanted()) return code;
   }
   return run_command(
-      "doctor", argc, argv,
+      "doctor",
       [&] {
         table.parse(arguments);
         for (const char* name : {"hosts", "live"}) {

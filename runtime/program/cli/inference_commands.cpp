@@ -61,12 +61,12 @@ void add_pipeline_options(OptionTable& table, PipelineOptions& pipeline) {
 }
 
 // A command on the newest save of `weights`. `check`: what its options must be.
-int run_on_weights(const std::string& command, int argc, char** argv, OptionTable& table,
-                   const std::string& weights, const std::function<void()>& check,
+int run_on_weights(const std::string& command, const std::vector<std::string>& arguments,
+                   OptionTable& table, const std::string& weights,
+                   const std::function<void()>& check,
                    const std::function<void(const std::filesystem::path&, Communicator&)>& body) {
-  const std::vector<std::string> arguments(argv, argv + argc);
   return run_command(
-      command, argc, argv,
+      command,
       [&] {
         table.parse(arguments);
         if (table.help_wanted()) return table.help();
@@ -436,24 +436,24 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
 
 }  // namespace
 
-int generate_command(int argc, char** argv) {
+int generate_command(const std::vector<std::string>& arguments) {
   GenerateOptions options;
   OptionTable table = make_table(options);
   const auto check = [&] {
     if (options.prompt.empty() || options.prompt_ids.empty()) return;
     throw_usage("options --prompt and --prompt-ids are both given: legal is one of them");
   };
-  return run_on_weights("generate", argc, argv, table, options.weights, check,
+  return run_on_weights("generate", arguments, table, options.weights, check,
                         [&](const std::filesystem::path& save, Communicator& world) {
                           generate_text(save, options, world);
                         });
 }
 
-int evaluate_command(int argc, char** argv) {
+int evaluate_command(const std::vector<std::string>& arguments) {
   EvaluateOptions options;
   OptionTable table = make_table(options);
   const auto check = [&] { options.share_given = table.given("validation-share"); };
-  return run_on_weights("evaluate", argc, argv, table, options.weights, check,
+  return run_on_weights("evaluate", arguments, table, options.weights, check,
                         [&](const std::filesystem::path& save, Communicator& world) {
                           evaluate(save, options, world);
                         });

@@ -26,26 +26,19 @@ namespace {
 
 struct Command {
   std::string_view name, summary;
-  int (*run)(int argc, char** argv);
+  int (*run)(const std::vector<std::string>& arguments);
 };
-
-int run_schedule(int argc, char** argv) { return schedule_command({argv, argv + argc}); }
-int run_job(int argc, char** argv) { return run_job_command({argv, argv + argc}); }
-int run_digest(int argc, char** argv) { return digest_command({argv, argv + argc}); }
-int run_verify(int argc, char** argv) { return verify_command({argv, argv + argc}); }
-int run_inspect(int argc, char** argv) { return inspect_command({argv, argv + argc}); }
-int run_export(int argc, char** argv) { return export_command({argv, argv + argc}); }
 
 constexpr std::array kCommands = {
     Command{"train", "train a model over the ranks of an MPI job, or alone", train_command},
-    Command{"run", "start a job, and start it again after failures (no MPI)", run_job},
+    Command{"run", "start a job, and start it again after failures (no MPI)", run_job_command},
     Command{"generate", "sample text from saved weights", generate_command},
     Command{"evaluate", "loss of saved weights on data", evaluate_command},
-    Command{"schedule", "prove, simulate and draw a schedule (no MPI)", run_schedule},
-    Command{"digest", "SHA-256 of every saved parameter (no MPI)", run_digest},
-    Command{"verify", "compare saves with their hashes (no MPI)", run_verify},
-    Command{"inspect", "list the tensors of a model's files (no MPI)", run_inspect},
-    Command{"export", "write a model as a Hugging Face directory (no MPI)", run_export},
+    Command{"schedule", "prove, simulate and draw a schedule (no MPI)", schedule_command},
+    Command{"digest", "SHA-256 of every saved parameter (no MPI)", digest_command},
+    Command{"verify", "compare saves with their hashes (no MPI)", verify_command},
+    Command{"inspect", "list the tensors of a model's files (no MPI)", inspect_command},
+    Command{"export", "write a model as a Hugging Face directory (no MPI)", export_command},
     Command{"doctor", "where ranks run, and what looks wrong", doctor_command},
 };
 
@@ -82,14 +75,12 @@ int print_page(const std::string& kind) {
   const std::string name = build_name();
   const std::string version = name.substr(0, name.find(' '));
   fmt::print("{}", man ? man_head(version, commands) : bash_head(commands));
-  std::string help = "--help=" + kind;
   for (const Command& command : kCommands) {
-    std::vector<std::string> forms = {""};
-    if (command.name == "schedule") forms = {"", "auto", "compare"};
-    for (std::string& form : forms) {
-      std::vector<char*> words = {help.data(), nullptr};
-      if (!form.empty()) words.insert(words.begin(), form.data());
-      const int code = command.run(static_cast<int>(words.size()) - 1, words.data());
+    std::vector<std::vector<std::string>> forms = {{}};
+    if (command.name == "schedule") forms = {{}, {"auto"}, {"compare"}};
+    for (std::vector<std::string>& arguments : forms) {
+      arguments.push_back("--help=" + kind);
+      const int code = command.run(arguments);
       if (code != 0) return code;
     }
   }
@@ -106,13 +97,13 @@ int run_program(int argc, char** argv) {
   }
   if (name == "--help=man" || name == "--help=bash") return print_page(name.substr(7));
   for (const Command& command : kCommands) {
-    if (command.name == name) return command.run(argc - 2, argv + 2);
+    if (command.name == name) return command.run({argv + 2, argv + argc});
   }
   if (!name.empty()) {
     const auto refuse = [&]() -> std::string {
       throw Error(ErrorCode::kUsage, unknown_command(name));
     };
-    return run_command(name, argc, argv, refuse, [](Communicator&) {});
+    return run_command(name, refuse, [](Communicator&) {});
   }
   if (first_of_job()) fmt::print(stderr, "{}", overview());
   return exit_code(ErrorCode::kUsage);

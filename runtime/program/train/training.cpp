@@ -507,14 +507,13 @@ void Training::validate(std::int64_t samples) {
 
 }  // namespace
 
-int train_command(int argc, char** argv) {
+int train_command(const std::vector<std::string>& arguments) {
   constexpr int kStopped = 12;  // the exit code of a run that was asked to stop
-  const std::vector<std::string> arguments(argv, argv + argc);
   TrainOptions options;
   bool stopped = false;
   StopRequest stop;
   const int code = run_command(
-      "train", argc, argv,
+      "train",
       [&] {
         options = parse_train_options(arguments);
         // A reader of the output that goes, and a file that may not grow, are errors of writing.
