@@ -190,11 +190,6 @@ void pull(Traffic& traffic) {
   for (const int slot : {0, 1}) traffic.cancel(slot);
 }
 
-// What this rank has measured of link i, else 0; summed over ranks it is the whole.
-struct Share {
-  double latency = 0, bandwidth = 0, shared_bandwidth = 0, advanced = 0;
-};
-
 // Of one rank, over all measured pairs.
 class Probe {
  public:
@@ -206,7 +201,7 @@ class Probe {
         limits_(limits),
         silence_(comm.rank(), limits.silence_seconds, "the other ranks"),
         collectives_(comm, base_tag, &silence_),
-        shares_(2 * pairs.size()) {}
+        links_(2 * pairs.size()) {}
 
   ProbeResult run() {
     const double start = steady_seconds();
@@ -233,7 +228,7 @@ class Probe {
     collectives_.barrier();
   }
 
-  // Shares 2i and 2i + 1 are those of pair i from low to high and back.
+  // Links 2i and 2i + 1 are those of pair i from low to high and back.
   void probe_alone(std::size_t pair) {
     const RankPair& ends = pairs_[pair];
     const double each = limits_.pair_seconds * 0.4;
@@ -243,13 +238,13 @@ class Probe {
                       kLargest);
       if (low) {
         const double latency = ping(traffic, limits_.pair_seconds * 0.2);
-        shares_[2 * pair].latency = shares_[2 * pair + 1].latency = latency;
-        shares_[2 * pair].bandwidth = push(traffic, each);
+        links_[2 * pair].latency = links_[2 * pair + 1].latency = latency;
+        links_[2 * pair].bandwidth = push(traffic, each);
         pull(traffic);
       } else {
         answer_pings(traffic);
         pull(traffic);
-        shares_[2 * pair + 1].bandwidth = push(traffic, each);
+        links_[2 * pair + 1].bandwidth = push(traffic, each);
       }
     }
     barrier();
@@ -259,7 +254,7 @@ class Probe {
   struct Exchange {
     std::unique_ptr<Traffic> traffic;
     std::size_t bytes = 0;     // that are sent
-    std::size_t outgoing = 0;  // index of the link's share
+    std::size_t outgoing = 0;  // index of the link
     bool received = false, answered = false;
     double answer_time = 0;               // of the last round, after its start
     std::vector<double> idle, computing;  // answer times of the rounds
@@ -280,9 +275,9 @@ class Probe {
     for (const Exchange& each : exchanges) {
       const double idle = std::max(median(each.idle), 1e-9);
       const double left = std::max(0.0, median(each.computing) - busy);
-      Share& share = shares_[each.outgoing];
-      share.shared_bandwidth = static_cast<double>(each.bytes) / idle;
-      share.advanced = std::clamp(1 - left / idle, 0.0, 1.0);
+      LinkFigures& link = links_[each.outgoing];
+      link.shared_bandwidth = static_cast<double>(each.bytes) / idle;
+      link.advanced = std::clamp(1 - left / idle, 0.0, 1.0);
     }
     barrier();
   }
@@ -310,7 +305,7 @@ class Probe {
                                                    limits_.silence_seconds, most);
       exchange.outgoing = 2 * pair + (low ? 0 : 1);
       const double bytes =
-          std::min(shares_[exchange.outgoing].bandwidth * kRoundSeconds, static_cast<double>(most));
+          std::min(links_[exchange.outgoing].bandwidth * kRoundSeconds, static_cast<double>(most));
       exchange.bytes = std::max(kSmallest, static_cast<std::size_t>(bytes));
       exchanges.push_back(std::move(exchange));
     }
@@ -372,24 +367,21 @@ class Probe {
 
   ProbeResult gathered() {
     const std::size_t links = 2 * measured_;
-    std::vector<Share> all(comm_.rank() == 0 ? links * at(comm_.size()) : 0);
+    std::vector<LinkFigures> all(comm_.rank() == 0 ? links * at(comm_.size()) : 0);
     silence_.restart();
-    collectives_.gather(std::as_bytes(std::span(shares_).first(links)),
+    collectives_.gather(std::as_bytes(std::span(links_).first(links)),
                         std::as_writable_bytes(std::span(all)), 0);
     ProbeResult result;
     result.pairs_left_out = static_cast<int>(pairs_.size() - measured_);
     for (std::size_t i = 0; comm_.rank() == 0 && i < links; ++i) {
       const RankPair& ends = pairs_[i / 2];
-      LinkFigures link = {.from = i % 2 == 0 ? ends.low : ends.high,
-                          .to = i % 2 == 0 ? ends.high : ends.low,
-                          .replicas = ends.replicas};
-      for (std::size_t share = i; share < all.size(); share += links) {
-        link.latency += all[share].latency;
-        link.bandwidth += all[share].bandwidth;
-        link.shared_bandwidth += all[share].shared_bandwidth;
-        link.advanced += all[share].advanced;
-      }
-      result.links.push_back(link);
+      // The sender has measured it, but for the latency.
+      const auto [from, to] =
+          i % 2 == 0 ? std::pair(ends.low, ends.high) : std::pair(ends.high, ends.low);
+      LinkFigures& link = result.links.emplace_back(all[at(from) * links + i]);
+      link.from = from;
+      link.to = to;
+      link.latency = all[at(ends.low) * links + i].latency;
     }
     return result;
   }
@@ -400,8 +392,8 @@ class Probe {
   ProbeLimits limits_;
   SilenceLimit silence_;
   Collectives collectives_;
-  std::size_t measured_ = 0;  // pairs; the same on all ranks
-  std::vector<Share> shares_;
+  std::size_t measured_ = 0;        // pairs; the same on all ranks
+  std::vector<LinkFigures> links_;  // what this rank has measured of them
 };
 
 }  // namespace
@@ -415,21 +407,21 @@ double median(std::vector<double> values) {
 std::vector<RankPair> pairs_of_training(const Topology& topology, int chunks) {
   std::vector<RankPair> pairs;
   std::set<std::pair<int, int>> known;
-  const auto add = [&](int one, int two, bool replicas) {
+  const auto add = [&](int one, int two) {
     const auto [low, high] = std::minmax(one, two);
-    if (low != high && known.insert({low, high}).second) pairs.push_back({low, high, replicas});
+    if (low != high && known.insert({low, high}).second) pairs.push_back({low, high});
   };
   for (int replica = 0; replica < topology.replicas; ++replica) {
     const auto rank = [&](int stage) { return topology.rank_of(replica, stage); };
     for (int stage = 0; stage + 1 < topology.pipeline; ++stage) {
-      add(rank(stage), rank(stage + 1), false);
+      add(rank(stage), rank(stage + 1));
     }
-    if (chunks > 1) add(rank(topology.pipeline - 1), rank(0), false);
+    if (chunks > 1) add(rank(topology.pipeline - 1), rank(0));
   }
   for (int stage = 0; stage < topology.pipeline; ++stage) {
     for (int high = 1; high < topology.replicas; ++high) {
       for (int low = 0; low < high; ++low) {
-        add(topology.rank_of(low, stage), topology.rank_of(high, stage), true);
+        add(topology.rank_of(low, stage), topology.rank_of(high, stage));
       }
     }
   }

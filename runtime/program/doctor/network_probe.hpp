@@ -17,7 +17,6 @@ namespace sluice {
 // Two ranks that exchange messages, in both directions.
 struct RankPair {
   int low = 0, high = 0;  // ranks of the job, low < high
-  bool replicas = false;  // of one stage; else neighbours in a pipeline
   friend bool operator==(const RankPair&, const RankPair&) = default;
 };
 
@@ -34,7 +33,6 @@ struct ProbeLimits {
 // What one direction of a pair does.
 struct LinkFigures {
   int from = 0, to = 0;
-  bool replicas = false;
   double latency = 0;           // of 8 bytes, half of a median round trip
   double bandwidth = 0;         // of pieces of up to 4 MiB, two under way
   double shared_bandwidth = 0;  // of one message and its answer, while all links carry one
