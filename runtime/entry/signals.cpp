@@ -93,10 +93,9 @@ std::size_t place_of(int signal) {
                                   kFaults.begin());
 }
 
-void write_line(const std::array<char, 512>& line, std::size_t size) noexcept {
+void write_line(const char* line, std::size_t size) noexcept {
   // Standard error may be closed; there is nothing else to tell.
-  [[maybe_unused]] const ssize_t written =
-      ::write(STDERR_FILENO, line.data(), std::min(size, line.size()));
+  (void)!::write(STDERR_FILENO, line, size);
 }
 
 struct Fault {
@@ -119,7 +118,7 @@ void write_place(ActivityBoard& board, void* with) noexcept {
         kFaultNames[place_of(fault.signal)], board.rank(), std::string_view(board.host()),
         std::string_view(board.stages()), now.step, now.waits ? "waiting in " : "in ", doing,
         fault.file.empty() ? "" : "; '", fault.file, fault.file.empty() ? "" : kShorter);
-    write_line(line, end.size);
+    write_line(line.data(), std::min(end.size, line.size()));
     ++fault.lines;
   } catch (...) {  // a format that cannot fail
   }
@@ -159,10 +158,7 @@ struct StopSignals::Impl {
     // describe() changes no line any more: it may complete the other half, not this one.
     const Lines& now = lines[current];
     for (std::size_t i = 0; i < now.size(); ++i) {
-      if (kSignals[i] != signal) continue;
-      // Standard error may be closed; there is nothing else to tell.
-      [[maybe_unused]] const ssize_t written =
-          ::write(STDERR_FILENO, now[i].text.data(), now[i].size);
+      if (kSignals[i] == signal) write_line(now[i].text.data(), now[i].size);
     }
   }
 
@@ -225,7 +221,7 @@ struct PlaceSignals::Impl {
       const auto end = fmt::format_to_n(
           line.data(), line.size(), "sluice: error: {} on rank {} on {}, outside of pipelines\n",
           kFaultNames[place_of(signal)], rank, std::string_view(host.data()));
-      write_line(line, end.size);
+      write_line(line.data(), std::min(end.size, line.size()));
     }
     chain(signal, info, context);
   }
