@@ -108,6 +108,12 @@ class Training {
   [[nodiscard]] std::filesystem::path last_resumable() const;
   [[nodiscard]] bool asked_anywhere();
   void validate(std::int64_t samples);
+  // On rank 0, at the end.
+  void print_summary() const;
+  void print_head() const;
+  void print_losses() const;
+  void print_speed() const;
+  void print_files() const;
 
   Communicator& world_;
   const TrainOptions& options_;
@@ -143,54 +149,39 @@ void keep_replicas_together(PipelineOptions::Expert& expert) {
   expert.gradient_bytes = 1;
 }
 
-// What a run prints at its end, on rank 0.
-struct RunEnd {
-  const TrainOptions& options;
-  const TrainData& data;
-  const ScheduleChoice& choice;
-  const StepReports& reports;
-  const LastSteps& last_steps;
-  Communicator& world;
-  const Pipeline& pipeline;
-  bool stopped;                               // asked to, before the last step
-  std::optional<std::filesystem::path> save;  // the last one; nothing without --save
-};
-
 void print_row(const char* name, const std::string& text) {
   fmt::print("  {:<18} {}\n", name, text);
 }
 
-void print_head(const RunEnd& run) {
-  const TrainOptions& options = run.options;
-  if (!run.stopped) {
-    fmt::print("\nDone: {} step{}\n", options.steps, options.steps == 1 ? "" : "s");
+void Training::print_head() const {
+  if (!stopped_) {
+    fmt::print("\nDone: {} step{}\n", options_.steps, options_.steps == 1 ? "" : "s");
     return;
   }
   std::string saved;
-  if (!run.save) {
+  if (!saver_) {
     saved = "; nothing is saved";
-  } else if (!options.checkpoint.weights_only) {
-    saved = fmt::format("; resume with --resume {} (or auto)", options.save);
+  } else if (!options_.checkpoint.weights_only) {
+    saved = fmt::format("; resume with --resume {} (or auto)", options_.save);
   }
-  fmt::print("\nstopped as asked after step {}{}\n", run.pipeline.step(), saved);
+  fmt::print("\nstopped as asked after step {}{}\n", pipeline_->step(), saved);
 }
 
-void print_losses(const RunEnd& run) {
-  const char* unit = run.data.file->format() == TokenFormat::kText ? "byte" : "token";
+void Training::print_losses() const {
+  const char* unit = data_.file->format() == TokenFormat::kText ? "byte" : "token";
   const auto in_units = [&](double nats) {
     return fmt::format("{:.4f} nats, {:.4f} bits per {}", nats, nats / std::log(2.0), unit);
   };
-  const StepReports& reports = run.reports;
-  if (reports.sums().steps > 0) print_row("training loss", in_units(reports.train_loss()));
-  if (reports.validation_loss() && !run.stopped) {
-    const std::int64_t samples = run.data.last_validation, windows = run.data.windows;
+  if (reports_->sums().steps > 0) print_row("training loss", in_units(reports_->train_loss()));
+  if (reports_->validation_loss() && !stopped_) {
+    const std::int64_t samples = data_.last_validation, windows = data_.windows;
     print_row("validation loss",
-              in_units(*reports.validation_loss()) +
+              in_units(*reports_->validation_loss()) +
                   (samples < windows ? fmt::format(" ({} of {} windows)", samples, windows) : ""));
   }
-  if (!reports.skipped().empty()) {
+  if (!reports_->skipped().empty()) {
     print_row("skipped steps",
-              fmt::format("{}: the loss or a gradient was not finite", reports.skipped().size()));
+              fmt::format("{}: the loss or a gradient was not finite", reports_->skipped().size()));
   }
 }
 
@@ -206,47 +197,47 @@ void print_promise(const StepPromise& promise, const StepReports::Sums& sums) {
   print_row("schedule", text);
 }
 
-void print_speed(const RunEnd& run) {
-  const StepReports::Sums& sums = run.reports.sums();
+void Training::print_speed() const {
+  const StepReports::Sums& sums = reports_->sums();
   if (sums.steps == 0) return;
   print_row("speed", fmt::format("{:.0f} tokens/s", sums.tokens / sums.seconds));
-  const int ranks = run.world.local_size(), cores = host_cores();
+  const int ranks = world_.local_size(), cores = host_cores();
   const bool sliced = ranks > cores;
   print_row("bubble",
             fmt::format("{:.1f} % measured, {:.1f} % ideal{}",
                         100 * sums.bubble / static_cast<double>(sums.steps),
-                        100 * PipelineAccess::layout(run.pipeline).plans.bubble_ideal,
+                        100 * PipelineAccess::layout(*pipeline_).plans.bubble_ideal,
                         sliced ? fmt::format(" (measured includes time-slicing: {} ranks share {} "
                                              "cores)",
                                              ranks, cores)
                                : ""));
-  if (run.choice.promise) print_promise(*run.choice.promise, sums);
+  if (choice_.promise) print_promise(*choice_.promise, sums);
 }
 
-void print_files(const RunEnd& run) {
-  const TrainOptions& options = run.options;
-  if (run.save) {
-    print_row("weights", (std::filesystem::path(options.save) / run.save->filename()).string());
-    if (!options.checkpoint.weights_only && !run.stopped) {
-      print_row("to go on", fmt::format("train --resume {} --steps N (N above {})", options.save,
-                                        options.steps));
+void Training::print_files() const {
+  if (saver_) {
+    print_row("weights",
+              (std::filesystem::path(options_.save) / saver_->last_save().filename()).string());
+    if (!options_.checkpoint.weights_only && !stopped_) {
+      print_row("to go on", fmt::format("train --resume {} --steps N (N above {})", options_.save,
+                                        options_.steps));
     }
   }
-  if (!options.metrics.empty()) print_row("metrics", options.metrics);
-  if (run.stopped || options.trace.empty()) return;
-  print_row("trace", options.trace + " (open it at ui.perfetto.dev)");
-  if (run.world.size() == 1) return;
+  if (!options_.metrics.empty()) print_row("metrics", options_.metrics);
+  if (stopped_ || options_.trace.empty()) return;
+  print_row("trace", options_.trace + " (open it at ui.perfetto.dev)");
+  if (world_.size() == 1) return;
   print_row("trace clock", fmt::format("ranks agree with rank 0 within {:.0f} us",
-                                       std::ceil(run.last_steps.clock_error() * 1e6)));
+                                       std::ceil(last_steps_->clock_error() * 1e6)));
 }
 
-void print_summary(const RunEnd& run) {
-  print_head(run);
-  print_losses(run);
-  print_speed(run);
-  print_files(run);
-  if (run.stopped) return;
-  fmt::print("{}", run.last_steps.operators(run.reports.card()));
+void Training::print_summary() const {
+  print_head();
+  print_losses();
+  print_speed();
+  print_files();
+  if (stopped_) return;
+  fmt::print("{}", last_steps_->operators(reports_->card()));
 }
 
 Training::Training(Communicator& world, const TrainOptions& options, StopRequest& stop)
@@ -264,16 +255,7 @@ void Training::run() {
     last_steps_->write_timeline(layers());
   }
   pipeline_->close();
-  if (!first()) return;
-  print_summary({.options = options_,
-                 .data = data_,
-                 .choice = choice_,
-                 .reports = *reports_,
-                 .last_steps = *last_steps_,
-                 .world = world_,
-                 .pipeline = *pipeline_,
-                 .stopped = stopped_,
-                 .save = saver_ ? std::optional(saver_->last_save()) : std::nullopt});
+  if (first()) print_summary();
 }
 
 // Whether there is something to train. All that can be refused before memory is taken is.
