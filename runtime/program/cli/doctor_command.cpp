@@ -308,39 +308,6 @@ void examine(const DoctorOptions& options, Communicator& world) {
 
 constexpr const char* kStarted = "SLUICE_SELF_TEST";
 
-// Tokens that depend on their place alone.
-class MadeUpTokens : public DataSource {
- public:
-  explicit MadeUpTokens(const TransformerConfig& model)
-      : shapes_(make_token_shapes(model.context)), vocabulary_(model.vocabulary) {}
-  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
-    return shapes_->input_specs(samples);
-  }
-  std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
-    return shapes_->target_specs(samples);
-  }
-  void inputs(Phase, std::uint64_t, SampleRange range,
-              std::span<const Tensor> into) const override {
-    fill(range, 0, into[0]);
-  }
-  void targets(Phase, std::uint64_t, SampleRange range,
-               std::span<const Tensor> into) const override {
-    fill(range, 1, into[0]);
-  }
-
- private:
-  void fill(SampleRange range, std::int64_t ahead, const Tensor& into) const {
-    const std::int64_t context = into.elements() / range.count;
-    for (std::int64_t i = 0; i < into.elements(); ++i) {
-      const std::int64_t place = range.first * context + i + ahead;
-      into.as<std::int32_t>()[i] = static_cast<std::int32_t>((place * place + place) % vocabulary_);
-    }
-  }
-
-  std::unique_ptr<DataSource> shapes_;
-  int vocabulary_;
-};
-
 std::string lines_of(Pipeline& pipeline) {
   std::string lines;
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
@@ -360,9 +327,16 @@ std::string digest_after_a_step(Communicator& world, const std::vector<DeviceCho
   PipelineOptions options;
   options.shape.micro_batches = 4;
   options.devices.choices = devices;
-  const MadeUpTokens data(model);
+  const TensorSpec tokens_of_one = {DType::kI32, Shape{model.context}};
+  const BatchSpec data = {.inputs = {tokens_of_one}, .targets = {tokens_of_one}};
   Pipeline pipeline(world, Transformer(model), data, options);
-  pipeline.train_step();
+  // Tokens that depend on their place alone.
+  std::vector<std::int32_t> tokens;
+  for (int place = 0; place <= options.shape.micro_batches * model.context; ++place) {
+    tokens.push_back((place * place + place) % model.vocabulary);
+  }
+  const TensorSpec spec = {DType::kI32, Shape{options.shape.micro_batches, model.context}};
+  pipeline.train_step({.inputs = {{tokens.data(), spec}}, .targets = {{tokens.data() + 1, spec}}});
   SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
   Collectives collectives(world, kBaseTag, &silence);
   std::vector<ParameterDigest> digests;
