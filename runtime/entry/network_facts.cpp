@@ -141,13 +141,13 @@ std::vector<std::string> interfaces_used(const NetworkFacts& facts) {
   std::vector<std::string_view> addresses;
   for (const Connection& each : facts.connections) {
     const std::string_view address = address_of(each.local);
-    const bool seen = std::find(addresses.begin(), addresses.end(), address) != addresses.end();
+    const bool seen = std::ranges::find(addresses, address) != addresses.end();
     if (!seen && !address.starts_with("127.")) addresses.push_back(address);
   }
   for (const NetworkInterface& known : facts.interfaces) {
-    const auto found = std::find(addresses.begin(), addresses.end(), known.address);
+    const auto found = std::ranges::find(addresses, known.address);
     if (found == addresses.end()) continue;
-    if (std::find(names.begin(), names.end(), known.name) == names.end()) {
+    if (std::ranges::find(names, known.name) == names.end()) {
       names.push_back(known.name);
     }
     addresses.erase(found);
@@ -160,8 +160,8 @@ bool is_virtual_interface(std::string_view name) {
   constexpr std::array<std::string_view, 16> kBeginnings = {
       "docker", "virbr", "veth",  "br-",  "cni",   "flannel", "cali",  "cilium",
       "podman", "lxcbr", "lxdbr", "vnet", "weave", "kube-",   "vmnet", "vboxnet"};
-  return std::any_of(kBeginnings.begin(), kBeginnings.end(),
-                     [&](std::string_view each) { return name.starts_with(each); });
+  return std::ranges::any_of(kBeginnings,
+                             [&](std::string_view each) { return name.starts_with(each); });
 }
 
 std::string_view address_of(std::string_view endpoint) {

@@ -83,8 +83,7 @@ std::string StartLimit::line(std::chrono::milliseconds waited, bool was_stopped)
     return fmt::format("sluice: error: {} has not ended: this process was stopped\n", who);
   }
   const std::vector<LocalRank> ranks = local_ranks();
-  const auto first = std::find_if(ranks.begin(), ranks.end(),
-                                  [](const LocalRank& each) { return !each.stopped(); });
+  const auto first = std::ranges::find(ranks, false, &LocalRank::stopped);
   const bool speaks = first == ranks.end() ? launcher_info().local_rank <= 0 : first->rank == rank;
   if (!speaks) return "";
   const std::string cause = silence_on_host(ranks, launched_size());

@@ -190,9 +190,7 @@ void print_links(const std::vector<RankFacts>& ranks, std::vector<LinkFigures> l
              "all at once", "passes");
   const std::size_t all = links.size();
   if (all > kMostShown) {
-    std::stable_sort(links.begin(), links.end(), [](const LinkFigures& a, const LinkFigures& b) {
-      return a.bandwidth < b.bandwidth;
-    });
+    std::ranges::stable_sort(links, {}, &LinkFigures::bandwidth);
     links.resize(kMostShown);
   }
   for (const LinkFigures& link : links) {
@@ -241,9 +239,7 @@ Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology
     cluster.hosts.push_back({host->mpi.host, host->host_cores});
   }
   for (const RankFacts& rank : ranks) {
-    const auto host =
-        std::find_if(cluster.hosts.begin(), cluster.hosts.end(),
-                     [&](const ClusterHost& each) { return each.name == rank.mpi.host; });
+    const auto host = std::ranges::find(cluster.hosts, rank.mpi.host, &ClusterHost::name);
     cluster.ranks.push_back({static_cast<int>(host - cluster.hosts.begin()),
                              topology.replica(rank.rank), topology.pipeline_rank(rank.rank)});
   }
@@ -344,8 +340,7 @@ std::string digest_after_a_step(Communicator& world, const std::vector<DeviceCho
     std::istringstream words(lines);
     for (ParameterDigest each; words >> each.name >> each.sha256;) digests.push_back(each);
   }
-  std::sort(digests.begin(), digests.end(),
-            [](const ParameterDigest& a, const ParameterDigest& b) { return a.name < b.name; });
+  std::ranges::sort(digests, {}, &ParameterDigest::name);
   pipeline.close();
   return digest_all(digests);
 }
@@ -420,9 +415,9 @@ int doctor_command(const std::vector<std::string>& arguments) {
   DoctorOptions options;
   OptionTable table = make_table(options);
   const auto alone_with = [&](const char* option) {
-    return launched_rank() < 0 &&
-           std::any_of(arguments.begin(), arguments.end(),
-                       [&](const std::string& word) { return word.starts_with(option); });
+    return launched_rank() < 0 && std::ranges::any_of(arguments, [&](const std::string& word) {
+             return word.starts_with(option);
+           });
   };
   if (alone_with("--hosts")) {
     return run_guarded(table, arguments, [&] {

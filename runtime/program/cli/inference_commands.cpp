@@ -143,7 +143,7 @@ class Generator {
   // Collective: every rank gets the new token.
   int next() {
     const std::size_t shown = std::min(tokens_.size(), window_.size());
-    std::fill(window_.begin(), window_.end(), 0);
+    std::ranges::fill(window_, 0);
     std::copy(tokens_.end() - static_cast<std::ptrdiff_t>(shown), tokens_.end(), window_.begin());
     const Tensor input = {window_.data(), {DType::kI32, Shape{1, model_.context}}};
     const std::span<const Tensor> outputs = pipeline_.infer({.inputs = {input}});
@@ -174,10 +174,6 @@ class Generator {
   std::vector<std::int32_t> window_;  // the last tokens, from position 0 on
   std::vector<float> logits_;         // of the last of them
 };
-
-bool is_one_of(int token, const std::vector<int>& tokens) {
-  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
-}
 
 // Prints tokens as they come: as numbers, as the tokenizer's text, or as TokenText has them.
 class Printer {
@@ -328,7 +324,7 @@ void generate_text(const std::filesystem::path& save, const GenerateOptions& opt
   for (int i = 0; i < options.tokens && !stopped; ++i) {
     const int token = generator.next();
     if (printer) printer->add(token);
-    stopped = is_one_of(token, request.stop_ids);
+    stopped = std::ranges::find(request.stop_ids, token) != request.stop_ids.end();
   }
   if (printer) printer->finish();
   pipeline.close();
@@ -369,7 +365,7 @@ std::string change_since(const SaveState& saved, const TokenFile& file) {
   const auto trained_on = [&](const auto& option) {
     return option.first == "data" && option.second == path;
   };
-  if (std::none_of(saved.options.begin(), saved.options.end(), trained_on)) return "";
+  if (std::ranges::none_of(saved.options, trained_on)) return "";
   const std::string change = data_difference(saved.data, data_identity(file));
   if (change.empty()) return "";
   return fmt::format("sluice: warning: '{}' is not as the training read it: {}\n", path, change);

@@ -35,7 +35,7 @@ std::vector<int> largest(std::span<const float> logits, int count) {
   std::partial_sort(indices.begin(), indices.begin() + count, indices.end(),
                     [&](int a, int b) { return at(a) != at(b) ? at(a) > at(b) : a < b; });
   indices.resize(static_cast<std::size_t>(count));
-  std::sort(indices.begin(), indices.end());
+  std::ranges::sort(indices);
   return indices;
 }
 
@@ -43,13 +43,13 @@ std::vector<int> largest(std::span<const float> logits, int count) {
 
 int sample_token(std::span<const float> logits, const SamplingOptions& options,
                  std::uint64_t position) {
-  if (!std::all_of(logits.begin(), logits.end(), [](float x) { return std::isfinite(x); })) {
+  if (!std::ranges::all_of(logits, [](float x) { return std::isfinite(x); })) {
     throw_error(ErrorCode::kNumeric,
                 "logits of the token at position {} are not finite: the weights are "
                 "damaged or the training had diverged",
                 position);
   }
-  const auto likeliest = std::max_element(logits.begin(), logits.end());
+  const auto likeliest = std::ranges::max_element(logits);
   if (options.temperature == 0) return static_cast<int>(likeliest - logits.begin());
   const std::vector<int> candidates = largest(logits, options.top_k);
   std::vector<double> cumulative;
@@ -61,7 +61,7 @@ int sample_token(std::span<const float> logits, const SamplingOptions& options,
     cumulative.push_back(sum);
   }
   const double target = uniform(options.seed, position) * sum;
-  const auto chosen = std::upper_bound(cumulative.begin(), cumulative.end(), target);
+  const auto chosen = std::ranges::upper_bound(cumulative, target);
   const auto index = std::min<std::ptrdiff_t>(chosen - cumulative.begin(),
                                               static_cast<std::ptrdiff_t>(candidates.size()) - 1);
   return candidates[static_cast<std::size_t>(index)];
@@ -77,7 +77,7 @@ std::vector<int> parse_tokens(std::string_view option, std::string_view text, in
     const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), token);
     const bool whole = problem == std::errc() && end == word.data() + word.size();
     if (whole && token >= 0 && token < vocabulary) continue;
-    const bool plain = std::all_of(word.begin(), word.end(), [](unsigned char c) {
+    const bool plain = std::ranges::all_of(word, [](unsigned char c) {
       return c > ' ' && c < 0x7f;  // what may stand in a message
     });
     throw_usage(
@@ -95,8 +95,7 @@ std::vector<int> TokenText::prompt_tokens(std::string_view text) const {
   } else {
     for (const char letter : text) tokens.push_back(static_cast<unsigned char>(letter));
   }
-  const auto beyond =
-      std::find_if(tokens.begin(), tokens.end(), [&](int token) { return token >= vocabulary_; });
+  const auto beyond = std::ranges::find_if(tokens, [&](int token) { return token >= vocabulary_; });
   if (beyond != tokens.end()) {
     throw_usage("option --prompt: {} is not a token of this model with --vocabulary {}", *beyond,
                 vocabulary_);

@@ -42,7 +42,7 @@ void check_binding(const Ranks& ranks, Findings& findings) {
 
 // NCCL's threads, some of which poll, stay on the cores of their rank.
 void check_binding_of_gpus(const Ranks& ranks, Findings& findings) {
-  if (SLUICE_WITH_NCCL == 0 || std::count_if(ranks.begin(), ranks.end(), has_gpu) < 2) return;
+  if (SLUICE_WITH_NCCL == 0 || std::ranges::count_if(ranks, has_gpu) < 2) return;
   for (const RankFacts& rank : ranks) {
     if (!has_gpu(rank) || rank.limits.cores.size() != 1 || rank.host_cores < 2) continue;
     return findings.note(
@@ -105,7 +105,7 @@ void check_hosts(const Ranks& ranks, Findings& findings) {
 void check_shared_memory(const Ranks& ranks, Findings& findings) {
   const auto hosts = first_of_hosts(ranks);
   for (const RankFacts* host : hosts) {
-    const auto gpus = std::count_if(ranks.begin(), ranks.end(), [&](const RankFacts& rank) {
+    const auto gpus = std::ranges::count_if(ranks, [&](const RankFacts& rank) {
       return rank.mpi.host == host->mpi.host && has_gpu(rank);
     });
     const int local = host->mpi.local_size;
@@ -124,7 +124,7 @@ void check_shared_memory(const Ranks& ranks, Findings& findings) {
 // What a rank computes with: the first that is worth a word.
 void check_computing(const Ranks& ranks, Findings& findings) {
   const auto first_where = [&](const auto& is, const auto& say) {
-    const auto found = std::find_if(ranks.begin(), ranks.end(), is);
+    const auto found = std::ranges::find_if(ranks, is);
     if (found != ranks.end()) say(*found);
   };
   first_where([](const RankFacts& rank) { return !rank.no_gpu.empty(); },
@@ -166,9 +166,9 @@ void check_cores(const Ranks& ranks, Findings& findings) {
           "mpi_yield_when_idle is set.)",
           host->mpi.host, host->mpi.local_size, host->host_cores, plural(host->host_cores),
           static_cast<double>(host->mpi.local_size) / host->host_cores, host->host_cores);
-    } else if (is_open_mpi(*host) &&
-               std::none_of(host->environment.begin(), host->environment.end(),
-                            [](const auto& each) { return permits_more_ranks(each.first); })) {
+    } else if (is_open_mpi(*host) && std::ranges::none_of(host->environment, [](const auto& each) {
+                 return permits_more_ranks(each.first);
+               })) {
       limited.push_back(host);
     }
   }

@@ -31,7 +31,7 @@ const char* compared(std::int64_t bytes) {
 }
 
 void check_data(const Ranks& ranks, Findings& findings) {
-  const auto first = std::find_if(ranks.begin(), ranks.end(), [](const RankFacts& rank) {
+  const auto first = std::ranges::find_if(ranks, [](const RankFacts& rank) {
     return rank.data.problem.empty();  // that can read it
   });
   bool alike = true;
@@ -145,8 +145,7 @@ DirectoryFacts probe_directory(Collectives& collectives, const std::vector<std::
   facts.path = path.string();
   if (rank == 0) facts.problem = seen.problem;
   facts.seen_after = seen.after[at(rank)];
-  const bool first_of_host =
-      std::find(hosts.begin(), hosts.end(), hosts[at(rank)]) - hosts.begin() == rank;
+  const bool first_of_host = std::ranges::find(hosts, hosts[at(rank)]) - hosts.begin() == rank;
   if (first_of_host && facts.problem.empty()) {
     // A start of a training removes what begins like this, should the process be killed here.
     measure_writing(there / (std::string(kVisiblePrefix) + random_id()), facts);

@@ -32,14 +32,13 @@ std::string setting(const RankFacts& rank, const char* name) {
 // A network with a real interface on every host; "<network>" where there is none.
 std::string common_network(const std::vector<const RankFacts*>& hosts) {
   const auto has = [](const RankFacts& host, const std::string& network) {
-    return std::any_of(host.network.interfaces.begin(), host.network.interfaces.end(),
-                       [&](const NetworkInterface& each) {
-                         return each.network == network && !is_virtual_interface(each.name);
-                       });
+    return std::ranges::any_of(host.network.interfaces, [&](const NetworkInterface& each) {
+      return each.network == network && !is_virtual_interface(each.name);
+    });
   };
   for (const NetworkInterface& each : hosts.front()->network.interfaces) {
-    if (std::all_of(hosts.begin(), hosts.end(),
-                    [&](const RankFacts* host) { return has(*host, each.network); })) {
+    if (std::ranges::all_of(hosts,
+                            [&](const RankFacts* host) { return has(*host, each.network); })) {
       return each.network;
     }
   }

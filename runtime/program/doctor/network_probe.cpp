@@ -289,7 +289,7 @@ class Probe {
       ++peers[at(pairs_[pair].low)];
       ++peers[at(pairs_[pair].high)];
     }
-    const std::size_t share = kMostRoundBytes / *std::max_element(peers.begin(), peers.end());
+    const std::size_t share = kMostRoundBytes / *std::ranges::max_element(peers);
     return std::clamp(share, kSmallest, kLargest);
   }
 
@@ -362,7 +362,7 @@ class Probe {
     silence_.restart();
     collectives_.all_gather(std::as_bytes(std::span(&mine, 1)),
                             std::as_writable_bytes(std::span(all)));
-    return *std::max_element(all.begin(), all.end());
+    return *std::ranges::max_element(all);
   }
 
   ProbeResult gathered() {

@@ -23,7 +23,7 @@ std::vector<std::string> words_of(std::string_view placeholder) {
   std::vector<std::string> words;
   std::istringstream alternatives{std::string(placeholder)};
   for (std::string word; std::getline(alternatives, word, '|');) {
-    if (std::none_of(word.begin(), word.end(), is_upper)) words.push_back(word);
+    if (std::ranges::none_of(word, is_upper)) words.push_back(word);
   }
   return placeholder.find('|') == std::string_view::npos ? std::vector<std::string>() : words;
 }

@@ -332,7 +332,7 @@ OptionTable& OptionTable::add_words(const std::string& name, std::vector<std::st
   const std::string placeholder = fmt::format("{}", fmt::join(legal, "|"));
   const auto set_word = [name, legal = std::move(legal),
                          set = std::move(set)](const std::string& text) -> std::string {
-    const auto found = std::find(legal.begin(), legal.end(), text);
+    const auto found = std::ranges::find(legal, text);
     if (found == legal.end()) {
       return fmt::format("unknown {} '{}'; legal are {}{}", name, text, fmt::join(legal, ", "),
                          suggestion(text, legal, ""));
@@ -357,8 +357,7 @@ OptionTable& OptionTable::add_flag(const std::string& name, bool& target, const 
 }
 
 const OptionTable::Entry* OptionTable::find(std::string_view name) const {
-  const auto found = std::find_if(entries_.begin(), entries_.end(),
-                                  [&](const Entry& entry) { return entry.name == name; });
+  const auto found = std::ranges::find(entries_, name, &Entry::name);
   return found == entries_.end() ? nullptr : &*found;
 }
 

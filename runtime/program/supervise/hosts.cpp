@@ -30,10 +30,9 @@ std::optional<int> number_in(std::string_view text) {
 }
 
 bool is_name(std::string_view text) {
-  return !text.empty() && text.front() != '-' &&
-         std::all_of(text.begin(), text.end(), [](unsigned char c) {
-           return std::isalnum(c) != 0 || c == '.' || c == '-' || c == '_';
-         });
+  return !text.empty() && text.front() != '-' && std::ranges::all_of(text, [](unsigned char c) {
+    return std::isalnum(c) != 0 || c == '.' || c == '-' || c == '_';
+  });
 }
 
 // The words of a line; "slots = 4" is one word, as Open MPI reads it.
@@ -80,8 +79,7 @@ HostLine host_in(const std::vector<std::string>& words, const std::string& conte
 }
 
 void add_host(std::vector<HostLine>& hosts, HostLine host, const std::string& where) {
-  const auto known = std::find_if(hosts.begin(), hosts.end(),
-                                  [&](const HostLine& each) { return each.name == host.name; });
+  const auto known = std::ranges::find(hosts, host.name, &HostLine::name);
   if (known == hosts.end()) {
     hosts.push_back(std::move(host));
     return;
@@ -131,7 +129,7 @@ bool same_host(std::string_view a, std::string_view b) {
   if (a == b) return true;
   if (a.size() > b.size()) std::swap(a, b);
   return !a.empty() && b.size() > a.size() && b.substr(0, a.size()) == a && b[a.size()] == '.' &&
-         !std::all_of(a.begin(), a.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+         !std::ranges::all_of(a, [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
 std::string to_string(const Layout& layout) {
@@ -143,7 +141,7 @@ std::vector<Layout> parse_layouts(std::string_view text) {
   while (true) {
     const std::size_t comma = text.find(',');
     const Layout layout = layout_in(text.substr(0, comma));
-    if (std::find(layouts.begin(), layouts.end(), layout) != layouts.end()) {
+    if (std::ranges::find(layouts, layout) != layouts.end()) {
       throw_usage("option --layouts: '{}' is given twice", to_string(layout));
     }
     layouts.push_back(layout);
@@ -172,15 +170,14 @@ Places::Places(const std::string& host_file, const std::string& layouts)
 
 bool Places::leave_out(const std::vector<std::string>& names) {
   std::erase_if(hosts_, [&](const HostLine& host) {
-    return std::find(names.begin(), names.end(), host.name) != names.end();
+    return std::ranges::find(names, host.name) != names.end();
   });
   return layouts_.empty() || choose();
 }
 
 bool Places::choose() {
-  const auto found = std::find_if(layouts_.begin(), layouts_.end(), [&](const Layout& layout) {
-    return any_fits_ || layout.ranks() <= slots();
-  });
+  const auto found = std::ranges::find_if(
+      layouts_, [&](const Layout& layout) { return any_fits_ || layout.ranks() <= slots(); });
   if (found == layouts_.end()) return false;
   layout_ = *found;
   return true;

@@ -21,7 +21,7 @@ constexpr std::array<std::string_view, 6> kOfLaunchers = {"OMPI_", "PMIX_", "PRT
                                                           "PMI_",  "HYDI_", "MV2_COMM_WORLD_"};
 
 bool looks_like_a_name(std::string_view text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) {
+  return !text.empty() && std::ranges::all_of(text, [](char c) {
     return (c >= 'a' && c <= 'z') || c == '_' || c == '-';
   });
 }
@@ -46,8 +46,8 @@ std::string replaced(std::string_view word,
 
 template <std::size_t count>
 bool begins_with_one(std::string_view text, const std::array<std::string_view, count>& beginnings) {
-  return std::any_of(beginnings.begin(), beginnings.end(),
-                     [&](std::string_view each) { return text.starts_with(each); });
+  return std::ranges::any_of(beginnings,
+                             [&](std::string_view each) { return text.starts_with(each); });
 }
 
 // Whether a variable shows that this process is a rank itself. The variables of a Slurm script do
@@ -66,7 +66,7 @@ JobCommand::JobCommand(std::vector<std::string> words) : words_(std::move(words)
   }
   for (const std::string& word : words_) {
     (void)replaced(word, [this](std::string_view name) {
-      if (std::find(kNames.begin(), kNames.end(), name) != kNames.end()) used_.emplace(name);
+      if (std::ranges::find(kNames, name) != kNames.end()) used_.emplace(name);
       for (const std::string_view known : kNames) {
         const bool near = known.substr(0, kSameLetters) == name.substr(0, kSameLetters);
         if (used_.contains(name) || !near) continue;

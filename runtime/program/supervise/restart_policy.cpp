@@ -77,7 +77,7 @@ std::vector<std::string> known_hosts(const JobEvent& report, std::span<const std
   std::vector<std::string> result;
   for (const std::string& host : hosts) {
     const auto same = [&](const std::string& named) { return same_host(named, host); };
-    if (std::any_of(report.hosts.begin(), report.hosts.end(), same)) result.push_back(host);
+    if (std::ranges::any_of(report.hosts, same)) result.push_back(host);
   }
   return result;
 }

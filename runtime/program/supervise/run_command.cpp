@@ -101,8 +101,8 @@ class MemoryFile {
 // An option is given where the command has one of these placeholders, and only there.
 void require_use(const JobCommand& command, const char* option, const std::string& value,
                  const std::vector<const char*>& names) {
-  const auto used = std::find_if(names.begin(), names.end(),
-                                 [&](const char* name) { return command.uses(name); });
+  const auto used =
+      std::ranges::find_if(names, [&](const char* name) { return command.uses(name); });
   if (used != names.end() && value.empty()) {
     throw_usage("the command has {{{}}}, which needs --{}", *used, option);
   }
@@ -247,7 +247,7 @@ class Supervisor {
 int run_job_command(const std::vector<std::string>& arguments) {
   RunOptions options;
   OptionTable table = make_table(options);
-  const auto dashes = std::find(arguments.begin(), arguments.end(), "--");
+  const auto dashes = std::ranges::find(arguments, "--");
   if (dashes != arguments.end()) options.command.assign(dashes + 1, arguments.end());
   int code = 0;
   const int refused = run_guarded(table, {arguments.begin(), dashes}, [&] {

@@ -92,8 +92,7 @@ RunStart load_start(Pipeline& pipeline, const TrainOptions& options, const Optio
     return start;
   }
   const std::vector<std::string>& allowed = options.resume.allow;
-  const bool converts =
-      std::find(allowed.begin(), allowed.end(), "moment-precision") != allowed.end();
+  const bool converts = std::ranges::find(allowed, "moment-precision") != allowed.end();
   LoadedCheckpoint loaded =
       load_checkpoint(pipeline, options.resume.path, options.resume.verify,
                       converts ? OtherPrecision::kConvert : OtherPrecision::kRefuse);
@@ -157,9 +156,8 @@ bool already_complete(const TrainOptions& options, Collectives& job) {
   if (!options.resume.automatic) return false;
   const std::uint64_t done = options.resume.from ? options.resume.from->step : 0;
   const auto all = job.all_gather_strings(std::to_string(done));
-  return std::all_of(all.begin(), all.end(), [&](const std::string& theirs) {
-    return std::stoull(theirs) >= options.steps;
-  });
+  return std::ranges::all_of(
+      all, [&](const std::string& theirs) { return std::stoull(theirs) >= options.steps; });
 }
 
 void tidy_complete_run(const TrainOptions& options) {

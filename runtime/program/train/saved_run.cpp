@@ -94,8 +94,7 @@ OptionValues data_identity(const TokenFile& file) {
 std::string data_difference(const OptionValues& saved, const OptionValues& now) {
   std::vector<std::string> parts;
   for (const auto& [name, value] : saved) {
-    const auto same_name = [&name = name](const auto& other) { return other.first == name; };
-    const auto other = std::find_if(now.begin(), now.end(), same_name);
+    const auto other = std::ranges::find(now, name, &OptionValues::value_type::first);
     if (other == now.end() || other->second == value) continue;
     parts.push_back(fmt::format("{} {} -> {}", name, value, other->second));
   }

@@ -58,7 +58,7 @@ enum Mark : unsigned {
 };
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
+  return std::ranges::find(names, name) != names.end();
 }
 
 std::vector<std::string_view> split(std::string_view text) {
