@@ -113,8 +113,7 @@ bool all_ranks_reached_exit(Communicator& comm) {
 int fail(Job& job, const Error& error) {
   const int rank = job.world->rank();
   if (job.world->size() == 1) {
-    print_error(Error(error.code(), error.what(), /*rank=*/-1, error.location()));
-    return exit_code(error.code());
+    return print_error(Error(error.code(), error.what(), /*rank=*/-1, error.location()));
   }
   flush_stdout();
   const Error mine(error.code(), error.what(), error.rank() >= 0 ? error.rank() : rank,
@@ -143,9 +142,7 @@ int run_main(int argc, char** argv, const std::function<void(World& world)>& bod
   try {
     job.emplace(&argc, &argv, start_time_limit());
   } catch (...) {
-    const Error error = current_error();
-    print_error(error);
-    return exit_code(error.code());
+    return print_error(current_error());
   }
   try {
     body(*job->world);
@@ -170,10 +167,7 @@ int run_command(const std::string& command, const std::function<std::string()>& 
       if (first_of_job()) std::fwrite(help.data(), 1, help.size(), stdout);
     });
   }
-  if (refusal && launched_rank() < 0) {
-    print_error(*refusal);
-    return exit_code(refusal->code());
-  }
+  if (refusal && launched_rank() < 0) return print_error(*refusal);
   char* no_arguments = nullptr;  // for MPI
   return run_main(0, &no_arguments, [&](World& ranks) {
     Communicator& world = communicator_of(ranks);

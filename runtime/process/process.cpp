@@ -40,7 +40,7 @@ Error current_error() {
   }
 }
 
-void print_error(const Error& error) {
+int print_error(const Error& error) {
   flush_stdout();
   // One write, so that lines of several processes do not mix.
   const bool named = error.rank() >= 0 && error.code() != ErrorCode::kUsage;
@@ -48,6 +48,7 @@ void print_error(const Error& error) {
                                        named ? fmt::format(" [rank {}]", error.rank()) : "");
   std::fwrite(line.data(), 1, line.size(), stderr);
   std::fflush(stderr);
+  return exit_code(error.code());
 }
 
 int run_guarded(const std::function<void()>& body) {
@@ -56,9 +57,7 @@ int run_guarded(const std::function<void()>& body) {
     require_stdout();
     return 0;
   } catch (...) {
-    const Error error = current_error();
-    print_error(error);
-    return exit_code(error.code());
+    return print_error(current_error());
   }
 }
 

@@ -22,8 +22,8 @@ void flush_stdout();
 void require_stdout();
 
 // "sluice: error: <message> [rank <r>]" on standard error, in one piece; without the rank where
-// there is none, and for kUsage, which is the same on all ranks.
-void print_error(const Error& error);
+// there is none, and for kUsage, which is the same on all ranks. Returns the error's exit code.
+int print_error(const Error& error);
 
 // This process's rank in a job, by the launcher's environment; -1 where it was started alone. Needs
 // no MPI.
