@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <numeric>
 
@@ -11,6 +10,7 @@
 #include <sluice/tensor.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/program/options/option_table.hpp"
 
 namespace sluice {
 namespace {
@@ -74,9 +74,7 @@ std::vector<int> parse_tokens(std::string_view option, std::string_view text, in
     const std::string_view word = text.substr(at, text.find_first_of(kSpace, at) - at);
     at += word.size();
     int& token = tokens.emplace_back(-1);
-    const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), token);
-    const bool whole = problem == std::errc() && end == word.data() + word.size();
-    if (whole && token >= 0 && token < vocabulary) continue;
+    if (parse_whole(word, token) && token >= 0 && token < vocabulary) continue;
     const bool plain = std::ranges::all_of(word, [](unsigned char c) {
       return c > ' ' && c < 0x7f;  // what may stand in a message
     });

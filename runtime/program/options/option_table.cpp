@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <boost/program_options.hpp>
-#include <charconv>
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
@@ -24,13 +23,6 @@ namespace sluice {
 namespace {
 
 namespace po = boost::program_options;
-
-template <typename Number>
-bool parse_whole(const std::string& text, Number* value) {
-  const char* end = text.data() + text.size();
-  const auto result = std::from_chars(text.data(), end, *value);
-  return result.ec == std::errc() && result.ptr == end;
-}
 
 bool contains(const RealRange& range, double value) {
   return (range.low_open ? value > range.low : value >= range.low) &&
@@ -250,7 +242,7 @@ OptionTable& OptionTable::add_integer(const std::string& name, Integer& target,
       return "";
     }
     Integer value = 0;
-    if (!parse_whole(text, &value) || value < low || value > high) {
+    if (!parse_whole(text, value) || value < low || value > high) {
       std::string legal = fmt::format("'{}' is not an integer from {} to {}", text, low, high);
       for (const auto& [word, stands_for] : words) legal += fmt::format(" or '{}'", word);
       return legal;
@@ -275,7 +267,7 @@ OptionTable& OptionTable::add_real(const std::string& name, Real& target, RealRa
       target = 0;
       return "";
     }
-    if (!parse_whole(text, &value) || !std::isfinite(value) || !contains(range, value)) {
+    if (!parse_whole(text, value) || !std::isfinite(value) || !contains(range, value)) {
       return fmt::format("'{}' is not a number {}{}", text, describe(range),
                          automatic.empty() ? "" : " or '" + automatic + "'");
     }

@@ -11,10 +11,12 @@
 // over the file, both win over what lay_under() sets.
 #pragma once
 
+#include <charconv>
 #include <functional>
 #include <limits>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -22,6 +24,13 @@
 namespace sluice {
 
 using OptionValues = std::vector<std::pair<std::string, std::string>>;  // name, value
+
+// Whether the whole text is one number, which `value` then is.
+template <typename Number>
+[[nodiscard]] bool parse_whole(std::string_view text, Number& value) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size();
+}
 
 struct RealRange {
   double low = 0, high = 0;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <charconv>
 #include <cstdint>
 #include <numeric>
 #include <sstream>
@@ -13,6 +12,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/read_file.hpp"
+#include "runtime/program/options/option_table.hpp"
 
 namespace sluice {
 namespace {
@@ -23,10 +23,8 @@ constexpr std::size_t kMostBytes = 16U << 20;
 // A number from 1 to kMost.
 std::optional<int> number_in(std::string_view text) {
   int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  if (value < 1 || value > kMost) return std::nullopt;
-  return value;
+  const bool sound = parse_whole(text, value) && value >= 1 && value <= kMost;
+  return sound ? std::optional(value) : std::nullopt;
 }
 
 bool is_name(std::string_view text) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <filesystem>
 #include <limits>
 #include <string_view>
@@ -20,6 +19,7 @@
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/models/model_config.hpp"
+#include "runtime/program/explore/schedule_costs.hpp"
 #include "runtime/program/explore/schedule_report.hpp"
 
 namespace sluice {
@@ -61,35 +61,33 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::ranges::find(names, name) != names.end();
 }
 
-std::vector<std::string_view> split(std::string_view text) {
-  std::vector<std::string_view> parts;
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    parts.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
+// "4-7", or "4" for both.
+bool parse_range(std::string_view text, int& first, int& last) {
+  const std::size_t dash = text.find('-');
+  if (dash != std::string_view::npos) {
+    return parse_whole(text.substr(0, dash), first) && parse_whole(text.substr(dash + 1), last);
   }
-  return parts;
+  return parse_whole(text, first) && parse_whole(text, last);
 }
 
-template <typename Number>
-bool parse(std::string_view text, Number& number) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return error == std::errc() && end == text.data() + text.size();
+std::string range_text(int first, int last) {
+  return first == last ? fmt::format("{}", first) : fmt::format("{}-{}", first, last);
 }
 
 RotaryScaling parse_scaling(const std::string& text) {
-  const std::vector<std::string_view> parts = split(text);
+  const std::vector<std::string> parts = parts_of(text);
   RotaryScaling scaling;
   if (text == "none") return scaling;
   bool sound = false;
-  if (parts.front() == "linear" && parts.size() == 2) {
+  if (text.starts_with("linear,") && parts.size() == 2) {
     scaling.kind = RotaryScaling::Kind::kLinear;
-    sound = parse(parts[1], scaling.factor);
-  } else if (parts.front() == "llama3" && parts.size() == 5) {
+    sound = parse_whole(parts[1], scaling.factor);
+  } else if (text.starts_with("llama3,") && parts.size() == 5) {
     scaling.kind = RotaryScaling::Kind::kLlama3;
-    sound = parse(parts[1], scaling.factor) && parse(parts[2], scaling.low_frequency_factor) &&
-            parse(parts[3], scaling.high_frequency_factor) &&
-            parse(parts[4], scaling.original_context);
+    sound = parse_whole(parts[1], scaling.factor) &&
+            parse_whole(parts[2], scaling.low_frequency_factor) &&
+            parse_whole(parts[3], scaling.high_frequency_factor) &&
+            parse_whole(parts[4], scaling.original_context);
   }
   if (sound) return scaling;
   throw_usage(
@@ -100,14 +98,10 @@ RotaryScaling parse_scaling(const std::string& text) {
 
 std::vector<int> parse_layers(const std::string& text) {
   std::vector<int> layers;
-  if (text.empty()) return layers;
-  for (const std::string_view part : split(text)) {
-    const std::size_t dash = part.find('-');
+  for (const std::string& part : parts_of(text)) {
     int first = 0, last = 0;
-    const bool sound = parse(part.substr(0, dash), first) &&
-                       (dash == std::string_view::npos || parse(part.substr(dash + 1), last));
-    if (dash == std::string_view::npos) last = first;
-    if (!sound || first < 0 || last < first || last >= TransformerLimits::kLayers) {
+    if (!parse_range(part, first, last) || first < 0 || last < first ||
+        last >= TransformerLimits::kLayers) {
       throw_usage(
           "option --full-layers: '{}' in '{}'; legal are layers from 0 on and ranges, such "
           "as 0,4-7",
@@ -130,8 +124,7 @@ std::string text_of(const std::vector<int>& layers) {
   for (std::size_t i = 0; i < layers.size();) {
     std::size_t end = i + 1;
     while (end < layers.size() && layers[end] == layers[end - 1] + 1) ++end;
-    parts.push_back(end - i == 1 ? fmt::format("{}", layers[i])
-                                 : fmt::format("{}-{}", layers[i], layers[end - 1]));
+    parts.push_back(range_text(layers[i], layers[end - 1]));
     i = end;
   }
   return fmt::format("{}", fmt::join(parts, ","));
@@ -359,12 +352,10 @@ void add_output_options(OptionTable& table, TrainOptions& options) {
 
 std::vector<std::string> parse_changes(const std::string& text,
                                        const std::vector<std::string>& legal) {
-  std::vector<std::string> keys;
-  if (text.empty()) return keys;
-  for (const std::string_view key : split(text)) {
-    if (!contains(legal, keys.emplace_back(key))) {
-      throw_usage("option --change: unknown key '{}'; legal are {}", key, fmt::join(legal, ", "));
-    }
+  std::vector<std::string> keys = parts_of(text);
+  for (const std::string& key : keys) {
+    if (contains(legal, key)) continue;
+    throw_usage("option --change: unknown key '{}'; legal are {}", key, fmt::join(legal, ", "));
   }
   return keys;
 }
@@ -689,28 +680,14 @@ void require_distinct_files(const TrainOptions& options) {
   }
 }
 
-void require_sensible_outputs(const TrainOptions& options) {
-  if (options.data.empty() && !options.dry_run) {
-    throw_usage("option --data is missing: give a text or token file to train on (or --dry-run)");
-  }
-  require_distinct_files(options);
-}
-
 constexpr RealRange kWatchSeconds = {.low = 1, .high = 1e6};
 constexpr int kMostPort = 65535;
 
-int port_of(std::string_view text) {
-  int port = 0;
-  return parse(text, port) && port >= 1 && port <= kMostPort ? port : 0;
-}
-
 // "46300-46399", "46300" or nothing.
 void take_ports(const std::string& ports, PipelineOptions::Watch& watch) {
-  const std::string_view text = ports;
-  const std::size_t dash = text.find('-');
-  const int first = port_of(text.substr(0, dash));
-  const int last = dash == std::string_view::npos ? first : port_of(text.substr(dash + 1));
-  if (!text.empty() && (first == 0 || last < first)) {
+  int first = 0, last = 0;
+  if (!ports.empty() &&
+      (!parse_range(ports, first, last) || first < 1 || last < first || last > kMostPort)) {
     throw_usage(
         "option --watchdog-ports: '{}' is no range of ports; legal is FIRST-LAST, from 1 "
         "to {}, such as 46300-46399",
@@ -721,10 +698,7 @@ void take_ports(const std::string& ports, PipelineOptions::Watch& watch) {
 }
 
 std::string ports_of(const PipelineOptions::Watch& watch) {
-  if (watch.first_port == 0) return "";
-  return watch.first_port == watch.last_port
-             ? fmt::format("{}", watch.first_port)
-             : fmt::format("{}-{}", watch.first_port, watch.last_port);
+  return watch.first_port == 0 ? "" : range_text(watch.first_port, watch.last_port);
 }
 
 }  // namespace
@@ -793,7 +767,10 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   resolve_schedule(table, options);
   resolve_batch(table, options.pipeline);
   require_effect(train);
-  require_sensible_outputs(options);
+  if (options.data.empty() && !options.dry_run) {
+    throw_usage("option --data is missing: give a text or token file to train on (or --dry-run)");
+  }
+  require_distinct_files(options);
   if (options.profile_operators && options.pipeline.devices.cuda_graphs) {
     throw_usage(
         "option --profile-operators: --cuda-graphs replays recorded calls, which cannot be "
