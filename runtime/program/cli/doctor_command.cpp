@@ -126,18 +126,6 @@ RankArrangement arrangement_of(const DoctorOptions& options,
   return order;
 }
 
-RankFacts facts_of(int rank, int threads, const RankDevice& device) {
-  RankFacts facts = local_facts();
-  facts.device = to_string(device.device);
-  facts.device_identity = device.identity;
-  facts.gpu = describe_gpu(device.device);
-  if (!device.no_gpu.empty() && built_with_cuda()) facts.no_gpu = device.no_gpu;
-  facts.rank = rank;
-  facts.mpi = mpi_info();
-  facts.threads = threads;
-  return facts;
-}
-
 void print_job(const RankFacts& facts, const RankArrangement& order) {
   const Topology& topology = order.topology;
   fmt::print("ranks      {} = pipeline {} x replicas {}\n", topology.ranks(), topology.pipeline,
@@ -258,7 +246,15 @@ RankFacts gather_facts(const DoctorOptions& options, const Topology& topology,
   const std::vector<RankDevice> devices =
       choose_devices(collectives, topology, options.devices, hosts);
   const int rank = collectives.communicator().rank();
-  RankFacts mine = facts_of(rank, options.threads, devices[at(rank)]);
+  const RankDevice& device = devices[at(rank)];
+  RankFacts mine = local_facts();
+  mine.device = to_string(device.device);
+  mine.device_identity = device.identity;
+  mine.gpu = describe_gpu(device.device);
+  if (!device.no_gpu.empty() && built_with_cuda()) mine.no_gpu = device.no_gpu;
+  mine.rank = rank;
+  mine.mpi = mpi_info();
+  mine.threads = options.threads;
   mine.no_device_messages = why_no_device_messages(
       collectives, devices, options.transport,
       find_why_no_nccl(collectives, devices, options.transport), topology.pipeline);
