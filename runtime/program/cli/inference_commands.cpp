@@ -408,8 +408,7 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
     source = make_token_source(file, model.context, model.vocabulary, /*seed=*/1);
   });
   const std::int64_t samples = options.samples > 0 ? options.samples : windows;
-  const std::int64_t part =
-      validation_part(options.pipeline.shape.micro_batch_size, /*replicas=*/1);
+  const std::int64_t part = validation_part(options.pipeline.shape);
   options.pipeline.expert.evaluations = validation_sizes(samples, part);
   Pipeline pipeline(world, Transformer(model), *source, options.pipeline);
   load_model(pipeline, save);

@@ -99,16 +99,12 @@ TrainData open_data(const TrainOptions& options, Collectives& job) {
   return data;
 }
 
-std::int64_t part_of_validation(const TrainOptions& options) {
-  const PipelineOptions::Shape& shape = options.pipeline.shape;
-  return validation_part(shape.micro_batch_size, shape.replicas);
-}
-
 std::vector<std::int64_t> evaluation_sizes(const TrainOptions& options, const TrainData& data) {
   std::vector<std::int64_t> sizes;
   for (const std::int64_t samples :
        {data.last_validation, options.validate_every > 0 ? data.between_validation : 0}) {
-    for (const std::int64_t size : validation_sizes(samples, part_of_validation(options))) {
+    for (const std::int64_t size :
+         validation_sizes(samples, validation_part(options.pipeline.shape))) {
       sizes.push_back(size);
     }
   }
@@ -124,9 +120,9 @@ void require_same_data(const TrainOptions& options, const TrainData& data) {
               options.data, change);
 }
 
-std::int64_t validation_part(std::int64_t micro_batch_size, int replicas) {
+std::int64_t validation_part(const PipelineOptions::Shape& shape) {
   constexpr std::int64_t kMicroBatches = 16;
-  return kMicroBatches * micro_batch_size * replicas;
+  return kMicroBatches * shape.micro_batch_size * shape.replicas;
 }
 
 std::vector<std::int64_t> validation_sizes(std::int64_t samples, std::int64_t part) {

@@ -30,8 +30,6 @@ struct TrainData {
 // or where it is too short for the options.
 [[nodiscard]] TrainData open_data(const TrainOptions& options, Collectives& job);
 
-// Samples of one part of a validation.
-[[nodiscard]] std::int64_t part_of_validation(const TrainOptions& options);
 // For PipelineOptions::Expert::evaluations.
 [[nodiscard]] std::vector<std::int64_t> evaluation_sizes(const TrainOptions& options,
                                                          const TrainData& data);
@@ -41,7 +39,7 @@ void require_same_data(const TrainOptions& options, const TrainData& data);
 
 // Samples of one part, over all replicas. It does not depend on the depth or the schedule, so that
 // sums do not either.
-[[nodiscard]] std::int64_t validation_part(std::int64_t micro_batch_size, int replicas);
+[[nodiscard]] std::int64_t validation_part(const PipelineOptions::Shape& shape);
 // The sizes of the parts of a validation of `samples`, for PipelineOptions::Expert::evaluations.
 [[nodiscard]] std::vector<std::int64_t> validation_sizes(std::int64_t samples, std::int64_t part);
 

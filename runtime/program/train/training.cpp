@@ -482,9 +482,9 @@ void Training::validate(std::int64_t samples) {
     reports_->validation(stop ? samples : done, samples);
     return !stop;
   };
-  reports_->validated(
-      sluice::validate(*pipeline_, *data_.source, samples, part_of_validation(options_), goes_on),
-      samples);
+  reports_->validated(sluice::validate(*pipeline_, *data_.source, samples,
+                                       validation_part(options_.pipeline.shape), goes_on),
+                      samples);
 }
 
 }  // namespace
