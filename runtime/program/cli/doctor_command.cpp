@@ -1,5 +1,4 @@
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,7 +8,6 @@
 #include <cstring>
 #include <filesystem>
 #include <iterator>
-#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -55,18 +53,18 @@ constexpr int kBaseTag = 0, kProbeTag = 8;
 constexpr double kSilenceSeconds = 60;
 constexpr std::size_t kMostShown = 40;  // links in the table
 constexpr const char* kAboutDoctor =
-    "Says where every rank of a job runs, which stages it would own, how quick the links between\n"
-    "ranks are, and what looks wrong. Start it as the training would be started:\n"
-    "\n"
-    "  mpirun -n 4 sluice doctor --pipeline 2 --replicas 2 --threads 1 --data text.txt --save run\n"
-    "\n"
-    "With --output it writes the links for 'sluice schedule --cluster FILE'. Apart from that file\n"
-    "it leaves nothing behind.\n"
-    "\n"
-    "With --hosts it needs no mpirun: it asks each host over SSH whether a job can start there.\n"
-    "\n"
-    "With --self-test it trains one step over all ranks and compares the digest of the parameters\n"
-    "with that of one rank; without mpirun it starts two ranks on this host by itself.";
+    R"(Says where every rank of a job runs, which stages it would own, how quick the links between
+ranks are, and what looks wrong. Start it as the training would be started:
+
+  mpirun -n 4 sluice doctor --pipeline 2 --replicas 2 --threads 1 --data text.txt --save run
+
+With --output it writes the links for 'sluice schedule --cluster FILE'. Apart from that file
+it leaves nothing behind.
+
+With --hosts it needs no mpirun: it asks each host over SSH whether a job can start there.
+
+With --self-test it trains one step over all ranks and compares the digest of the parameters
+with that of one rank; without mpirun it starts two ranks on this host by itself.)";
 
 struct DoctorOptions {
   int pipeline = 0, replicas = 1, chunks = 1, threads = 1;

@@ -86,16 +86,13 @@ int run_on_weights(const std::string& command, const std::vector<std::string>& a
 }
 
 constexpr const char* kAboutGenerate =
-    "Goes on from a prompt with a model that 'sluice train --save DIR' wrote, as a pipeline over "
-    "the\n"
-    "ranks of an MPI job, or alone. The text is a function of weights, prompt and options: it "
-    "does\n"
-    "not depend on the number of ranks. Where the weights' directory has a tokenizer.json, the\n"
-    "output is its text, and the prompt is --prompt-ids. Other models of up to 256 tokens read "
-    "and\n"
-    "write bytes, those of more read and write token numbers separated by spaces.\n"
-    "\n"
-    "  sluice generate --weights run --prompt 'In the beginning' --tokens 200";
+    R"(Goes on from a prompt with a model that 'sluice train --save DIR' wrote, as a pipeline over the
+ranks of an MPI job, or alone. The text is a function of weights, prompt and options: it does
+not depend on the number of ranks. Where the weights' directory has a tokenizer.json, the
+output is its text, and the prompt is --prompt-ids. Other models of up to 256 tokens read and
+write bytes, those of more read and write token numbers separated by spaces.
+
+  sluice generate --weights run --prompt 'In the beginning' --tokens 200)";
 
 struct GenerateOptions {
   std::string weights, prompt, prompt_ids, stop_ids = "auto";
@@ -331,11 +328,11 @@ void generate_text(const std::filesystem::path& save, const GenerateOptions& opt
 }
 
 constexpr const char* kAboutEvaluate =
-    "Prints the mean loss of what 'sluice train --save DIR' wrote over the validation part of a\n"
-    "file, as a pipeline over the ranks of an MPI job, or alone. It does not depend on the number\n"
-    "of ranks. Without --data and --validation-share these are the training's.\n"
-    "\n"
-    "  sluice evaluate --weights run";
+    R"(Prints the mean loss of what 'sluice train --save DIR' wrote over the validation part of a
+file, as a pipeline over the ranks of an MPI job, or alone. It does not depend on the number
+of ranks. Without --data and --validation-share these are the training's.
+
+  sluice evaluate --weights run)";
 
 struct EvaluateOptions {
   std::string weights, data;

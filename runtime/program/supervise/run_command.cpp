@@ -27,19 +27,18 @@ namespace {
 constexpr int kMostRestarts = 1'000'000;
 constexpr double kMostSeconds = 1e6;
 constexpr const char* kAbout =
-    "Starts a job, and starts it again when it ends by an error that a restart may mend:\n"
-    "\n"
-    "  sluice run -- mpirun -n 8 sluice train --pipeline 8 --save run --save-minutes 10 --resume "
-    "auto\n"
-    "\n"
-    "It gives up when two restarts in a row make no progress. SIGINT, SIGTERM, SIGHUP and SIGUSR1\n"
-    "stop the job after its step, saved. With --hosts it leaves out a host that is lost twice or\n"
-    "stays down, and with --layouts it takes the next layout that fits:\n"
-    "\n"
-    "  sluice run --hosts hosts --layouts 4x2,2x2 -- mpirun -n {ranks} --hostfile {hostfile} \\\n"
-    "    sluice train --pipeline {pipeline} --replicas {replicas} --save run --resume auto\n"
-    "\n"
-    "Standard input of the job is empty.";
+    R"(Starts a job, and starts it again when it ends by an error that a restart may mend:
+
+  sluice run -- mpirun -n 8 sluice train --pipeline 8 --save run --save-minutes 10 --resume auto
+
+It gives up when two restarts in a row make no progress. SIGINT, SIGTERM, SIGHUP and SIGUSR1
+stop the job after its step, saved. With --hosts it leaves out a host that is lost twice or
+stays down, and with --layouts it takes the next layout that fits:
+
+  sluice run --hosts hosts --layouts 4x2,2x2 -- mpirun -n {ranks} --hostfile {hostfile} \
+    sluice train --pipeline {pipeline} --replicas {replicas} --save run --resume auto
+
+Standard input of the job is empty.)";
 
 struct RunOptions {
   std::vector<std::string> command;

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include <sluice/compute.hpp>
-#include <sluice/options.hpp>
 #include <sluice/schedule.hpp>
 
 #include "comm/base/throw_error.hpp"
@@ -35,15 +34,14 @@ constexpr RealRange kBelowOne = {.low = 0, .high = 1, .high_open = true};
 constexpr RealRange kNotNegative = {.low = 0, .high = std::numeric_limits<double>::infinity()};
 
 constexpr const char* kAboutTrain =
-    "Trains a transformer as a pipeline of stages over the ranks of an MPI job (one rank without\n"
-    "mpirun). ranks = pipeline x replicas. Batches: samples per step = replicas x micro-batches x\n"
-    "micro-batch size; give any two, the last micro-batch may be smaller. Results depend on "
-    "neither\n"
-    "schedule nor pipeline depth, to the last bit, at equal micro-batches and replicas.\n"
-    "\n"
-    "  mpirun -n 4 sluice train --data text.txt --pipeline 2 --replicas 2 --save run\n"
-    "\n"
-    "Of an option given twice the last one counts; --data is given once.";
+    R"(Trains a transformer as a pipeline of stages over the ranks of an MPI job (one rank without
+mpirun). ranks = pipeline x replicas. Batches: samples per step = replicas x micro-batches x
+micro-batch size; give any two, the last micro-batch may be smaller. Results depend on neither
+schedule nor pipeline depth, to the last bit, at equal micro-batches and replicas.
+
+  mpirun -n 4 sluice train --data text.txt --pipeline 2 --replicas 2 --save run
+
+Of an option given twice the last one counts; --data is given once.)";
 
 // Marks of options: what a run that goes on from a save, or from a model's weights, does with them.
 enum Mark : unsigned {
