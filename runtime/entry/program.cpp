@@ -1,14 +1,9 @@
-#include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
-#include <iostream>
 #include <memory>
-#include <new>
 #include <optional>
 #include <thread>
 

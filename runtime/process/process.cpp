@@ -11,8 +11,6 @@
 #include <string_view>
 #include <system_error>
 
-#include <sluice/error.hpp>
-
 #include "comm/base/caught_error.hpp"
 
 namespace sluice {

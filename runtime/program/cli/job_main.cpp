@@ -5,7 +5,6 @@
 
 #include <array>
 #include <cstdio>
-#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>

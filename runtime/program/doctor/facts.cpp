@@ -10,12 +10,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include <sluice/error.hpp>
-
 #include "comm/base/cores.hpp"
-#include "comm/base/throw_error.hpp"
-#include "runtime/files/checksum.hpp"
-#include "runtime/files/mapped_file.hpp"
 #include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {

@@ -4,7 +4,6 @@
 // All calls are collective. Times are wall-clock seconds, bandwidths bytes per second.
 #pragma once
 
-#include <cstddef>
 #include <string>
 #include <vector>
 

@@ -10,7 +10,6 @@
 #include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <utility>
 
 namespace sluice {
 namespace {

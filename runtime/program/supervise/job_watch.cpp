@@ -10,7 +10,6 @@
 #include <cmath>
 #include <csignal>
 #include <cstring>
-#include <string_view>
 #include <vector>
 
 #include <sluice/error.hpp>

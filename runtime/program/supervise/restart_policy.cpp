@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
-#include <optional>
 
 #include "runtime/program/supervise/hosts.hpp"
 

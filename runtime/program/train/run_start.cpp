@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
-#include <string>
 #include <utility>
 
 #include <sluice/hugging_face.hpp>

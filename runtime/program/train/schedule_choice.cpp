@@ -4,16 +4,13 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 
 #include <sluice/error.hpp>
-#include <sluice/schedule.hpp>
 #include <sluice/schedule_file.hpp>
 #include <sluice/search.hpp>
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
-#include "comm/group/collectives.hpp"
 
 namespace sluice {
 namespace {

@@ -13,9 +13,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include <sluice/checkpoint.hpp>
 #include <sluice/pipeline.hpp>
