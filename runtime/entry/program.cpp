@@ -28,41 +28,35 @@ constexpr auto kExitTime = std::chrono::milliseconds(1000);
 // Time for the launcher to forward the last lines before the job ends.
 constexpr auto kDrainTime = std::chrono::milliseconds(200);
 
-// MPI, once every rank of the job has answered. Does not return where one has not.
-class StartedSession {
- public:
-  StartedSession(int* argc, char*** argv, std::chrono::seconds limit) {
-    {
-      const StartLimit in_time("MPI_Init", limit);
-      session_.emplace(argc, argv);
-    }
-    if (!session_->owns()) return;
-    try {
-      constexpr std::chrono::hours kForGood{24 * 365};
-      make_first_contact(build_name(), limit.count() > 0 ? limit : kForGood);
-    } catch (const Error& error) {
-      // MPI_Finalize would wait for ranks that do not answer.
-      const bool mine = error.rank() == std::max(launched_rank(), 0);
-      if (mine) print_error(Error(error.code(), error.what(), -1, error.location()));
-      std::this_thread::sleep_for(mine ? kDrainTime : kDrainTime + kExitTime);
-      session_->abort(exit_code(error.code()));
-    }
+// Does not return where a rank of the job does not answer.
+void require_all_ranks(MpiSession& session, std::chrono::seconds limit) {
+  if (!session.owns()) return;
+  try {
+    constexpr std::chrono::hours kForGood{24 * 365};
+    make_first_contact(build_name(), limit.count() > 0 ? limit : kForGood);
+  } catch (const Error& error) {
+    // MPI_Finalize would wait for ranks that do not answer.
+    const bool mine = error.rank() == std::max(launched_rank(), 0);
+    if (mine) print_error(Error(error.code(), error.what(), -1, error.location()));
+    std::this_thread::sleep_for(mine ? kDrainTime : kDrainTime + kExitTime);
+    session.abort(exit_code(error.code()));
   }
-  MpiSession* operator->() { return &*session_; }
-
- private:
-  std::optional<MpiSession> session_;
-};
+}
 
 // Everything that must outlive the body; destroyed in the right order before MPI ends.
 struct Job {
-  Job(int* argc, char*** argv, std::chrono::seconds limit) : session(argc, argv, limit) {
+  Job(int* argc, char*** argv, std::chrono::seconds limit) {
+    {
+      const StartLimit in_time("MPI_Init", limit);
+      session.emplace(argc, argv);
+    }
+    require_all_ranks(*session, limit);
     const StartLimit in_time("making communicators", limit);
     world = session->world();
     exit_comm = world->duplicate();
     control = std::make_unique<ControlChannel>(*world);
   }
-  StartedSession session;
+  std::optional<MpiSession> session;
   std::unique_ptr<Communicator> world;
   std::unique_ptr<Communicator> exit_comm;
   std::unique_ptr<ControlChannel> control;
