@@ -9,6 +9,7 @@
 
 #include "comm/base/index.hpp"
 #include "runtime/program/doctor/diagnosis.hpp"
+#include "runtime/program/options/option_table.hpp"
 
 namespace sluice {
 namespace {
@@ -20,11 +21,8 @@ constexpr const char* kNoTcp = "no TCP";
 
 using Ranks = std::vector<RankFacts>;
 
-std::string setting(const RankFacts& rank, const char* name) {
-  for (const auto& [known, value] : rank.network.settings) {
-    if (known == name) return value;
-  }
-  return "";
+std::string setting(const RankFacts& rank, std::string_view name) {
+  return value_of(rank.network.settings, name);
 }
 
 // A network with a real interface on every host; "<network>" where there is none.
@@ -110,9 +108,9 @@ void check_equal_settings(const Ranks& ranks, Findings& findings) {
     return value.empty() ? std::string("not set") : fmt::format("'{}'", value);
   };
   for (const std::string& name : names) {
-    const std::string first = setting(ranks.front(), name.c_str());
+    const std::string first = setting(ranks.front(), name);
     for (const RankFacts& rank : ranks) {
-      const std::string other = setting(rank, name.c_str());
+      const std::string other = setting(rank, name);
       if (other == first) continue;
       const std::string give = name.starts_with("OMPI_MCA_")
                                    ? fmt::format("mpirun --mca {} VALUE", name.substr(9))

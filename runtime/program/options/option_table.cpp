@@ -122,10 +122,6 @@ std::optional<std::string> value_of(std::string_view text) {
   return value.get<std::string>();
 }
 
-std::string quoted_text(const std::string& value) {
-  return nlohmann::json(value).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
-
 // Without a placeholder: a flag, which takes no value.
 void add_to(po::options_description& group, const std::string& name, const std::string& placeholder,
             const std::string& help) {
@@ -138,6 +134,11 @@ void add_to(po::options_description& group, const std::string& name, const std::
 }
 
 }  // namespace
+
+std::string value_of(const OptionValues& values, std::string_view name) {
+  const auto found = std::ranges::find(values, name, &OptionValues::value_type::first);
+  return found == values.end() ? "" : found->second;
+}
 
 OptionValues read_option_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -181,7 +182,9 @@ std::string to_config_text(const OptionValues& options) {
   for (const auto& [name, value] : options) {
     if (value.empty()) continue;
     const bool plain = value_of(value) == value && value.find('\n') == std::string::npos;
-    text += fmt::format("{} = {}\n", name, plain ? value : quoted_text(value));
+    constexpr auto kReplace = nlohmann::json::error_handler_t::replace;
+    text += fmt::format("{} = {}\n", name,
+                        plain ? value : nlohmann::json(value).dump(-1, ' ', false, kReplace));
   }
   return text;
 }

@@ -32,6 +32,9 @@ template <typename Number>
   return error == std::errc() && end == text.data() + text.size();
 }
 
+// "" where `name` is not among them.
+[[nodiscard]] std::string value_of(const OptionValues& values, std::string_view name);
+
 struct RealRange {
   double low = 0, high = 0;
   bool low_open = false, high_open = false;  // the bound itself is not legal

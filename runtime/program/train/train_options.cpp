@@ -128,14 +128,6 @@ std::string text_of(const std::vector<int>& layers) {
   return fmt::format("{}", fmt::join(parts, ","));
 }
 
-// "" where `name` is not among them.
-std::string value_of(const OptionValues& values, const std::string& name) {
-  for (const auto& [other, value] : values) {
-    if (other == name) return value;
-  }
-  return "";
-}
-
 std::vector<std::string> training_schedules() {
   std::vector<std::string> names = schedule_names();
   std::erase(names, "forward-only");
