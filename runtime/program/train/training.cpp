@@ -51,7 +51,6 @@ class StopRequest {
 
   void begin() {
     signals_.emplace([this]() noexcept {
-      asked_ = true;
       ActivityBoard::for_each([](ActivityBoard& board, void*) noexcept { board.expect_end(); },
                               nullptr);
       if (Checkpointer* saver = saver_) saver->request_stop();
@@ -60,15 +59,14 @@ class StopRequest {
   // Null before the saver goes.
   void set_saver(Checkpointer* saver) {
     saver_ = saver;
-    if (saver != nullptr && asked_) saver->request_stop();
+    if (saver != nullptr && asked()) saver->request_stop();
   }
-  [[nodiscard]] bool asked() const { return asked_; }
+  [[nodiscard]] bool asked() const { return signals_ && signals_->requested(); }
   void describe(std::uint64_t step, const std::filesystem::path& save) {
     if (signals_) signals_->describe(step, save);
   }
 
  private:
-  std::atomic<bool> asked_ = false;
   std::atomic<Checkpointer*> saver_ = nullptr;
   std::optional<StopSignals> signals_;
 };
