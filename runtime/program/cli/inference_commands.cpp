@@ -261,13 +261,6 @@ std::vector<int> prompt_of(const GenerateOptions& options, const std::string& gi
   return text.prompt_tokens(options.prompt.empty() ? first : options.prompt);
 }
 
-// Of `vocabulary` alone.
-std::vector<int> stop_ids_of_model(const std::filesystem::path& save, int vocabulary) {
-  std::vector<int> stop_ids = read_stop_ids(save);
-  std::erase_if(stop_ids, [&](int id) { return id >= vocabulary; });
-  return stop_ids;
-}
-
 // Positions that a text of `tokens` is computed with. A model that was trained on shorter windows
 // than it was made for takes more; one of Hugging Face, whose windows are not known, what it needs.
 int context_for(const TransformerConfig& model, std::int64_t tokens, bool foreign) {
@@ -295,7 +288,8 @@ Request read_request(const std::filesystem::path& save, const GenerateOptions& o
         context_for(request.model, std::int64_t{options.tokens} + std::ssize(request.prompt),
                     is_hugging_face(save));
     if (options.stop_ids == "auto") {
-      request.stop_ids = stop_ids_of_model(save, vocabulary);
+      request.stop_ids = read_stop_ids(save);
+      std::erase_if(request.stop_ids, [&](int id) { return id >= vocabulary; });
     } else if (options.stop_ids != "none") {
       request.stop_ids = parse_tokens("--stop-ids", options.stop_ids, vocabulary);
     }

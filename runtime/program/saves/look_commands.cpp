@@ -129,18 +129,10 @@ bool still_there(const Save& save) {
   }
 }
 
-std::uint64_t bytes_of(const SaveState& state) {
-  std::uint64_t bytes = 0;
-  for (const SavedFile& file : state.files) bytes += file.bytes;
-  return bytes;
-}
-
 // Of an export or of another program: a directory without state.json.
 void verify_model(const std::string& directory) {
-  for (const char* kind : {"model", "optimizer"}) {
-    if (kind == std::string("optimizer") && !has_weights(directory, kind)) continue;
-    (void)WeightsDirectory(directory, kind);
-  }
+  (void)WeightsDirectory(directory, "model");
+  if (has_weights(directory, "optimizer")) (void)WeightsDirectory(directory, "optimizer");
   std::error_code error;
   if (std::filesystem::exists(std::filesystem::path(directory) / kSumsName, error)) {
     fmt::print("'{}': {} files are as {} says\n", directory, require_sums(directory), kSumsName);
@@ -250,7 +242,8 @@ int verify_command(const std::vector<std::string>& arguments) {
         continue;
       }
       if (!fault.empty()) ++broken;
-      const auto size = static_cast<double>(bytes_of(save.state));
+      double size = 0;
+      for (const SavedFile& file : save.state.files) size += static_cast<double>(file.bytes);
       bytes += size;
       fmt::print("{:<20} {:<21} {:>10.1f} {:>6}  {}\n", step_directory_name(save.state.step),
                  save.state.time, size * 1e-6, save.state.files.size() + 1,
