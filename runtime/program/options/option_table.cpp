@@ -1,12 +1,9 @@
 #include "runtime/program/options/option_table.hpp"
 
-#include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <array>
 #include <boost/program_options.hpp>
-#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -23,17 +20,6 @@ namespace sluice {
 namespace {
 
 namespace po = boost::program_options;
-
-bool contains(const RealRange& range, double value) {
-  return (range.low_open ? value > range.low : value >= range.low) &&
-         (range.high_open ? value < range.high : value <= range.high);
-}
-
-std::string describe(const RealRange& range) {
-  const std::string low = fmt::format("{} {}", range.low_open ? "above" : "from", range.low);
-  if (std::isinf(range.high)) return low + (range.low_open ? "" : " up");
-  return fmt::format("{} {} {}", low, range.high_open ? "to below" : "to", range.high);
-}
 
 int edit_distance(std::string_view a, std::string_view b) {
   std::vector<int> row(b.size() + 1);
@@ -210,6 +196,16 @@ std::string suggestion(std::string_view text, const std::vector<std::string>& kn
   return best == nullptr ? otherwise : fmt::format("; did you mean '{}{}'?", dashes, *best);
 }
 
+bool RealRange::contains(double value) const {
+  return (low_open ? value > low : value >= low) && (high_open ? value < high : value <= high);
+}
+
+std::string RealRange::text() const {
+  const std::string above = fmt::format("{} {}", low_open ? "above" : "from", low);
+  if (std::isinf(high)) return above + (low_open ? "" : " up");
+  return fmt::format("{} {} {}", above, high_open ? "to below" : "to", high);
+}
+
 OptionTable::OptionTable(std::string usage, std::string about)
     : usage_(std::move(usage)), about_(std::move(about)) {}
 
@@ -229,72 +225,6 @@ OptionTable& OptionTable::mark(unsigned bits) {
   entries_.back().marks |= bits;
   return *this;
 }
-
-template <typename Integer>
-OptionTable& OptionTable::add_integer(const std::string& name, Integer& target,
-                                      std::type_identity_t<Integer> low,
-                                      std::type_identity_t<Integer> high, const std::string& help,
-                                      const std::string& automatic, const std::string& most) {
-  std::vector<std::pair<std::string, Integer>> words;
-  if (!automatic.empty()) words.emplace_back(automatic, Integer{0});
-  if (!most.empty()) words.emplace_back(most, high);
-  const auto set = [&target, low, high, words](const std::string& text) -> std::string {
-    for (const auto& [word, value] : words) {
-      if (text != word) continue;
-      target = value;
-      return "";
-    }
-    Integer value = 0;
-    if (!parse_whole(text, value) || value < low || value > high) {
-      std::string legal = fmt::format("'{}' is not an integer from {} to {}", text, low, high);
-      for (const auto& [word, stands_for] : words) legal += fmt::format(" or '{}'", word);
-      return legal;
-    }
-    target = value;
-    return "";
-  };
-  return add(name, "N", help, set, [&target, words] {
-    for (const auto& [word, value] : words) {
-      if (target == value) return word;
-    }
-    return fmt::format("{}", target);
-  });
-}
-
-template <typename Real>
-OptionTable& OptionTable::add_real(const std::string& name, Real& target, RealRange range,
-                                   const std::string& help, const std::string& automatic) {
-  const auto set = [&target, range, automatic](const std::string& text) -> std::string {
-    Real value = 0;
-    if (!automatic.empty() && text == automatic) {
-      target = 0;
-      return "";
-    }
-    if (!parse_whole(text, value) || !std::isfinite(value) || !contains(range, value)) {
-      return fmt::format("'{}' is not a number {}{}", text, describe(range),
-                         automatic.empty() ? "" : " or '" + automatic + "'");
-    }
-    target = value;
-    return "";
-  };
-  return add(name, "X", help, set, [&target, automatic] {
-    return target == 0 && !automatic.empty() ? automatic : fmt::format("{}", target);
-  });
-}
-
-template OptionTable& OptionTable::add_integer(const std::string&, int&, int, int,
-                                               const std::string&, const std::string&,
-                                               const std::string&);
-template OptionTable& OptionTable::add_integer(const std::string&, std::int64_t&, std::int64_t,
-                                               std::int64_t, const std::string&, const std::string&,
-                                               const std::string&);
-template OptionTable& OptionTable::add_integer(const std::string&, std::uint64_t&, std::uint64_t,
-                                               std::uint64_t, const std::string&,
-                                               const std::string&, const std::string&);
-template OptionTable& OptionTable::add_real(const std::string&, float&, RealRange,
-                                            const std::string&, const std::string&);
-template OptionTable& OptionTable::add_real(const std::string&, double&, RealRange,
-                                            const std::string&, const std::string&);
 
 OptionTable& OptionTable::add_text(const std::string& name, std::string& target,
                                    const std::string& placeholder, const std::string& help) {

@@ -11,7 +11,11 @@
 // over the file, both win over what lay_under() sets.
 #pragma once
 
+#include <fmt/format.h>
+
+#include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <string>
@@ -38,6 +42,8 @@ template <typename Number>
 struct RealRange {
   double low = 0, high = 0;
   bool low_open = false, high_open = false;  // the bound itself is not legal
+  [[nodiscard]] bool contains(double value) const;
+  [[nodiscard]] std::string text() const;  // "from 0 to below 1"
 };
 
 // Bounds of many options.
@@ -46,6 +52,9 @@ constexpr RealRange kPositive = {
     .low = 0, .high = std::numeric_limits<double>::infinity(), .low_open = true};
 
 class OptionTable {
+  template <typename Number>
+  using Words = std::vector<std::pair<std::string, Number>>;  // a word, what it stands for
+
  public:
   // `usage`: what a user types, e.g. "sluice train [options]"; `about`: paragraphs for the help.
   OptionTable(std::string usage, std::string about);
@@ -63,11 +72,26 @@ class OptionTable {
   OptionTable& add_integer(const std::string& name, Integer& target,
                            std::type_identity_t<Integer> low, std::type_identity_t<Integer> high,
                            const std::string& help, const std::string& automatic = "",
-                           const std::string& most = "");
+                           const std::string& most = "") {
+    Words<Integer> words;
+    if (!automatic.empty()) words.emplace_back(automatic, 0);
+    if (!most.empty()) words.emplace_back(most, high);
+    return add_number(
+        name, "N", target, help, words,
+        [low, high](Integer value) { return value >= low && value <= high; },
+        fmt::format("an integer from {} to {}", low, high));
+  }
   // Real: float or double. `automatic` as above; the range need not hold 0 then.
   template <typename Real>
-  OptionTable& add_real(const std::string& name, Real& target, RealRange range,
-                        const std::string& help, const std::string& automatic = "");
+  OptionTable& add_real(const std::string& name, Real& target, const RealRange& range,
+                        const std::string& help, const std::string& automatic = "") {
+    Words<Real> words;
+    if (!automatic.empty()) words.emplace_back(automatic, Real{0});
+    return add_number(
+        name, "X", target, help, words,
+        [range](Real value) { return std::isfinite(value) && range.contains(value); },
+        "a number " + range.text());
+  }
   // Any text, e.g. a path; `placeholder` (not empty) names it in the help.
   OptionTable& add_text(const std::string& name, std::string& target,
                         const std::string& placeholder, const std::string& help);
@@ -144,6 +168,27 @@ class OptionTable {
   using Given = std::pair<std::string, std::string>;  // name, value
 
   OptionTable& add(std::string name, std::string placeholder, std::string help, Set set, Get get);
+  // A number that `is_legal`, or a word that stands for one; `legal`: what is said of such numbers.
+  template <typename Number, typename IsLegal>
+  OptionTable& add_number(const std::string& name, const std::string& placeholder, Number& target,
+                          const std::string& help, const Words<Number>& words,
+                          const IsLegal& is_legal, const std::string& legal) {
+    const auto set = [=, &target](const std::string& text) -> std::string {
+      Number value = 0;
+      const auto word = std::ranges::find(words, text, &Words<Number>::value_type::first);
+      if (word == words.end() && (!parse_whole(text, value) || !is_legal(value))) {
+        std::string problem = fmt::format("'{}' is not {}", text, legal);
+        for (const auto& [other, stands_for] : words) problem += fmt::format(" or '{}'", other);
+        return problem;
+      }
+      target = word == words.end() ? value : word->second;
+      return "";
+    };
+    return add(name, placeholder, help, set, [&target, words] {
+      const auto word = std::ranges::find(words, target, &Words<Number>::value_type::second);
+      return word == words.end() ? fmt::format("{}", target) : word->first;
+    });
+  }
   OptionTable& add_words(const std::string& name, std::vector<std::string> legal, std::string help,
                          std::function<void(std::size_t index)> set, Get get);
   [[nodiscard]] const Entry* find(std::string_view name) const;  // null: none
