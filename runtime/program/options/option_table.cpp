@@ -399,12 +399,15 @@ void OptionTable::lay_under(const OptionValues& values, const std::string& where
   }
 }
 
+std::string OptionTable::Entry::help_text() const {
+  const std::string value = placeholder.empty() ? "" : get();
+  return value.empty() ? help : fmt::format("{} [{}]", help, value);
+}
+
 std::string OptionTable::part_of_page() const {
   std::vector<OptionLine> lines;
   for (const Entry& entry : entries_) {
-    const std::string value = entry.placeholder.empty() ? "" : entry.get();
-    lines.push_back({entry.heading, entry.name, entry.placeholder,
-                     value.empty() ? entry.help : fmt::format("{} [{}]", entry.help, value)});
+    lines.push_back({entry.heading, entry.name, entry.placeholder, entry.help_text()});
   }
   if (config_allowed_) {
     lines.push_back({"From a file", "config", "FILE",
@@ -427,10 +430,7 @@ std::string OptionTable::help() const {
     const std::string& title = entries_[i].heading;
     po::options_description group(title, kLineLength, kLineLength / 2);
     for (; i < entries_.size() && entries_[i].heading == title; ++i) {
-      const Entry& entry = entries_[i];
-      const std::string value = entry.placeholder.empty() ? "" : entry.get();
-      add_to(group, entry.name, entry.placeholder,
-             value.empty() ? entry.help : fmt::format("{} [{}]", entry.help, value));
+      add_to(group, entries_[i].name, entries_[i].placeholder, entries_[i].help_text());
     }
     text << '\n' << group;
   }

@@ -164,6 +164,7 @@ class OptionTable {
     unsigned marks = 0;
     Source source = Source::kNone;
     bool once = false;
+    [[nodiscard]] std::string help_text() const;  // with the value that it has now
   };
   using Given = std::pair<std::string, std::string>;  // name, value
 
