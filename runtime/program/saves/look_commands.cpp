@@ -48,12 +48,6 @@ prints a line for each, the newest first. DIR is what 'sluice train --save DIR' 
 step of it; of what 'sluice export' wrote the files are compared with SHA256SUMS. Ends with 0
 where all are sound, else with 5. Changes nothing and needs no MPI.)";
 
-std::string text_of(const Shape& shape) {
-  std::string text = "[";
-  for (int i = 0; i < shape.rank(); ++i) text += fmt::format("{}{}", i > 0 ? ", " : "", shape[i]);
-  return text + "]";
-}
-
 // Bytes of tensors, and their types.
 class ByteCount {
  public:
@@ -81,7 +75,7 @@ void print_tensors(const WeightsDirectory& weights) {
   for (const std::string& name : weights.names()) {
     const TensorSpec& spec = weights.find(name)->spec;
     fmt::print("{:<{}}  {:<5}  {:<16}  {:>12}  {}\n", name, widest, name_of(spec.dtype),
-               text_of(spec.shape), spec.bytes(), weights.file_of(name));
+               to_string(spec.shape), spec.bytes(), weights.file_of(name));
     elements += static_cast<std::size_t>(spec.shape.elements());
     bytes.add(spec);
   }
