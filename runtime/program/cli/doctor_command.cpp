@@ -189,21 +189,13 @@ void print_links(const std::vector<RankFacts>& ranks, std::vector<LinkFigures> l
 }
 
 void print_findings(const std::vector<Finding>& findings) {
-  fmt::print("\nWhat looks wrong, and what to do:\n");
-  bool any = false;
+  std::string wrong, notes;
   for (const Finding& finding : findings) {
-    if (!finding.wrong) continue;
-    fmt::print("  ! {}\n", finding.text);
-    any = true;
+    (finding.wrong ? wrong : notes) +=
+        fmt::format("  {} {}\n", finding.wrong ? '!' : '-', finding.text);
   }
-  if (!any) fmt::print("  nothing\n");
-  bool first = true;
-  for (const Finding& finding : findings) {
-    if (finding.wrong) continue;
-    if (first) fmt::print("\nGood to know:\n");
-    first = false;
-    fmt::print("  - {}\n", finding.text);
-  }
+  fmt::print("\nWhat looks wrong, and what to do:\n{}", wrong.empty() ? "  nothing\n" : wrong);
+  if (!notes.empty()) fmt::print("\nGood to know:\n{}", notes);
 }
 
 std::vector<Finding> all_findings(const std::vector<RankFacts>& ranks, const ProbeResult& probe) {

@@ -353,10 +353,7 @@ OptionTable make_table(EvaluateOptions& options) {
 // A line where `file`, which the training read, holds something else now; empty where it does not.
 std::string change_since(const SaveState& saved, const TokenFile& file) {
   const std::string path = file.path().string();
-  const auto trained_on = [&](const auto& option) {
-    return option.first == "data" && option.second == path;
-  };
-  if (std::ranges::none_of(saved.options, trained_on)) return "";
+  if (value_of(saved.options, "data") != path) return "";
   const std::string change = data_difference(saved.data, data_identity(file));
   if (change.empty()) return "";
   return fmt::format("sluice: warning: '{}' is not as the training read it: {}\n", path, change);
