@@ -16,26 +16,17 @@
 
 namespace sluice {
 
-// Norms of the residual stream; dy and y of the table's type T. `void*`: x, residual and dx are of
-// type X.
+// LayerNorm or RMSNorm of the residual stream; dy and y of the table's type T. `void*`: x, residual
+// and dx are of type X. stats: mean (LayerNorm alone), rstd per row. RMSNorm has no beta.
 struct NormKernels {
-  // stats: mean, rstd per row.
-  void (*layer_forward)(const void* x, const float* gamma, const float* beta, float epsilon,
-                        void* y, float* stats, int64_t rows, int64_t width);
+  void (*forward)(const void* x, const float* gamma, const float* beta, float epsilon, void* y,
+                  float* stats, int64_t rows, int64_t width);
   // dx = residual + the gradient; residual: null, or dx. rounded: dx in bf16, or null.
-  void (*layer_backward)(const void* dy, const void* x, const float* gamma, const float* stats,
-                         const void* residual, void* dx, void* rounded, int64_t rows,
-                         int64_t width);
+  void (*backward)(const void* dy, const void* x, const float* gamma, const float* stats,
+                   const void* residual, void* dx, void* rounded, int64_t rows, int64_t width);
   // Columns [0, width) of matrices with leading dimension ld.
-  void (*layer_weights)(const void* dy, const void* x, const float* stats, int64_t ld, int64_t rows,
-                        int64_t width, float* dgamma, float* dbeta);
-  // RMSNorm; stats: rstd per row.
-  void (*rms_forward)(const void* x, const float* gamma, float epsilon, void* y, float* stats,
-                      int64_t rows, int64_t width);
-  void (*rms_backward)(const void* dy, const void* x, const float* gamma, const float* stats,
-                       const void* residual, void* dx, void* rounded, int64_t rows, int64_t width);
-  void (*rms_weights)(const void* dy, const void* x, const float* stats, int64_t ld, int64_t rows,
-                      int64_t width, float* dgamma);
+  void (*weights)(const void* dy, const void* x, const float* stats, int64_t ld, int64_t rows,
+                  int64_t width, float* dgamma, float* dbeta);
 };
 
 struct PointwiseKernels {
@@ -71,8 +62,8 @@ struct TypedKernels {
   // Rotates the halves of `heads` vectors of head_dim, in place; cosine and sine [head_dim / 2].
   void (*rotate)(void* x, int64_t heads, int64_t head_dim, const float* cosine, const float* sine);
 
-  NormKernels norm;        // X = float
-  NormKernels norm_typed;  // X = T
+  NormKernels layer_norm, rms_norm;              // X = float
+  NormKernels layer_norm_typed, rms_norm_typed;  // X = T
 
   // Rows [first, first + rows) of a causal score matrix: row r sees the last `seen` of columns
   // 0..r. Writes probabilities, and zeros to the rest of columns [begin, end), which hold all that

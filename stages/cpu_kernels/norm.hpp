@@ -26,52 +26,71 @@ struct StreamGradient {
   }
 };
 
-template <typename T, typename X>
-void layer_norm_forward(const void* x_data, const float* gamma, const float* beta, float epsilon,
-                        void* y_data, float* stats, int64_t rows, int64_t width) {
+// LayerNorm, or RMSNorm, which has no mean and no beta.
+enum class NormOf { kLayer, kRms };
+
+template <NormOf kNorm, typename T, typename X>
+void norm_forward(const void* x_data, const float* gamma, const float* beta, float epsilon,
+                  void* y_data, float* stats, int64_t rows, int64_t width) {
+  constexpr bool kLayer = kNorm == NormOf::kLayer;
   const float inverse = 1.0F / static_cast<float>(width);
   const X* x = static_cast<const X*>(x_data);
   for (int64_t row = 0; row < rows; ++row, x += width) {
-    const float mean = inverse * sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-                         return load(x + i, part);
-                       });
+    float mean = 0;
+    if constexpr (kLayer) {
+      mean = inverse * sum_vectors(width, [&](int64_t i, auto part)
+                                              SLUICE_LAMBDA { return load(x + i, part); });
+    }
     const float variance = inverse * sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-                             const VecF d = load(x + i, part) - mean;
+                             VecF d = load(x + i, part);
+                             if constexpr (kLayer) d = d - mean;
                              return d * d;
                            });
     const float rstd = 1.0F / __builtin_sqrtf(variance + epsilon);
     T* y = static_cast<T*>(y_data) + row * width;
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      const VecF scale = load(gamma + i, part), shift = load(beta + i, part);
-      store(y + i, layer_norm_value(load(x + i, part), mean, rstd, scale, shift), part);
+      const VecF v = load(x + i, part), scale = load(gamma + i, part);
+      if constexpr (kLayer) {
+        store(y + i, layer_norm_value(v, mean, rstd, scale, load(beta + i, part)), part);
+      } else {
+        store(y + i, rms_norm_value(v, rstd, scale), part);
+      }
     });
-    stats[2 * row] = mean;
-    stats[2 * row + 1] = rstd;
+    if constexpr (kLayer) *stats++ = mean;
+    *stats++ = rstd;
   }
 }
 
-template <typename T, typename X>
-void layer_norm_backward(const void* dy_data, const void* x_data, const float* gamma,
-                         const float* stats, const void* residual, void* dx, void* rounded,
-                         int64_t rows, int64_t width) {
+template <NormOf kNorm, typename T, typename X>
+void norm_backward(const void* dy_data, const void* x_data, const float* gamma, const float* stats,
+                   const void* residual, void* dx, void* rounded, int64_t rows, int64_t width) {
+  constexpr bool kLayer = kNorm == NormOf::kLayer;
   const float inverse = 1.0F / static_cast<float>(width);
   const auto to = StreamGradient<X>::of(residual, dx, rounded);
   const X* x = static_cast<const X*>(x_data);
   for (int64_t row = 0; row < rows; ++row, x += width) {
     const T* dy = static_cast<const T*>(dy_data) + row * width;
-    const float mean = stats[2 * row], rstd = stats[2 * row + 1];
-    VecF sums{}, dots{};
+    NormGradient gradient{};
+    if constexpr (kLayer) {
+      const float mean = stats[2 * row], rstd = stats[2 * row + 1];
+      VecF sums{}, dots{};
+      for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+        fetch_ahead(x + i);
+        const VecF g = load(dy + i, part) * load(gamma + i, part);
+        sums += g;
+        dots = fma(g, load(x + i, part) - mean, dots);
+      });
+      gradient = layer_norm_gradient(mean, rstd, lane_sum(sums), lane_sum(dots), inverse);
+    } else {
+      const float dot = sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+        return load(dy + i, part) * load(gamma + i, part) * load(x + i, part);
+      });
+      gradient = rms_norm_gradient(stats[row], dot, inverse);
+    }
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      fetch_ahead(x + i);
-      const VecF g = load(dy + i, part) * load(gamma + i, part);
-      sums += g;
-      dots = fma(g, load(x + i, part) - mean, dots);
-    });
-    const NormGradient gradient =
-        layer_norm_gradient(mean, rstd, lane_sum(sums), lane_sum(dots), inverse);
-    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      const VecF g = load(dy + i, part) * load(gamma + i, part);
-      to.put(row * width + i, layer_norm_change(gradient, g, load(x + i, part)), part);
+      const VecF g = load(dy + i, part) * load(gamma + i, part), v = load(x + i, part);
+      to.put(row * width + i,
+             kLayer ? layer_norm_change(gradient, g, v) : rms_norm_change(gradient, g, v), part);
     });
   }
 }
@@ -103,48 +122,8 @@ void layer_norm_weights(const void* dy_data, const void* x_data, const float* st
 }
 
 template <typename T, typename X>
-void rms_norm_forward(const void* x_data, const float* gamma, float epsilon, void* y_data,
-                      float* stats, int64_t rows, int64_t width) {
-  const float inverse = 1.0F / static_cast<float>(width);
-  const X* x = static_cast<const X*>(x_data);
-  for (int64_t row = 0; row < rows; ++row, x += width) {
-    const float square = inverse * sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-                           const VecF v = load(x + i, part);
-                           return v * v;
-                         });
-    const float rstd = 1.0F / __builtin_sqrtf(square + epsilon);
-    T* y = static_cast<T*>(y_data) + row * width;
-    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      store(y + i, rms_norm_value(load(x + i, part), rstd, load(gamma + i, part)), part);
-    });
-    stats[row] = rstd;
-  }
-}
-
-template <typename T, typename X>
-void rms_norm_backward(const void* dy_data, const void* x_data, const float* gamma,
-                       const float* stats, const void* residual, void* dx, void* rounded,
-                       int64_t rows, int64_t width) {
-  const float inverse = 1.0F / static_cast<float>(width);
-  const auto to = StreamGradient<X>::of(residual, dx, rounded);
-  const X* x = static_cast<const X*>(x_data);
-  for (int64_t row = 0; row < rows; ++row, x += width) {
-    const T* dy = static_cast<const T*>(dy_data) + row * width;
-    const float rstd = stats[row];
-    const float dot = sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      return load(dy + i, part) * load(gamma + i, part) * load(x + i, part);
-    });
-    const NormGradient gradient = rms_norm_gradient(rstd, dot, inverse);
-    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      const VecF g = load(dy + i, part) * load(gamma + i, part);
-      to.put(row * width + i, rms_norm_change(gradient, g, load(x + i, part)), part);
-    });
-  }
-}
-
-template <typename T, typename X>
 void rms_norm_weights(const void* dy_data, const void* x_data, const float* stats, int64_t ld,
-                      int64_t rows, int64_t width, float* dgamma) {
+                      int64_t rows, int64_t width, float* dgamma, float* /*dbeta*/) {
   const T* dy = static_cast<const T*>(dy_data);
   const X* x = static_cast<const X*>(x_data);
   for (int64_t row = 0; row < rows; ++row, dy += ld, x += ld) {

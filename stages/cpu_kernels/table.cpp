@@ -8,15 +8,12 @@ namespace sluice::SLUICE_KERNEL_NAMESPACE {
 
 namespace {
 
-template <typename T, typename X>
+template <NormOf kNorm, typename T, typename X>
 constexpr NormKernels norm_kernels() {
   return {
-      .layer_forward = layer_norm_forward<T, X>,
-      .layer_backward = layer_norm_backward<T, X>,
-      .layer_weights = layer_norm_weights<T, X>,
-      .rms_forward = rms_norm_forward<T, X>,
-      .rms_backward = rms_norm_backward<T, X>,
-      .rms_weights = rms_norm_weights<T, X>,
+      .forward = norm_forward<kNorm, T, X>,
+      .backward = norm_backward<kNorm, T, X>,
+      .weights = kNorm == NormOf::kLayer ? layer_norm_weights<T, X> : rms_norm_weights<T, X>,
   };
 }
 
@@ -42,8 +39,10 @@ constexpr TypedKernels typed_kernels() {
       .head_norm_forward = head_norm_forward<T>,
       .head_norm_backward = head_norm_backward<T>,
       .rotate = rotate<T>,
-      .norm = norm_kernels<T, float>(),
-      .norm_typed = norm_kernels<T, T>(),
+      .layer_norm = norm_kernels<NormOf::kLayer, T, float>(),
+      .rms_norm = norm_kernels<NormOf::kRms, T, float>(),
+      .layer_norm_typed = norm_kernels<NormOf::kLayer, T, T>(),
+      .rms_norm_typed = norm_kernels<NormOf::kRms, T, T>(),
       .causal_softmax = causal_softmax<T>,
       .causal_softmax_backward = causal_softmax_backward<T>,
       .row_dots = row_dots<T>,
