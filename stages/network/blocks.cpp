@@ -19,9 +19,6 @@ namespace {
 
 // The memory of a call for the run in it that begins at `begin`.
 LayerRun::Memory memory_of(const LayerCall& call, const LayerMemory& begin = {}) {
-  const auto at = [](std::byte* base, std::size_t offset) {
-    return base == nullptr ? nullptr : base + offset;
-  };
   return {.until_input = at(call.until_input, begin.until_input),
           .until_weight = at(call.until_weight, begin.until_weight),
           .lasting = at(call.lasting, begin.lasting),
@@ -63,7 +60,7 @@ class RunLayer final : public Layer {
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     LayerRun::Call inner = call_of(call);
-    run_.backward_input(inner, {&dy, 1}, {&dx, 1});
+    run_.backward(inner, LayerRun::Halves::kInput, {&dy, 1}, {&dx, 1});
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     LayerRun::Call inner = call_of(call);
@@ -71,7 +68,7 @@ class RunLayer final : public Layer {
   }
   void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     LayerRun::Call inner = call_of(call);
-    run_.backward(inner, {&dy, 1}, {&dx, 1});
+    run_.backward(inner, LayerRun::Halves::kBoth, {&dy, 1}, {&dx, 1});
   }
 
  private:
@@ -140,13 +137,9 @@ class ResidualBlock final : public Layer {
                    .until_weight = sum_of_bytes({a.until_weight, b.until_weight}),
                    .lasting = sum_of_bytes({a.lasting, b.lasting}),
                    .gradients = sum_of_bytes({a.gradients, b.gradients}),
-                   .scratch = sum_of_bytes({branch_bytes(input), std::max(a.scratch, b.scratch)})},
-        .operator_bytes = std::max(main.operator_bytes, shortcut.operator_bytes),
-        .table_bytes = std::max(main.table_bytes, shortcut.table_bytes),
-        .forward_sums = main.forward_sums + shortcut.forward_sums,
-        .backward_sums = main.backward_sums + shortcut.backward_sums,
-        .note = main.note};
-    add_note(all.note, shortcut.note);
+                   .scratch = sum_of_bytes({branch_bytes(input), std::max(a.scratch, b.scratch)})}};
+    add_needs(all, main);
+    add_needs(all, shortcut);
     return all;
   }
 
@@ -164,10 +157,10 @@ class ResidualBlock final : public Layer {
     shortcut_.keep_again(calls.shortcut, y);
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    back(&LayerRun::backward_input, call, dy, dx);
+    back(LayerRun::Halves::kInput, call, dy, dx);
   }
   void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    back(&LayerRun::backward, call, dy, dx);
+    back(LayerRun::Halves::kBoth, call, dy, dx);
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     Calls calls = calls_of(call);
@@ -179,14 +172,13 @@ class ResidualBlock final : public Layer {
   struct Calls {
     LayerRun::Call main, shortcut;
   };
-  using Backward = decltype(&LayerRun::backward);
-  void back(Backward run, LayerCall& call, const Tensor& dy, const Tensor& dx) {
+  void back(LayerRun::Halves halves, LayerCall& call, const Tensor& dy, const Tensor& dx) {
     Calls calls = calls_of(call);
-    (main_.*run)(calls.main, {&dy, 1}, {&dx, 1});
+    main_.backward(calls.main, halves, {&dy, 1}, {&dx, 1});
     const bool wanted = dx.data != nullptr;
     if (!shortcut_.empty()) {
       const Tensor branch{wanted ? call.scratch : nullptr, call.x.spec};
-      (shortcut_.*run)(calls.shortcut, {&dy, 1}, {&branch, 1});
+      shortcut_.backward(calls.shortcut, halves, {&dy, 1}, {&branch, 1});
       if (wanted) add(call.compute(), branch, dx);
     } else if (wanted) {
       add(call.compute(), dy, dx);

@@ -25,10 +25,6 @@ std::size_t take(BumpAllocator& allocator, std::size_t bytes) {
 
 std::size_t aligned(std::size_t bytes) { return round_up(bytes, kBufferAlignment); }
 
-std::byte* at(std::byte* base, std::size_t offset) {
-  return base == nullptr ? nullptr : base + offset;
-}
-
 TensorSpec rounded_spec(const TensorSpec& spec) { return {DType::kBf16, spec.shape}; }
 
 void copy(StageContext& ctx, const Tensor& from, const Tensor& to) {
@@ -80,12 +76,21 @@ void append_parts(const LayerSpec& group, const NumberedLayer& at, int first,
   }
 }
 
-}  // namespace
-
-// Blocks with a window and blocks without may differ in what computes their attention.
+// Adds what the notes do not say yet: blocks with a window and blocks without may differ in what
+// computes their attention.
 void add_note(std::string& notes, const std::string& note) {
   if (note.empty() || notes.find(note) != std::string::npos) return;
   notes += (notes.empty() ? "" : "; ") + note;
+}
+
+}  // namespace
+
+void add_needs(LayerNeeds& all, const LayerNeeds& part) {
+  all.operator_bytes = std::max(all.operator_bytes, part.operator_bytes);
+  all.table_bytes = std::max(all.table_bytes, part.table_bytes);
+  all.forward_sums += part.forward_sums;
+  all.backward_sums += part.backward_sums;
+  add_note(all.note, part.note);
 }
 
 std::string NumberedLayer::full_name() const { return fmt::format("layer {} ({})", path, kind); }
@@ -250,9 +255,7 @@ TensorSpec LayerRun::measure(std::size_t index, const TensorSpec& in, ComputeCon
   place.needs = naming(each, [&] { return each.layer->needs(in, compute); });
   place.again = recomputes_ && part.promises.recomputes;
   LayerNeeds& all = plan.needs;
-  all.operator_bytes = std::max(all.operator_bytes, place.needs.operator_bytes);
-  all.table_bytes = std::max(all.table_bytes, place.needs.table_bytes);
-  add_note(all.note, place.needs.note);
+  add_needs(all, place.needs);
   // By kind: layers within others are counted from 0 again.
   if (recomputes_ && !place.again) {
     add_note(all.note, each.kind + " is not recomputed: it does not promise it");
@@ -260,8 +263,6 @@ TensorSpec LayerRun::measure(std::size_t index, const TensorSpec& in, ComputeCon
   if (part.falls_back && (has_numbers(in) || has_numbers(out))) {
     add_note(all.note, each.kind + " computes in f32: it does not say what it takes of bf16");
   }
-  all.forward_sums += place.needs.forward_sums;
-  all.backward_sums += place.needs.backward_sums;
   return out;
 }
 
@@ -557,8 +558,8 @@ void LayerRun::end_source_gradients(Call& call, std::span<const Tensor> grad_inp
   }
 }
 
-void LayerRun::run_backward(Call& call, std::span<const Tensor> grad_outputs,
-                            std::span<const Tensor> grad_inputs, Halves halves) {
+void LayerRun::backward(Call& call, Halves halves, std::span<const Tensor> grad_outputs,
+                        std::span<const Tensor> grad_inputs) {
   if (recomputes_) keep_again(call, {});
   begin_source_gradients(call, grad_outputs, grad_inputs);
   if (parts_.empty() && !grad_inputs.empty() && grad_inputs[0].data != nullptr) {
@@ -570,16 +571,6 @@ void LayerRun::run_backward(Call& call, std::span<const Tensor> grad_outputs,
     if (halves == Halves::kBoth) announce(call.stage, parts_[i]);
   }
   end_source_gradients(call, grad_inputs);
-}
-
-void LayerRun::backward_input(Call& call, std::span<const Tensor> grad_outputs,
-                              std::span<const Tensor> grad_inputs) {
-  run_backward(call, grad_outputs, grad_inputs, Halves::kInput);
-}
-
-void LayerRun::backward(Call& call, std::span<const Tensor> grad_outputs,
-                        std::span<const Tensor> grad_inputs) {
-  run_backward(call, grad_outputs, grad_inputs, Halves::kBoth);
 }
 
 void LayerRun::backward_weight(Call& call, std::span<const Tensor> grad_outputs) {

@@ -55,8 +55,13 @@ enum class ResidualPart : std::uint32_t { kMain, kShortcut };
 [[nodiscard]] std::vector<NumberedLayer> make_inner_layers(std::span<const LayerSpec> specs,
                                                            int number, ResidualPart part);
 
-// Adds to LayerNeeds::note what it does not say yet.
-void add_note(std::string& notes, const std::string& note);
+// Adds what a part needs besides its memory, of parts that run one after the other.
+void add_needs(LayerNeeds& all, const LayerNeeds& part);
+
+// Null stays null.
+inline std::byte* at(std::byte* base, std::size_t offset) {
+  return base == nullptr ? nullptr : base + offset;
+}
 
 // Makes one layer of a group too.
 [[nodiscard]] std::unique_ptr<Layer> make_layer(const LayerSpec& spec, int number);
@@ -137,11 +142,11 @@ class LayerRun {
   void forward(Call& call, std::span<const Tensor> outputs);
   // As Layer's, of a run within a layer.
   void keep_again(Call& call, const Tensor& y);
-  void backward_input(Call& call, std::span<const Tensor> grad_outputs,
-                      std::span<const Tensor> grad_inputs);
-  void backward_weight(Call& call, std::span<const Tensor> grad_outputs);
-  void backward(Call& call, std::span<const Tensor> grad_outputs,
+  // kInput: backward_weight() follows.
+  enum class Halves { kInput, kBoth };
+  void backward(Call& call, Halves halves, std::span<const Tensor> grad_outputs,
                 std::span<const Tensor> grad_inputs);
+  void backward_weight(Call& call, std::span<const Tensor> grad_outputs);
   // Once the parameters have memory.
   void find_gradients(ParameterSet& set);
 
@@ -160,7 +165,6 @@ class LayerRun {
     Tensor sum;  // null data: not needed
     bool begun = false;
   };
-  enum class Halves { kInput, kBoth };
 
   [[nodiscard]] TensorSpec measure(std::size_t part, const TensorSpec& in, ComputeContext& compute,
                                    Plan& plan) const;
@@ -181,8 +185,6 @@ class LayerRun {
   [[nodiscard]] Tensor rounded_input(const Call& call, std::size_t part) const;
 
   void run_forward(Call& call, std::size_t part, const Tensor& y);
-  void run_backward(Call& call, std::span<const Tensor> grad_outputs,
-                    std::span<const Tensor> grad_inputs, Halves halves);
   void part_backward(Call& call, std::size_t part, const Tensor& dy, const Tensor& dx,
                      Halves halves);
   void layer_backward(Call& call, std::size_t part, const Tensor& dy, const Tensor& dx,

@@ -227,24 +227,21 @@ LayerRun::Call NetworkStage::call_of(StageContext& ctx) {
     }
     throw_error(ErrorCode::kInternal, "a micro-batch {} was not prepared", to_string(first));
   }();
-  const auto at = [](const Buffer& buffer, std::size_t offset) {
-    return buffer.data() == nullptr ? nullptr : buffer.data() + offset;
-  };
   const auto slot = static_cast<std::size_t>(ctx.slot);
   const std::size_t state = slot * (state_of(most_) + most_entry_);
   std::span<const Tensor> inputs = ctx.inputs;
   if (first != inputs[0].spec) {
     inputs_.assign(inputs.begin(), inputs.end());
-    inputs_[0] = {at(state_, state + state_of(most_)), first};
+    inputs_[0] = {at(state_.data(), state + state_of(most_)), first};
     inputs = inputs_;
   }
   return {.stage = ctx,
           .plan = *plan,
           .inputs = inputs,
-          .memory = {.until_input = at(state_, state),
-                     .until_weight = at(state_, state + most_.until_input),
-                     .lasting = at(state_, state + most_.until_input + most_.until_weight),
-                     .gradients = at(gradients_, split_ ? slot * most_.gradients : 0),
+          .memory = {.until_input = at(state_.data(), state),
+                     .until_weight = at(state_.data(), state + most_.until_input),
+                     .lasting = at(state_.data(), state + most_.until_input + most_.until_weight),
+                     .gradients = at(gradients_.data(), split_ ? slot * most_.gradients : 0),
                      .scratch = scratch_.data(),
                      .shared = !split_}};
 }
@@ -261,15 +258,16 @@ void NetworkStage::forward(StageContext& ctx, std::span<const Tensor> /*inputs*/
 void NetworkStage::backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                             std::span<const Tensor> grad_inputs) {
   LayerRun::Call call = call_of(ctx);
-  if (!split_) return run_.backward(call, grad_outputs, grad_inputs);
-  run_.backward_input(call, grad_outputs, grad_inputs);  // as the two halves do
+  if (!split_) return run_.backward(call, LayerRun::Halves::kBoth, grad_outputs, grad_inputs);
+  // As the two halves do.
+  run_.backward(call, LayerRun::Halves::kInput, grad_outputs, grad_inputs);
   run_.backward_weight(call, grad_outputs);
 }
 
 void NetworkStage::backward_input(StageContext& ctx, std::span<const Tensor> grad_outputs,
                                   std::span<const Tensor> grad_inputs) {
   LayerRun::Call call = call_of(ctx);
-  run_.backward_input(call, grad_outputs, grad_inputs);
+  run_.backward(call, LayerRun::Halves::kInput, grad_outputs, grad_inputs);
 }
 
 void NetworkStage::backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) {
