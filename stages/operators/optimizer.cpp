@@ -44,7 +44,7 @@ bool joins(const UpdateRun& last, const UpdateRun& next) {
 
 // Adjacent parameters in memory with equal decay form one run, unless their state is rounded at
 // random. The padding between them is zero in value, gradient and state, and all updates keep it
-// zero. StateMemory sets the state.
+// zero. RunOptimizer sets the state.
 std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters,
                                  const OptimizerConfig& config) {
   const bool is_sgd = config.kind == OptimizerConfig::Kind::kSgd;
@@ -73,60 +73,11 @@ std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters,
   return runs;
 }
 
-// One zeroed vector per kind, each with the parameters' layout.
-class StateMemory {
- public:
-  StateMemory(std::span<Parameter* const> parameters, const OptimizerConfig& config,
-              const DeviceMemory& memory)
-      : parameters_(parameters.begin(), parameters.end()),
-        kinds_(kinds_of(config)),
-        type_(state_type(config)) {
-    std::size_t bytes = 0;
-    for (const Parameter* parameter : parameters_) bytes += bytes_of(padded_floats(*parameter));
-    const Stream stream(memory.device());
-    for (size_t i = 0; i < kinds_.size(); ++i) {
-      buffers_.push_back(memory.allocate(bytes));
-      fill_zero_async(buffers_.back().data(), buffers_.back().size(), stream.view());
-    }
-    stream.view().synchronize();
-  }
-
-  // Gives each run its part of the state; `runs` are those of the same parameters.
-  void assign(std::span<UpdateRun> runs) const {
-    std::size_t offset = 0;
-    for (UpdateRun& run : runs) {
-      run.first = buffers_.empty() ? nullptr : at(0, offset);
-      run.second = buffers_.size() < 2 ? nullptr : at(1, offset);
-      offset += bytes_of(static_cast<std::size_t>(run.count));
-    }
-  }
-  [[nodiscard]] std::vector<OptimizerState> list() const {
-    std::vector<OptimizerState> result;
-    std::size_t offset = 0;
-    for (const Parameter* parameter : parameters_) {
-      for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-        result.push_back({parameter->name, kinds_[kind],
-                          Tensor{at(kind, offset), {type_, parameter->value.shape()}}});
-      }
-      offset += bytes_of(padded_floats(*parameter));
-    }
-    return result;
-  }
-
- private:
-  // Of the state of as many elements: one parameter's, or those of parameters that form one run.
-  [[nodiscard]] std::size_t bytes_of(std::size_t elements) const {
-    return round_up(elements * size_of(type_), kBufferAlignment);
-  }
-  [[nodiscard]] std::byte* at(size_t kind, std::size_t offset) const {
-    return buffers_[kind].data() + offset;
-  }
-
-  std::vector<Parameter*> parameters_;
-  std::vector<std::string> kinds_;
-  DType type_;
-  std::vector<Buffer> buffers_;
-};
+// Bytes of the state of as many elements: one parameter's, or those of parameters that form one
+// run.
+std::size_t state_bytes(const OptimizerConfig& config, std::size_t elements) {
+  return round_up(elements * size_of(state_type(config)), kBufferAlignment);
+}
 
 // AdamW, Adam, or SGD with momentum.
 class RunOptimizer final : public Optimizer {
@@ -136,9 +87,21 @@ class RunOptimizer final : public Optimizer {
       : config_(config),
         seed_(seed),
         parameters_(parameters.begin(), parameters.end()),
-        runs_(make_runs(parameters, config)),
-        state_(parameters, config, memory) {
-    state_.assign(runs_);
+        runs_(make_runs(parameters, config)) {
+    std::size_t bytes = 0;
+    for (const Parameter* each : parameters) bytes += state_bytes(config, padded_floats(*each));
+    const Stream stream(memory.device());
+    for (std::size_t i = 0; i < kinds_of(config).size(); ++i) {
+      state_.push_back(memory.allocate(bytes));
+      fill_zero_async(state_.back().data(), state_.back().size(), stream.view());
+    }
+    stream.view().synchronize();
+    std::size_t offset = 0;
+    for (UpdateRun& run : runs_) {
+      if (!state_.empty()) run.first = state_[0].data() + offset;
+      if (state_.size() > 1) run.second = state_[1].data() + offset;
+      offset += state_bytes(config, static_cast<std::size_t>(run.count));
+    }
   }
 
   void update(ComputeContext& ctx, std::uint64_t step, float learning_rate,
@@ -173,14 +136,26 @@ class RunOptimizer final : public Optimizer {
           runs_);
     for (Parameter* parameter : parameters_) parameter->bf16_copy_is_current = true;
   }
-  std::vector<OptimizerState> state() override { return state_.list(); }
+  std::vector<OptimizerState> state() override {
+    const std::vector<std::string> kinds = kinds_of(config_);
+    std::vector<OptimizerState> result;
+    std::size_t offset = 0;
+    for (const Parameter* parameter : parameters_) {
+      const TensorSpec spec{state_type(config_), parameter->value.shape()};
+      for (std::size_t kind = 0; kind < kinds.size(); ++kind) {
+        result.push_back({parameter->name, kinds[kind], {state_[kind].data() + offset, spec}});
+      }
+      offset += state_bytes(config_, padded_floats(*parameter));
+    }
+    return result;
+  }
 
  private:
   OptimizerConfig config_;
   std::uint64_t seed_;
   std::vector<Parameter*> parameters_;
   std::vector<UpdateRun> runs_;
-  StateMemory state_;
+  std::vector<Buffer> state_;  // a zeroed vector per kind, each with the parameters' layout
 };
 
 void require_numbers(const OptimizerConfig& config) {
@@ -225,9 +200,7 @@ std::size_t state_bytes_per_element(const OptimizerConfig& config) {
 }
 
 std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes) {
-  const std::size_t elements = bytes / sizeof(float);
-  return multiply_bytes(round_up(elements * size_of(state_type(config)), kBufferAlignment),
-                        kinds_of(config).size());
+  return multiply_bytes(state_bytes(config, bytes / sizeof(float)), kinds_of(config).size());
 }
 
 double clip_factor(double norm, double clip) { return clip > 0 && norm > clip ? clip / norm : 1.0; }
