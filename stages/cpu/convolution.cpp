@@ -170,28 +170,17 @@ dnnl::convolution_forward::primitive_desc forward_of(const dnnl::engine& engine,
 #endif
 }
 
-dnnl::convolution_backward_data::primitive_desc input_gradient_of(
+// Gradient: dnnl::convolution_backward_data or _weights.
+template <typename Gradient>
+typename Gradient::primitive_desc gradient_of(
     const dnnl::engine& engine, const Descs& d,
     const dnnl::convolution_forward::primitive_desc& forward) {
 #if DNNL_VERSION_MAJOR >= 3
   return {engine,    kDirect,   d.x.any,   d.weight.any, d.y.any,
           d.strides, d.padding, d.padding, forward,      user_scratch()};
 #else
-  const dnnl::convolution_backward_data::desc operation(kDirect, d.x.any, d.weight.any, d.y.any,
-                                                        d.strides, d.padding, d.padding);
-  return {operation, user_scratch(), engine, forward};
-#endif
-}
-
-dnnl::convolution_backward_weights::primitive_desc weight_gradient_of(
-    const dnnl::engine& engine, const Descs& d,
-    const dnnl::convolution_forward::primitive_desc& forward) {
-#if DNNL_VERSION_MAJOR >= 3
-  return {engine,    kDirect,   d.x.any,   d.weight.any, d.y.any,
-          d.strides, d.padding, d.padding, forward,      user_scratch()};
-#else
-  const dnnl::convolution_backward_weights::desc operation(kDirect, d.x.any, d.weight.any, d.y.any,
-                                                           d.strides, d.padding, d.padding);
+  const typename Gradient::desc operation(kDirect, d.x.any, d.weight.any, d.y.any, d.strides,
+                                          d.padding, d.padding);
   return {operation, user_scratch(), engine, forward};
 #endif
 }
@@ -208,13 +197,13 @@ struct Convolution::State {
     forward.output(DNNL_ARG_DST, d.y.plain, made.dst_desc());
     forward.finish(dnnl::convolution_forward(made), made.scratchpad_desc());
 
-    const auto to_input = input_gradient_of(engine, d, made);
+    const auto to_input = gradient_of<dnnl::convolution_backward_data>(engine, d, made);
     input_gradient.input(DNNL_ARG_DIFF_DST, d.y.plain, to_input.diff_dst_desc());
     input_gradient.input(DNNL_ARG_WEIGHTS, d.weight.plain, to_input.weights_desc());
     input_gradient.output(DNNL_ARG_DIFF_SRC, d.x.plain, to_input.diff_src_desc());
     input_gradient.finish(dnnl::convolution_backward_data(to_input), to_input.scratchpad_desc());
 
-    const auto to_weight = weight_gradient_of(engine, d, made);
+    const auto to_weight = gradient_of<dnnl::convolution_backward_weights>(engine, d, made);
     weight_gradient.input(DNNL_ARG_SRC, d.x.plain, to_weight.src_desc());
     weight_gradient.input(DNNL_ARG_DIFF_DST, d.y.plain, to_weight.diff_dst_desc());
     weight_gradient.output(DNNL_ARG_DIFF_WEIGHTS, d.weight.plain, to_weight.diff_weights_desc());
