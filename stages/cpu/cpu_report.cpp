@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <dnnl.hpp>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "comm/base/throw_error.hpp"
@@ -32,26 +33,19 @@ std::vector<const Kernels*> runnable_sets() {
 }
 
 const char* matmul_instruction_set() {
-  switch (dnnl::get_effective_cpu_isa()) {
-    case dnnl::cpu_isa::sse41:
-      return "sse41";
-    case dnnl::cpu_isa::avx:
-      return "avx";
-    case dnnl::cpu_isa::avx2:
-      return "avx2";
-    case dnnl::cpu_isa::avx2_vnni:
-      return "avx2_vnni";
-    case dnnl::cpu_isa::avx512_core:
-      return "avx512_core";
-    case dnnl::cpu_isa::avx512_core_vnni:
-      return "avx512_core_vnni";
-    case dnnl::cpu_isa::avx512_core_bf16:
-      return "avx512_core_bf16";
-    case dnnl::cpu_isa::avx512_core_amx:
-      return "avx512_core_amx";
-    default:
-      return "another instruction set";
+  using Isa = dnnl::cpu_isa;
+  constexpr std::pair<Isa, const char*> kNames[] = {{Isa::sse41, "sse41"},
+                                                    {Isa::avx, "avx"},
+                                                    {Isa::avx2, "avx2"},
+                                                    {Isa::avx2_vnni, "avx2_vnni"},
+                                                    {Isa::avx512_core, "avx512_core"},
+                                                    {Isa::avx512_core_vnni, "avx512_core_vnni"},
+                                                    {Isa::avx512_core_bf16, "avx512_core_bf16"},
+                                                    {Isa::avx512_core_amx, "avx512_core_amx"}};
+  for (const auto& [set, name] : kNames) {
+    if (set == dnnl::get_effective_cpu_isa()) return name;
   }
+  return "another instruction set";
 }
 
 }  // namespace
