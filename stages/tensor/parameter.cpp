@@ -141,6 +141,12 @@ void require_init(const std::string& name, const Init& init) {
       name, to_string(init));
 }
 
+std::vector<Parameter*> pointers_to(std::deque<Parameter>& parameters) {
+  std::vector<Parameter*> all;
+  for (Parameter& each : parameters) all.push_back(&each);
+  return all;
+}
+
 Parameter& add_to(std::deque<Parameter>& parameters, std::string name, Shape shape, Init init) {
   require_init(name, init);
   Parameter& parameter = parameters.emplace_back();
@@ -280,32 +286,17 @@ void ParameterSet::allocate_buffers(const DeviceMemory& memory, std::uint64_t se
   copy_now(memory.device(), memory_->buffers.data(), drawn.data(), bytes);
 }
 
-std::vector<Parameter*> ParameterSet::buffers() {
-  std::vector<Parameter*> result;
-  for (Parameter& buffer : buffers_) result.push_back(&buffer);
-  return result;
-}
+std::vector<Parameter*> ParameterSet::buffers() { return pointers_to(buffers_); }
 
 std::span<float> ParameterSet::flat_buffers() const {
   return {reinterpret_cast<float*>(memory_->buffers.data()), buffer_floats_};
 }
 
-std::vector<Parameter*> ParameterSet::all() {
-  std::vector<Parameter*> result;
-  result.reserve(parameters_.size());
-  for (Parameter& parameter : parameters_) {
-    result.push_back(&parameter);
-  }
-  return result;
-}
+std::vector<Parameter*> ParameterSet::all() { return pointers_to(parameters_); }
 
 Parameter* ParameterSet::find(std::string_view name) {
-  for (Parameter& parameter : parameters_) {
-    if (parameter.name == name) {
-      return &parameter;
-    }
-  }
-  return nullptr;
+  const auto found = std::ranges::find(parameters_, name, &Parameter::name);
+  return found == parameters_.end() ? nullptr : &*found;
 }
 
 std::span<float> ParameterSet::flat_grads() const {
