@@ -169,14 +169,10 @@ struct TableGradient {
   [[nodiscard]] __device__ int32_t token_at(int64_t place) const {
     return places.tokens[places.sorted[place]];
   }
-  template <int N, typename From>
-  static __device__ void accumulate(const From* from, Floats<N>& sum) {
-    add_to(sum, load<N>(from));
-  }
   template <int N>
   __device__ void write_to_table(int32_t token, int64_t column, Floats<N> sum) const {
     float* to = dtable + token * width + column;
-    if (adds) accumulate(to, sum);
+    if (adds) add_to(sum, load<N>(to));
     store(to, sum);
   }
 };
@@ -195,9 +191,9 @@ struct AbsentTokens : TableGradient<S> {
 
 template <typename S>
 struct TileSums : TableGradient<S> {
-  using TableGradient<S>::accumulate, TableGradient<S>::write_to_table, TableGradient<S>::dout;
-  using TableGradient<S>::heads, TableGradient<S>::places, TableGradient<S>::tails;
-  using TableGradient<S>::token_at, TableGradient<S>::width;
+  using TableGradient<S>::dout, TableGradient<S>::heads, TableGradient<S>::places;
+  using TableGradient<S>::tails, TableGradient<S>::token_at, TableGradient<S>::width;
+  using TableGradient<S>::write_to_table;
   template <int N>
   __device__ void run(int64_t tile, int64_t column) const {
     const int64_t first = tile * kTile;
@@ -209,7 +205,7 @@ struct TileSums : TableGradient<S> {
       Floats<N> sum = {};
 #pragma unroll 4
       for (; place < piece_end; ++place) {
-        accumulate(dout + places.sorted[place] * width + column, sum);
+        add_to(sum, load<N>(dout + places.sorted[place] * width + column));
       }
       if (places.starts[token] < first) {
         store(heads + tile * width + column, sum);
@@ -225,9 +221,8 @@ struct TileSums : TableGradient<S> {
 // The run that begins in a tile and goes on after it.
 template <typename S>
 struct JoinedSums : TableGradient<S> {
-  using TableGradient<S>::accumulate, TableGradient<S>::write_to_table, TableGradient<S>::heads;
-  using TableGradient<S>::places, TableGradient<S>::tails, TableGradient<S>::token_at;
-  using TableGradient<S>::width;
+  using TableGradient<S>::heads, TableGradient<S>::places, TableGradient<S>::tails;
+  using TableGradient<S>::token_at, TableGradient<S>::width, TableGradient<S>::write_to_table;
   template <int N>
   __device__ void run(int64_t tile, int64_t column) const {
     const int64_t end = (tile + 1) * kTile;
@@ -237,7 +232,7 @@ struct JoinedSums : TableGradient<S> {
     if (run_end <= end || places.starts[token] < tile * kTile) return;
     Floats<N> sum = load<N>(tails + tile * width + column);
     for (int64_t next = tile + 1; next * kTile < run_end; ++next) {
-      accumulate(heads + next * width + column, sum);
+      add_to(sum, load<N>(heads + next * width + column));
     }
     write_to_table(token, column, sum);
   }
@@ -285,12 +280,9 @@ void sort_places(ComputeContext& ctx, const Places& places) {
          stream, places);
   const auto blocks = static_cast<unsigned>(divide_up(places.vocabulary, kSortThreads));
   constexpr int kAtOnce = 4;
-  if (places.vocabulary % kAtOnce == 0) {
-    launch("sums of token counts", chunk_sums_kernel<kAtOnce>, {blocks, kSortThreads / kAtOnce},
-           stream, places);
-  } else {
-    launch("sums of token counts", chunk_sums_kernel<1>, {blocks, kSortThreads}, stream, places);
-  }
+  const bool wide = places.vocabulary % kAtOnce == 0;
+  launch("sums of token counts", wide ? chunk_sums_kernel<kAtOnce> : chunk_sums_kernel<1>,
+         {blocks, kSortThreads / (wide ? kAtOnce : 1)}, stream, places);
   launch("starts of tokens", starts_kernel, {blocks, kSortThreads}, stream, places);
   launch("sorting of places", sort_kernel,
          {static_cast<unsigned>(chunks * kSortBlocks), kSortThreads}, stream, places);
