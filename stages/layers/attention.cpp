@@ -62,14 +62,8 @@ class AttentionSpecLayer final : public Layer {
         name, set);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
-    const BlockShape shape = block_shape(input, compute.device().kind);
     LayerAllocators memory;
-    branch_->measure(shape, memory);
-    const OperatorMemory operators = branch_->operators(compute, shape);
-    return {.memory = memory.used(),
-            .operator_bytes = operators.workspace,
-            .table_bytes = operators.tables,
-            .note = branch_->note(compute, shape)};
+    return branch_->needs(compute, block_shape(input, compute.device().kind), memory);
   }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }

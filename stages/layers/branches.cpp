@@ -34,15 +34,15 @@ Mlp::Kept Mlp::allocate(const BlockShape& shape, LayerAllocators& memory) const 
   return kept;
 }
 
-void Mlp::measure(const BlockShape& shape, LayerAllocators& memory) const {
-  allocate(shape, memory);
-}
-
-OperatorMemory Mlp::operators(ComputeContext& compute, const BlockShape& shape) const {
+LayerNeeds Mlp::needs(ComputeContext& compute, const BlockShape& shape,
+                      LayerAllocators& memory) const {
+  (void)allocate(shape, memory);
   const std::int64_t rows = shape.rows();
-  return {.workspace = std::max({up_.workspace(compute, rows, precision_),
-                                 down_.workspace(compute, rows, result_.sum, activation()),
-                                 down_.workspace(compute, rows, result_.alone, activation())})};
+  return {
+      .memory = memory.used(),
+      .operator_bytes = std::max({up_.workspace(compute, rows, precision_),
+                                  down_.workspace(compute, rows, result_.sum, activation()),
+                                  down_.workspace(compute, rows, result_.alone, activation())})};
 }
 
 void Mlp::keep(BranchCall call, const Tensor& x) {
@@ -123,30 +123,26 @@ SelfAttention::Kept SelfAttention::allocate(const BlockShape& shape,
   return kept;
 }
 
-void SelfAttention::measure(const BlockShape& shape, LayerAllocators& memory) const {
-  allocate(shape, memory);
-}
-
-// Nothing is dropped in evaluation.
-OperatorMemory SelfAttention::operators(ComputeContext& compute, const BlockShape& batch) const {
+// Nothing is dropped in evaluation, which may use another engine than training's, the one that the
+// note names.
+LayerNeeds SelfAttention::needs(ComputeContext& compute, const BlockShape& batch,
+                                LayerAllocators& memory) const {
+  (void)allocate(batch, memory);
   const AttentionShape shape = attention_shape(batch);
   const bool drops = probabilities_.probability > 0;
   const std::int64_t rows = batch.rows();
-  return {.workspace = std::max({qkv_.workspace(compute, rows, precision_),
-                                 output_.workspace(compute, rows, result_.alone),
-                                 output_.workspace(compute, rows, result_.sum),
-                                 attention_forward_workspace(compute, shape, precision_, false),
-                                 attention_forward_workspace(compute, shape, precision_, drops),
-                                 attention_backward_workspace(compute, shape, precision_, drops),
-                                 norm_ ? QueryKeyNorm::workspace(compute, shape) : 0}),
-          .tables = positions_ ? ComputeContext::rotary_table_bytes(shape.sequence, head_dim_) : 0};
-}
-
-// The engine of training; evaluation drops nothing and may use another.
-std::string SelfAttention::note(ComputeContext& compute, const BlockShape& shape) const {
-  const std::string engine =
-      attention_engine(compute, attention_shape(shape), precision_, probabilities_.probability > 0);
-  return engine.empty() ? engine : "attention: " + engine;
+  const std::string engine = attention_engine(compute, shape, precision_, drops);
+  return {
+      .memory = memory.used(),
+      .operator_bytes = std::max({qkv_.workspace(compute, rows, precision_),
+                                  output_.workspace(compute, rows, result_.alone),
+                                  output_.workspace(compute, rows, result_.sum),
+                                  attention_forward_workspace(compute, shape, precision_, false),
+                                  attention_forward_workspace(compute, shape, precision_, drops),
+                                  attention_backward_workspace(compute, shape, precision_, drops),
+                                  norm_ ? QueryKeyNorm::workspace(compute, shape) : 0}),
+      .table_bytes = positions_ ? ComputeContext::rotary_table_bytes(shape.sequence, head_dim_) : 0,
+      .note = engine.empty() ? engine : "attention: " + engine};
 }
 
 Dropout SelfAttention::mask(const BranchCall& call) const {

@@ -12,12 +12,6 @@
 
 namespace sluice::nn {
 
-// What a branch's operators take of the compute context.
-struct OperatorMemory {
-  std::size_t workspace = 0;  // the most that one of them takes
-  std::size_t tables = 0;     // constants
-};
-
 // A call of a layer, as a branch needs it. Copied for each branch: `memory` follows what the layer
 // around it has taken.
 struct BranchCall {
@@ -33,16 +27,10 @@ class Branch {
  public:
   virtual ~Branch() = default;
 
-  // Allocates all that it uses in any phase; the other calls find it at the same place.
-  virtual void measure(const BlockShape& shape, LayerAllocators& memory) const = 0;
-  // The most in any phase.
-  [[nodiscard]] virtual OperatorMemory operators(ComputeContext& compute,
-                                                 const BlockShape& shape) const = 0;
-  // LayerNeeds::note.
-  [[nodiscard]] virtual std::string note(ComputeContext& /*compute*/,
-                                         const BlockShape& /*shape*/) const {
-    return {};
-  }
+  // The most in any phase. Allocates all that it uses; the other calls find it at the same place.
+  // The needs' memory is all that was allocated so far.
+  [[nodiscard]] virtual LayerNeeds needs(ComputeContext& compute, const BlockShape& shape,
+                                         LayerAllocators& memory) const = 0;
   // Forward in two calls. keep() computes what the branch keeps from x. result() computes y from
   // it: of the stream's type with `residual` added where that has data, else of the result's.
   virtual void keep(BranchCall call, const Tensor& x) = 0;
@@ -74,9 +62,8 @@ class Mlp final : public Branch {
   // Its parameters are <name>up.weight (SwiGLU: gate_up), <name>down.weight and so on.
   Mlp(const Options& options, const std::string& name, ParameterSet& parameters);
 
-  void measure(const BlockShape& shape, LayerAllocators& memory) const override;
-  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
-                                         const BlockShape& shape) const override;
+  [[nodiscard]] LayerNeeds needs(ComputeContext& compute, const BlockShape& shape,
+                                 LayerAllocators& memory) const override;
   void keep(BranchCall call, const Tensor& x) override;
   void result(BranchCall call, const Tensor& residual, const Tensor& y) override;
   void backward_input(BranchCall call, const Tensor& dy, const Tensor& dx) override;
@@ -121,10 +108,8 @@ class SelfAttention final : public Branch {
   // Its parameters are <name>qkv.weight, <name>output.weight and so on.
   SelfAttention(const Options& options, const std::string& name, ParameterSet& parameters);
 
-  void measure(const BlockShape& shape, LayerAllocators& memory) const override;
-  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
-                                         const BlockShape& shape) const override;
-  [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override;
+  [[nodiscard]] LayerNeeds needs(ComputeContext& compute, const BlockShape& shape,
+                                 LayerAllocators& memory) const override;
   void keep(BranchCall call, const Tensor& x) override;
   void result(BranchCall call, const Tensor& residual, const Tensor& y) override;
   void backward_input(BranchCall call, const Tensor& dy, const Tensor& dx) override;

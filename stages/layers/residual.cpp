@@ -40,12 +40,9 @@ LayerNeeds ResidualLayer::needs(const TensorSpec& input, ComputeContext& compute
   const BlockShape shape = shape_of(input, compute.device().kind);
   LayerAllocators memory;
   (void)allocate(shape, memory);
-  branch_->measure(shape, memory);
-  const OperatorMemory operators = branch_->operators(compute, shape);
-  return {.memory = memory.used(),
-          .operator_bytes = std::max(norm_->workspace(compute, shape.rows()), operators.workspace),
-          .table_bytes = operators.tables,
-          .note = branch_->note(compute, shape)};
+  LayerNeeds needs = branch_->needs(compute, shape, memory);
+  needs.operator_bytes = std::max(needs.operator_bytes, norm_->workspace(compute, shape.rows()));
+  return needs;
 }
 
 LayerPromises ResidualLayer::promises() const {
