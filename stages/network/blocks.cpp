@@ -17,13 +17,20 @@
 namespace sluice::nn {
 namespace {
 
-// The memory of a call for the run in it that begins at `begin`.
-LayerRun::Memory memory_of(const LayerCall& call, const LayerMemory& begin = {}) {
-  return {.until_input = at(call.until_input, begin.until_input),
-          .until_weight = at(call.until_weight, begin.until_weight),
-          .lasting = at(call.lasting, begin.lasting),
-          .gradients = at(call.gradients, begin.gradients),
-          .scratch = at(call.scratch, begin.scratch)};
+// The call of a run within a layer, whose memory begins at `begin` in the layer's.
+LayerRun::Call call_within(const LayerRun& run, const LayerCall& call,
+                           const LayerMemory& begin = {}) {
+  return {.stage = call.stage,
+          .plan = run.plan_of({&call.x.spec, 1}, call.compute()),
+          .inputs = {&call.x, 1},
+          .memory = {.until_input = at(call.until_input, begin.until_input),
+                     .until_weight = at(call.until_weight, begin.until_weight),
+                     .lasting = at(call.lasting, begin.lasting),
+                     .gradients = at(call.gradients, begin.gradients),
+                     .scratch = at(call.scratch, begin.scratch)},
+          .again = call.again,
+          .rounded_dy = call.rounded_dy,
+          .rounded_dx = call.rounded_dx};
 }
 
 class RunLayer final : public Layer {
@@ -51,37 +58,22 @@ class RunLayer final : public Layer {
   }
 
   void forward(LayerCall& call, const Tensor& y) override {
-    LayerRun::Call inner = call_of(call);
-    run_.forward(inner, {&y, 1});
+    run_.forward(call_within(run_, call), {&y, 1});
   }
   void keep_again(LayerCall& call, const Tensor& y) override {
-    LayerRun::Call inner = call_of(call);
-    run_.keep_again(inner, y);
+    run_.keep_again(call_within(run_, call), y);
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    LayerRun::Call inner = call_of(call);
-    run_.backward(inner, LayerRun::Halves::kInput, {&dy, 1}, {&dx, 1});
+    run_.backward(call_within(run_, call), LayerRun::Halves::kInput, {&dy, 1}, {&dx, 1});
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    LayerRun::Call inner = call_of(call);
-    run_.backward_weight(inner, {&dy, 1});
+    run_.backward_weight(call_within(run_, call), {&dy, 1});
   }
   void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    LayerRun::Call inner = call_of(call);
-    run_.backward(inner, LayerRun::Halves::kBoth, {&dy, 1}, {&dx, 1});
+    run_.backward(call_within(run_, call), LayerRun::Halves::kBoth, {&dy, 1}, {&dx, 1});
   }
 
  private:
-  [[nodiscard]] LayerRun::Call call_of(const LayerCall& call) const {
-    return {.stage = call.stage,
-            .plan = run_.plan_of({&call.x.spec, 1}, call.compute()),
-            .inputs = {&call.x, 1},
-            .memory = memory_of(call),
-            .again = call.again,
-            .rounded_dy = call.rounded_dy,
-            .rounded_dx = call.rounded_dx};
-  }
-
   LayerRun run_;
 };
 
@@ -190,23 +182,11 @@ class ResidualBlock final : public Layer {
     return round_up(std::max(input.bytes(), main_.output(input).bytes()), kBufferAlignment);
   }
   [[nodiscard]] Calls calls_of(const LayerCall& call) const {
-    const std::span<const TensorSpec> input{&call.x.spec, 1};
-    const LayerRun::Plan& main = main_.plan_of(input, call.compute());
-    LayerMemory begin{.scratch = branch_bytes(call.x.spec)};
-    const LayerRun::Memory first = memory_of(call, begin);
-    const std::size_t scratch = begin.scratch;
-    begin = main.needs.memory;
+    const std::size_t scratch = branch_bytes(call.x.spec);
+    const LayerRun::Call main = call_within(main_, call, {.scratch = scratch});
+    LayerMemory begin = main.plan.needs.memory;
     begin.scratch = scratch;
-    return {{.stage = call.stage,
-             .plan = main,
-             .inputs = {&call.x, 1},
-             .memory = first,
-             .again = call.again},
-            {.stage = call.stage,
-             .plan = shortcut_.plan_of(input, call.compute()),
-             .inputs = {&call.x, 1},
-             .memory = memory_of(call, begin),
-             .again = call.again}};
+    return {main, call_within(shortcut_, call, begin)};
   }
 
   LayerRun main_, shortcut_;

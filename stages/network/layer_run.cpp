@@ -420,7 +420,7 @@ void LayerRun::run_forward(Call& call, std::size_t part, const Tensor& y) {
   });
 }
 
-void LayerRun::forward(Call& call, std::span<const Tensor> outputs) {
+void LayerRun::forward(Call call, std::span<const Tensor> outputs) {
   if (parts_.empty()) copy(call.stage, call.inputs[0], outputs[0]);
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     call.stage.compute.progress();
@@ -432,8 +432,8 @@ void LayerRun::forward(Call& call, std::span<const Tensor> outputs) {
   }
 }
 
-void LayerRun::keep_again(Call& call, const Tensor& y) {
-  const bool was = std::exchange(call.again, true);
+void LayerRun::keep_again(Call call, const Tensor& y) {
+  call.again = true;
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     const Place& place = call.plan.places[i];
     if (recomputes_ && !place.again) continue;  // it has kept all
@@ -451,7 +451,6 @@ void LayerRun::keep_again(Call& call, const Tensor& y) {
     const NumberedLayer& each = layers_[parts_[i].index];
     naming(each, [&] { each.layer->keep_again(made, to); });
   }
-  call.again = was;
 }
 
 Tensor LayerRun::output_gradient(const Call& call, std::size_t part, const Tensor& dy) const {
@@ -558,7 +557,7 @@ void LayerRun::end_source_gradients(Call& call, std::span<const Tensor> grad_inp
   }
 }
 
-void LayerRun::backward(Call& call, Halves halves, std::span<const Tensor> grad_outputs,
+void LayerRun::backward(Call call, Halves halves, std::span<const Tensor> grad_outputs,
                         std::span<const Tensor> grad_inputs) {
   if (recomputes_) keep_again(call, {});
   begin_source_gradients(call, grad_outputs, grad_inputs);
@@ -573,7 +572,7 @@ void LayerRun::backward(Call& call, Halves halves, std::span<const Tensor> grad_
   end_source_gradients(call, grad_inputs);
 }
 
-void LayerRun::backward_weight(Call& call, std::span<const Tensor> grad_outputs) {
+void LayerRun::backward_weight(Call call, std::span<const Tensor> grad_outputs) {
   for (std::size_t i = parts_.size(); i-- > 0;) {
     if (parts_[i].join) continue;
     call.stage.compute.progress();

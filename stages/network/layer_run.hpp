@@ -139,14 +139,14 @@ class LayerRun {
                                     ComputeContext& compute) const;
   [[nodiscard]] std::vector<TensorSpec> outputs_of(const Plan& plan) const;
 
-  void forward(Call& call, std::span<const Tensor> outputs);
+  void forward(Call call, std::span<const Tensor> outputs);
   // As Layer's, of a run within a layer.
-  void keep_again(Call& call, const Tensor& y);
+  void keep_again(Call call, const Tensor& y);
   // kInput: backward_weight() follows.
   enum class Halves { kInput, kBoth };
-  void backward(Call& call, Halves halves, std::span<const Tensor> grad_outputs,
+  void backward(Call call, Halves halves, std::span<const Tensor> grad_outputs,
                 std::span<const Tensor> grad_inputs);
-  void backward_weight(Call& call, std::span<const Tensor> grad_outputs);
+  void backward_weight(Call call, std::span<const Tensor> grad_outputs);
   // Once the parameters have memory.
   void find_gradients(ParameterSet& set);
 

@@ -248,7 +248,7 @@ LayerRun::Call NetworkStage::call_of(StageContext& ctx) {
 
 void NetworkStage::forward(StageContext& ctx, std::span<const Tensor> /*inputs*/,
                            std::span<const Tensor> outputs) {
-  LayerRun::Call call = call_of(ctx);
+  const LayerRun::Call call = call_of(ctx);
   if (call.inputs[0].data != ctx.inputs[0].data) {
     convert(ctx.compute, ctx.inputs[0], call.inputs[0]);
   }
@@ -257,7 +257,7 @@ void NetworkStage::forward(StageContext& ctx, std::span<const Tensor> /*inputs*/
 
 void NetworkStage::backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                             std::span<const Tensor> grad_inputs) {
-  LayerRun::Call call = call_of(ctx);
+  const LayerRun::Call call = call_of(ctx);
   if (!split_) return run_.backward(call, LayerRun::Halves::kBoth, grad_outputs, grad_inputs);
   // As the two halves do.
   run_.backward(call, LayerRun::Halves::kInput, grad_outputs, grad_inputs);
@@ -266,13 +266,11 @@ void NetworkStage::backward(StageContext& ctx, std::span<const Tensor> grad_outp
 
 void NetworkStage::backward_input(StageContext& ctx, std::span<const Tensor> grad_outputs,
                                   std::span<const Tensor> grad_inputs) {
-  LayerRun::Call call = call_of(ctx);
-  run_.backward(call, LayerRun::Halves::kInput, grad_outputs, grad_inputs);
+  run_.backward(call_of(ctx), LayerRun::Halves::kInput, grad_outputs, grad_inputs);
 }
 
 void NetworkStage::backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) {
-  LayerRun::Call call = call_of(ctx);
-  run_.backward_weight(call, grad_outputs);
+  run_.backward_weight(call_of(ctx), grad_outputs);
 }
 
 LossNetworkStage::LossNetworkStage(StageLayers parts, std::string kind, std::unique_ptr<Loss> loss)
