@@ -1,15 +1,17 @@
-// The operators' parameters as their element-wise kernels take them, and the partial sums of losses
-// and of sums of squares, for every backend. Internal to stages/.
+// The operators' parameters as their element-wise kernels take them, the partial sums of losses and
+// of sums of squares, and sizes that do not wrap, for every backend. Internal to stages/.
 #pragma once
 
 #include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include <sluice/compute.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/base/byte_sums.hpp"
 #include "stages/compute/internal_operators.hpp"
 #include "stages/tensor/kernel_arguments.hpp"
 
@@ -73,6 +75,13 @@ inline constexpr std::int64_t kSumBlock = 16384;
 }
 [[nodiscard]] constexpr std::size_t row_sum_bytes(std::int64_t rows) {
   return static_cast<std::size_t>(rows) * sizeof(double);
+}
+
+// Of an array with these dimensions; kTooManyBytes where no memory has as many.
+[[nodiscard]] inline std::size_t bytes_of_all(std::size_t each,
+                                              std::initializer_list<std::int64_t> dims) {
+  for (const std::int64_t dim : dims) each = multiply_bytes(each, static_cast<std::size_t>(dim));
+  return each;
 }
 
 }  // namespace sluice

@@ -368,8 +368,8 @@ Dropout any_dropout(bool drops) {
 }  // namespace
 
 std::size_t attention_state_bytes(DeviceKind /*device*/, const AttentionShape& shape, DType dtype) {
-  const Places places(shape);
-  return static_cast<std::size_t>(shape.samples * places.heads * places.matrix()) * size_of(dtype);
+  const Places at(shape);
+  return bytes_of_all(size_of(dtype), {shape.samples, at.heads, at.sequence, at.ld});
 }
 
 std::size_t attention_forward_workspace(ComputeContext& ctx, const AttentionShape& shape,

@@ -4,6 +4,7 @@
 // it, on tensor cores if they can. All keep the same state. The choice depends on shape, type,
 // dropout, tf32(), device model and library only, so forward and backward agree, and all depths of
 // a pipeline agree.
+#include "stages/compute/call_arguments.hpp"
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda_kernels/flash_attention.hpp"
 #include "stages/cuda_kernels/kernels.hpp"
@@ -48,7 +49,7 @@ std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape, D
 
 std::size_t attention_state_bytes(DeviceKind /*device*/, const AttentionShape& shape,
                                   DType /*dtype*/) {
-  return static_cast<std::size_t>(shape.rows() * shape.heads) * sizeof(float);
+  return bytes_of_all(sizeof(float), {shape.samples, shape.sequence, shape.heads});
 }
 
 std::size_t attention_forward_workspace([[maybe_unused]] ComputeContext& ctx,

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "comm/base/byte_sums.hpp"
 #include "stages/compute/internal_operators.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/stages/operators/operand_tools.hpp"
@@ -89,6 +90,14 @@ TEST(OperandChecksTest, OfAttentionWithoutAShapeAreRefused) {
   }
 }
 
+TEST(OperandChecksTest, StateThatNoMemoryHasDoesNotWrap) {
+  AttentionShape shape = kAttention;
+  shape.samples = shape.sequence = std::int64_t{1} << 31;
+  EXPECT_EQ(attention_state_bytes(DeviceKind::kCpu, shape, kF32), kTooManyBytes);
+  shape.samples = 0;
+  EXPECT_EQ(attention_state_bytes(DeviceKind::kCpu, shape, kF32), 0U);
+}
+
 TEST(OperandChecksTest, OfAnUpdateAreGiven) {
   ComputeContext ctx(Device{}, 1);
   std::vector<float> v(4, 1);
@@ -118,6 +127,13 @@ TEST(OperandChecksTest, OfAnUpdateAreGiven) {
     sums_of_squares(ctx, {&none, 1}, nullptr);
   });
   sums_of_squares(ctx, {}, nullptr);
+  const std::span<const float> nowhere(static_cast<const float*>(nullptr), 3);
+  double sum = -1;
+  expect_usage(HasSubstr("sums_of_squares: a vector is null; legal: memory for its numbers"), [&] {
+    sums_of_squares(ctx, {&nowhere, 1}, &sum);
+  });
+  sums_of_squares(ctx, {&none, 1}, &sum);
+  EXPECT_EQ(sum, 0);
 }
 
 TEST(OperandChecksTest, RotaryTablesHaveSizesThatCanBeCounted) {
