@@ -131,11 +131,22 @@ class Attention {
                                      std::int64_t row) const {
     return element(out, (sample * places_.sequence + row) * places_.width);
   }
+  // Of so many heads of a row.
+  [[nodiscard]] std::int64_t head_bytes(std::int64_t heads) const {
+    return heads * places_.head_dim * static_cast<std::int64_t>(size_of(dtype_));
+  }
   [[nodiscard]] bool drops() const { return dropout_.probability != 0; }
   // Dropout of rows of one head's scores, from one place to another (or the same).
   void drop(const TypedKernels& kernels, std::int64_t sample, std::int64_t head, std::int64_t row,
             std::int64_t rows, const Scores& from, std::int64_t from_row, const Scores& to,
             std::int64_t to_row) const;
+  // Of the block at `row`. multiply(): scores are products of `rows`, queries or gradients of the
+  // output, and keys, or values. weight(): `to`, laid out as those, is sums of keys, or values,
+  // weighted by scores.
+  void multiply(std::int64_t row, const std::byte* rows, const MatMulLayout& layout,
+                const std::byte* keys, const Scores& to, std::int64_t to_row);
+  void weight(std::int64_t row, const Scores& scores, std::int64_t scores_row,
+              const std::byte* keys, std::byte* to, const MatMulLayout& layout);
   void gradient_of_scores(std::int64_t sample, std::int64_t row, const Tensor& qkv,
                           const Tensor& dout, const Scores& p);
   void key_gradients(std::int64_t sample, std::int64_t first, const Tensor& qkv, const Tensor& dout,
@@ -197,6 +208,41 @@ void Attention::drop(const TypedKernels& kernels, std::int64_t sample, std::int6
   }
 }
 
+void Attention::multiply(std::int64_t row, const std::byte* rows, const MatMulLayout& layout,
+                         const std::byte* keys, const Scores& to, std::int64_t to_row) {
+  const Places& at = places_;
+  const std::int64_t begin = at.begin(row);
+  for (std::int64_t j = 0; j < at.group; ++j) {
+    matmuls_of(ctx_).run({.batches = at.kv_heads,
+                          .m = at.rows(row),
+                          .n = at.end(row) - begin,
+                          .k = at.head_dim,
+                          .a = layout,
+                          .b = at.key_transposed(),
+                          .c = to.layout(at.group),
+                          .operands = dtype_},
+                         rows + head_bytes(j), keys, nullptr, to.at(j, to_row, begin));
+  }
+}
+
+void Attention::weight(std::int64_t row, const Scores& scores, std::int64_t scores_row,
+                       const std::byte* keys, std::byte* to, const MatMulLayout& layout) {
+  const Places& at = places_;
+  const std::int64_t begin = at.begin(row);
+  for (std::int64_t j = 0; j < at.group; ++j) {
+    matmuls_of(ctx_).run({.batches = at.kv_heads,
+                          .m = at.rows(row),
+                          .n = at.head_dim,
+                          .k = at.end(row) - begin,
+                          .a = scores.layout(at.group),
+                          .b = at.key(),
+                          .c = layout,
+                          .operands = dtype_,
+                          .result = dtype_},
+                         scores.at(j, scores_row, begin), keys, nullptr, to + head_bytes(j));
+  }
+}
+
 void Attention::forward(std::int64_t sample, const Tensor& qkv, const Tensor& out,
                         std::byte* state) {
   const Places& at = places_;
@@ -206,19 +252,8 @@ void Attention::forward(std::int64_t sample, const Tensor& qkv, const Tensor& ou
     const bool in_f32 = dtype_ == DType::kBf16;
     const Scores& scores = in_f32 ? block_scores_ : p;
     const std::int64_t scores_row = in_f32 ? 0 : row;
-    for (std::int64_t j = 0; j < at.group; ++j) {
-      matmuls_of(ctx_).run({.batches = at.kv_heads,
-                            .m = rows,
-                            .n = end - begin,
-                            .k = at.head_dim,
-                            .a = at.query(),
-                            .b = at.key_transposed(),
-                            .c = scores.layout(at.group),
-                            .operands = dtype_},
-                           packed_at(qkv, sample, row, j * at.head_dim),
-                           packed_at(qkv, sample, begin, at.keys), nullptr,
-                           scores.at(j, scores_row, begin));
-    }
+    multiply(row, packed_at(qkv, sample, row, 0), at.query(),
+             packed_at(qkv, sample, begin, at.keys), scores, scores_row);
     for_head_rows(ctx_, at.heads, rows, [&](std::int64_t head, std::int64_t i, std::int64_t count) {
       kernels_.causal_softmax(scores.floats(head, scores_row + i), at.ld, row + i, count, at.seen,
                               begin, end, scale_, p.at(head, row + i));
@@ -228,21 +263,8 @@ void Attention::forward(std::int64_t sample, const Tensor& qkv, const Tensor& ou
     });
     const Scores& used = drops() ? block_dropped_ : p;
     const std::int64_t used_row = drops() ? 0 : row;
-    for (std::int64_t j = 0; j < at.group; ++j) {
-      matmuls_of(ctx_).run({.batches = at.kv_heads,
-                            .m = rows,
-                            .n = at.head_dim,
-                            .k = end - begin,
-                            .a = used.layout(at.group),
-                            .b = at.key(),
-                            .c = at.output(),
-                            .operands = dtype_,
-                            .result = dtype_},
-                           used.at(j, used_row, begin), packed_at(qkv, sample, begin, at.values),
-                           nullptr,
-                           output_at(out, sample, row) +
-                               j * at.head_dim * static_cast<std::int64_t>(size_of(dtype_)));
-    }
+    weight(row, used, used_row, packed_at(qkv, sample, begin, at.values),
+           output_at(out, sample, row), at.output());
   }
 }
 
@@ -254,19 +276,8 @@ void Attention::gradient_of_scores(std::int64_t sample, std::int64_t row, const 
   const bool in_f32 = dtype_ == DType::kBf16;
   const Scores& dp = in_f32 ? block_scores_ : dscores_;
   const std::int64_t dp_row = in_f32 ? 0 : row;
-  for (std::int64_t j = 0; j < at.group; ++j) {
-    matmuls_of(ctx_).run(
-        {.batches = at.kv_heads,
-         .m = rows,
-         .n = end - begin,
-         .k = at.head_dim,
-         .a = at.output(),
-         .b = at.key_transposed(),
-         .c = dp.layout(at.group),
-         .operands = dtype_},
-        output_at(dout, sample, row) + j * at.head_dim * static_cast<std::int64_t>(size_of(dtype_)),
-        packed_at(qkv, sample, begin, at.values), nullptr, dp.at(j, dp_row, begin));
-  }
+  multiply(row, output_at(dout, sample, row), at.output(), packed_at(qkv, sample, begin, at.values),
+           dp, dp_row);
   for_head_rows(ctx_, at.heads, rows, [&](std::int64_t head, std::int64_t i, std::int64_t count) {
     if (drops()) {
       drop(kernels_of(ctx_).f32, sample, head, row + i, count, dp, dp_row + i, dp, dp_row + i);
@@ -301,7 +312,6 @@ void Attention::key_gradients(std::int64_t sample, std::int64_t first, const Ten
     dkey = reinterpret_cast<std::byte*>(place);
     dvalue = reinterpret_cast<std::byte*>(place + at.kv_heads * at.head_dim);
   }
-  const auto size = static_cast<std::int64_t>(size_of(dtype_));
   for (std::int64_t j = 0; j < at.group; ++j) {
     spec.accumulate = j > 0;
     spec.b = at.query();
@@ -309,7 +319,7 @@ void Attention::key_gradients(std::int64_t sample, std::int64_t first, const Ten
                          packed_at(qkv, sample, first, j * at.head_dim), nullptr, dkey);
     spec.b = at.output();
     matmuls_of(ctx_).run(spec, dropped.at(j, first, first),
-                         output_at(dout, sample, first) + j * at.head_dim * size, nullptr, dvalue);
+                         output_at(dout, sample, first) + head_bytes(j), nullptr, dvalue);
   }
 }
 
@@ -326,10 +336,9 @@ void Attention::backward(std::int64_t sample, const Tensor& qkv, const Tensor& o
                          const Tensor& dout, std::byte* state, const Tensor& dqkv) {
   const Places& at = places_;
   const Scores p = probabilities(state, sample);
-  const auto size = static_cast<std::int64_t>(size_of(dtype_));
   for_head_rows(ctx_, at.heads, at.sequence,
                 [&](std::int64_t head, std::int64_t row, std::int64_t rows) {
-                  const std::int64_t column = head * at.head_dim * size;
+                  const std::int64_t column = head_bytes(head);
                   kernels_.row_dots(output_at(out, sample, row) + column,
                                     output_at(dout, sample, row) + column, at.width, rows,
                                     at.head_dim, delta_ + head * at.sequence + row);
@@ -337,19 +346,8 @@ void Attention::backward(std::int64_t sample, const Tensor& qkv, const Tensor& o
   for (std::int64_t row = 0; row < at.sequence; row += kBlock) {
     const std::int64_t begin = at.begin(row);
     gradient_of_scores(sample, row, qkv, dout, p);
-    for (std::int64_t j = 0; j < at.group; ++j) {
-      matmuls_of(ctx_).run({.batches = at.kv_heads,
-                            .m = at.rows(row),
-                            .n = at.head_dim,
-                            .k = at.end(row) - begin,
-                            .a = dscores_.layout(at.group),
-                            .b = at.key(),
-                            .c = at.query(),
-                            .operands = dtype_,
-                            .result = dtype_},
-                           dscores_.at(j, row, begin), packed_at(qkv, sample, begin, at.keys),
-                           nullptr, packed_at(dqkv, sample, row, j * at.head_dim));
-    }
+    weight(row, dscores_, row, packed_at(qkv, sample, begin, at.keys),
+           packed_at(dqkv, sample, row, 0), at.query());
   }
   const Scores& dropped = drops() ? dropped_ : p;
   for (std::int64_t first = 0; first < at.sequence; first += kBlock) {
