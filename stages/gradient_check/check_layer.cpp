@@ -291,7 +291,9 @@ class LayerCheck {
     }
   }
 
+  // Whatever y and the memory held before, unless it runs again.
   void forward(MicroBatch& batch, Phase phase = Phase::kTrain) {
+    if (!again_) batch.soil();
     mark_unwritten(batch.y.tensor());
     call(batch, phase, "forward",
          [&](LayerCall& made) { layer_->forward(made, batch.y.tensor()); });
@@ -346,17 +348,14 @@ class LayerCheck {
   // Whatever y and the memory held before.
   void outputs_are_written(Phase phase) {
     MicroBatch& batch = *batches_[0];
-    batch.soil();
     forward(batch, phase);
     const Bytes y = batch.y.bytes();
-    batch.soil();
     forward(batch, phase);
     same_tensor("of the same x again", output_, "y of forward", y, batch.y.bytes());
   }
 
   Made one_after_the_other(MicroBatch& batch) {
     Made made;
-    batch.soil();
     forward(batch);
     made.y = batch.y.bytes();
     backward_input(batch);
@@ -367,7 +366,6 @@ class LayerCheck {
 
   void gradients_are_added(const Made& expected) {
     MicroBatch& batch = *batches_[0];
-    batch.soil();
     forward(batch);
     backward_input(batch);
     constexpr float kStart = 1;
@@ -388,7 +386,6 @@ class LayerCheck {
   void gradients_are_overwritten(const Made& expected) {
     if (!layer_->overwrites_gradients()) return;
     MicroBatch& batch = *batches_[0];
-    batch.soil();
     forward(batch);
     backward_input(batch);
     same_gradients(expected, backward_weight(batch, /*start=*/3, /*stale=*/true),
@@ -410,7 +407,6 @@ class LayerCheck {
     const auto when = [](int number) {
       return fmt::format("with two micro-batches in flight, of micro-batch {},", number);
     };
-    for (MicroBatch* each : {&a, &b}) each->soil();
     for (MicroBatch* each : {&a, &b}) forward(*each);
     same_tensor(when(0), output_, "y", first.y, a.y.bytes());
     same_tensor(when(1), output_, "y", second.y, b.y.bytes());
@@ -437,7 +433,6 @@ class LayerCheck {
   // As the first layer of a model.
   void without_input_gradient(const Made& expected) {
     MicroBatch& batch = *batches_[0];
-    batch.soil();
     forward(batch);
     backward_input(batch, /*wanted=*/false);
     same_gradients(expected, backward_weight(batch), "where nobody needs dx,",
@@ -458,7 +453,6 @@ class LayerCheck {
     MicroBatch& batch = *batches_[0];
     for (const bool over : {false, true}) {
       if (over && !(layer_->promises().in_place && input_ == output_)) continue;
-      batch.soil();
       forward(batch);
       Tensor dx = batch.dx.tensor();
       if (!batch.wants_dx) dx.data = nullptr;
@@ -483,7 +477,6 @@ class LayerCheck {
         each->soil();
       }
     };
-    batch.soil();
     forward(batch);
     forget();
     const auto buffers = set_.flat_buffers();
@@ -554,7 +547,6 @@ class LayerCheck {
 
   void differences(const Made& made) {
     MicroBatch& batch = *batches_[0];
-    batch.soil();
     forward(batch);
     reference_.assign(batch.y.tensor().floats().begin(), batch.y.tensor().floats().end());
     const auto at = [&] {
