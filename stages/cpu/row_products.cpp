@@ -132,27 +132,24 @@ RowBlocks row_blocks(const ComputeContext& ctx, DType operands) {
 }
 
 const RowBlocks& RowProducts::blocks(const ComputeContext& ctx, DType operands) {
-  std::optional<RowBlocks>& blocks = known(operands);
-  if (!blocks) blocks = row_blocks(ctx, operands);
-  return *blocks;
+  const auto found = known_.find(operands);
+  if (found != known_.end()) return found->second;
+  return known_.emplace(operands, row_blocks(ctx, operands)).first->second;
 }
 
 std::string RowProducts::describe() const {
   std::vector<std::string> texts;
-  const auto add = [&](const char* type, const std::optional<RowBlocks>& blocks) {
-    if (!blocks) return;
+  for (const auto& [type, blocks] : known_) {
     texts.push_back(
-        blocks->invariant
-            ? fmt::format("{} rows in blocks of {} by {}", type, blocks->most, blocks->step)
-            : fmt::format("{} rows whose bits depend on their place", type));
-  };
-  add("f32", f32_);
-  add("bf16", bf16_);
+        blocks.invariant
+            ? fmt::format("{} rows in blocks of {} by {}", name_of(type), blocks.most, blocks.step)
+            : fmt::format("{} rows whose bits depend on their place", name_of(type)));
+  }
   return fmt::format("{}", fmt::join(texts, ", "));
 }
 
 void RowProducts::run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c) {
-  const std::int64_t rows = spec.m, step = known(spec.operands)->step;
+  const std::int64_t rows = spec.m, step = known_.at(spec.operands).step;
   spec.m = (rows + step - 1) / step * step;
   if (spec.m == rows || spec.k == 0) {
     spec.m = rows;

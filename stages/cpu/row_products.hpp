@@ -6,7 +6,7 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
+#include <map>
 #include <string>
 
 #include <sluice/compute.hpp>
@@ -44,13 +44,9 @@ class RowProducts {
   void run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c);
 
  private:
-  [[nodiscard]] std::optional<RowBlocks>& known(DType operands) {
-    return operands == DType::kBf16 ? bf16_ : f32_;
-  }
-
   MatMulCache& products_;
-  std::optional<RowBlocks> f32_, bf16_;
-  Buffer padded_;  // rows of a, then of c
+  std::map<DType, RowBlocks> known_;  // by the type of operands
+  Buffer padded_;                     // rows of a, then of c
 };
 
 }  // namespace sluice
