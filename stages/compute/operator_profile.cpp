@@ -16,14 +16,6 @@ double now() {
 
 }  // namespace
 
-double operand_bytes(std::span<const Conversion> conversions) {
-  double bytes = 0;
-  for (const Conversion& each : conversions) {
-    bytes += operand_bytes(each.from) + operand_bytes(each.to);
-  }
-  return bytes;
-}
-
 double update_bytes(std::span<const UpdateRun> runs, DType state) {
   double bytes = 0;
   for (const UpdateRun& run : runs) {
@@ -41,14 +33,6 @@ double operand_bytes(const NormGradients& gradients) {
   for (const Tensor* each : {&gradients.dx, &gradients.residual, &gradients.rounded,
                              &gradients.dgamma, &gradients.dbeta}) {
     bytes += operand_bytes(*each);
-  }
-  return bytes;
-}
-
-double operand_bytes(std::span<const std::span<const float>> vectors) {
-  double bytes = 0;
-  for (const std::span<const float> vector : vectors) {
-    bytes += static_cast<double>(vector.size_bytes());
   }
   return bytes;
 }

@@ -20,9 +20,19 @@ namespace sluice {
 [[nodiscard]] inline double operand_bytes(const Tensor& tensor) {
   return tensor.data == nullptr ? 0 : static_cast<double>(tensor.spec.bytes());
 }
-[[nodiscard]] double operand_bytes(std::span<const Conversion> conversions);
-[[nodiscard]] double operand_bytes(std::span<const std::span<const float>> vectors);
+[[nodiscard]] inline double operand_bytes(const Conversion& each) {
+  return operand_bytes(each.from) + operand_bytes(each.to);
+}
+[[nodiscard]] inline double operand_bytes(std::span<const float> vector) {
+  return static_cast<double>(vector.size_bytes());
+}
 [[nodiscard]] double operand_bytes(const NormGradients& gradients);
+template <typename Each>
+[[nodiscard]] double operand_bytes(std::span<const Each> list) {
+  double bytes = 0;
+  for (const Each& each : list) bytes += operand_bytes(each);
+  return bytes;
+}
 template <typename Other>
 [[nodiscard]] double operand_bytes(const Other& /*operand*/) {
   return 0;
