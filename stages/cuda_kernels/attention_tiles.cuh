@@ -33,17 +33,8 @@ void attention_tiles_backward(cudaStream_t stream, const AttentionCall<T, kWide<
 // Calls body(std::integral_constant) with the dimensions that a head is padded to.
 template <typename T, typename Body>
 void with_dimensions(int head_dim, const Body& body) {
-  if (head_dim <= 32) {
-    body(std::integral_constant<int, 32>{});
-  } else if (head_dim <= 64) {
-    body(std::integral_constant<int, 64>{});
-  } else if (head_dim <= 96) {
-    body(std::integral_constant<int, 96>{});
-  } else if (head_dim <= 128) {
-    body(std::integral_constant<int, 128>{});
-  } else if constexpr (sizeof(T) == 2) {
-    body(std::integral_constant<int, 256>{});
-  }
+  if constexpr (sizeof(T) == 2) return with_limit<32, 64, 96, 128, 256>(head_dim, body);
+  with_limit<32, 64, 96, 128>(head_dim, body);
 }
 
 // --- tiles ---

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #define SLUICE_KERNEL_NAMESPACE cuda
 #include <sluice/compute.hpp>
@@ -141,6 +142,16 @@ void with_type(DType dtype, const Body& body) {
   } else {
     body(float{});
   }
+}
+
+// Calls body(std::integral_constant) with the first of the ascending limits that `value` does not
+// exceed, else with the last.
+template <int kLimit, int... kHigher, typename Body>
+void with_limit(int value, const Body& body) {
+  if constexpr (sizeof...(kHigher) > 0) {
+    if (value > kLimit) return with_limit<kHigher...>(value, body);
+  }
+  body(std::integral_constant<int, kLimit>{});
 }
 
 // --- loops ---

@@ -379,13 +379,9 @@ void with_slices(const AttentionShape& shape, DType dtype, bool aligned, const B
                                        std::to_string(shape.head_dim));
   }
   const auto run = [&](auto type, auto at_once) {
-    if (shape.head_dim <= kSlice) {
-      body(type, at_once, std::integral_constant<int, 1>{});
-    } else if (shape.head_dim <= 2 * kSlice) {
-      body(type, at_once, std::integral_constant<int, 2>{});
-    } else {
-      body(type, at_once, std::integral_constant<int, 4>{});
-    }
+    with_limit<kSlice, 2 * kSlice, kMostDimensions>(shape.head_dim, [&](auto dimensions) {
+      body(type, at_once, std::integral_constant<int, dimensions() / kSlice>{});
+    });
   };
   with_type(dtype, [&](auto type) {
     if constexpr (std::is_same_v<decltype(type), float>) {
