@@ -74,6 +74,13 @@ bool repeatable(const CudnnDescriptor& configuration) {
   return std::find(notes.begin(), end, CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC) == end;
 }
 
+CudnnDescriptor pointwise_mode(cudnnPointwiseMode_t mode, cudnnDataType_t type) {
+  CudnnDescriptor made(CUDNN_BACKEND_POINTWISE_DESCRIPTOR);
+  made.set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, mode);
+  made.set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, type);
+  return made;
+}
+
 }  // namespace
 
 CudnnDescriptor::CudnnDescriptor(cudnnBackendDescriptorType_t type) {
@@ -180,24 +187,17 @@ void CudnnGraph::add_pointwise(CudnnDescriptor mode, CudnnTensor x, std::optiona
 
 void CudnnGraph::pointwise(cudnnPointwiseMode_t mode, CudnnTensor x, std::optional<CudnnTensor> b,
                            CudnnTensor y, cudnnDataType_t type) {
-  CudnnDescriptor made(CUDNN_BACKEND_POINTWISE_DESCRIPTOR);
-  made.set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, mode);
-  made.set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, type);
-  add_pointwise(std::move(made), x, b, std::nullopt, y);
+  add_pointwise(pointwise_mode(mode, type), x, b, std::nullopt, y);
 }
 
 void CudnnGraph::select(CudnnTensor x, CudnnTensor otherwise, CudnnTensor where, CudnnTensor y) {
-  CudnnDescriptor made(CUDNN_BACKEND_POINTWISE_DESCRIPTOR);
-  made.set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, CUDNN_POINTWISE_BINARY_SELECT);
-  made.set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, CUDNN_DATA_FLOAT);
-  add_pointwise(std::move(made), x, otherwise, where, y);
+  add_pointwise(pointwise_mode(CUDNN_POINTWISE_BINARY_SELECT, CUDNN_DATA_FLOAT), x, otherwise,
+                where, y);
 }
 
 void CudnnGraph::index(CudnnTensor x, std::int64_t axis, CudnnTensor y) {
-  CudnnDescriptor made(CUDNN_BACKEND_POINTWISE_DESCRIPTOR);
-  made.set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, CUDNN_POINTWISE_GEN_INDEX);
   // Float, not INT32: what the library's C++ front end asks for in a causal mask.
-  made.set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, CUDNN_DATA_FLOAT);
+  CudnnDescriptor made = pointwise_mode(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_FLOAT);
   made.set(CUDNN_ATTR_POINTWISE_AXIS, CUDNN_TYPE_INT64, axis);
   add_pointwise(std::move(made), x, std::nullopt, std::nullopt, y);
 }
