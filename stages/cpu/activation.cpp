@@ -13,10 +13,6 @@ const PointwiseKernels& kernels_of(ComputeContext& ctx, Pointwise function, cons
   return kernels_for(ctx, x.spec.dtype).pointwise[static_cast<int>(function)];
 }
 
-void copy(const Tensor& from, const Tensor& to) {
-  if (from.data != to.data) std::memcpy(to.data, from.data, from.spec.bytes());
-}
-
 // gate_up is [rows, 2 * hidden]; hidden is its last dimension's half.
 std::int64_t hidden_of(const Tensor& gate_up) {
   return gate_up.shape()[gate_up.shape().rank() - 1] / 2;
@@ -101,7 +97,7 @@ void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
 
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   if (from.spec.dtype == to.spec.dtype) {
-    copy(from, to);
+    if (from.data != to.data) std::memcpy(to.data, from.data, from.spec.bytes());
     return;
   }
   parallel_range(ctx, from.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 
 #include "comm/device/device_cuda.hpp"
@@ -32,9 +33,7 @@ std::string describe(cudnnStatus_t status) {
   const std::string name = cudnnGetErrorString(status);
   // One line: the library's text may have several.
   std::string account(said.data());
-  for (char& letter : account) {
-    if (letter == '\n') letter = ' ';
-  }
+  std::ranges::replace(account, '\n', ' ');
   return account.empty() || account == name ? name : fmt::format("{} ({})", name, account);
 }
 

@@ -76,10 +76,6 @@ void run_gradient(ComputeContext& ctx, const char* name, const Tensor& x, const 
   });
 }
 
-void copy(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
-  if (from.data != to.data) copy_async(to.data, from.data, from.spec.bytes(), ctx.stream());
-}
-
 // gate_up is [rows, 2 * hidden]; hidden is its last dimension's half.
 int64_t hidden_of(const Tensor& gate_up) { return gate_up.shape()[gate_up.shape().rank() - 1] / 2; }
 
@@ -250,7 +246,7 @@ void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
 
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   if (from.spec.dtype == to.spec.dtype) {
-    copy(ctx, from, to);
+    if (from.data != to.data) copy_async(to.data, from.data, from.spec.bytes(), ctx.stream());
   } else if (to.spec.dtype == DType::kBf16) {
     run_unary<Same, float, Bf16>(ctx, "conversion to bf16", from, to);
   } else {
