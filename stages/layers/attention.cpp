@@ -30,7 +30,7 @@ void require_legal(std::int64_t width, int heads, const AttentionOptions& option
   }
 }
 
-class AttentionSpecLayer final : public Layer {
+class AttentionSpecLayer final : public OwnLayer<kOnGpus> {
  public:
   AttentionSpecLayer(std::int64_t width, int heads, const AttentionOptions& options, int number)
       : width_(width), heads_(heads), options_(options), number_(number) {
@@ -65,8 +65,6 @@ class AttentionSpecLayer final : public Layer {
     LayerAllocators memory;
     return branch_->needs(compute, block_shape(input, compute.device().kind), memory);
   }
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
     const auto rows = static_cast<double>(input.shape[0] * input.shape[1]);
     const auto width = static_cast<double>(width_), places = static_cast<double>(input.shape[1]);

@@ -6,7 +6,6 @@
 
 #include "comm/base/throw_error.hpp"
 #include "stages/compute/internal_operators.hpp"
-#include "stages/network/specs.hpp"
 
 namespace sluice::nn {
 namespace {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "stages/network/parts.hpp"
+#include "stages/network/specs.hpp"
 
 namespace sluice::nn {
 
@@ -24,7 +25,7 @@ struct HeadOptions {
 // The stream becomes logits [samples, sequence, vocabulary] of the precision or, with chunks, the
 // final norm's results [samples, sequence, width]. Its parameters are final_norm.weight and so on,
 // and without chunks head.weight, or the tied token_embedding.weight.
-class HeadLayer final : public Layer {
+class HeadLayer final : public OwnLayer<kOnGpus> {
  public:
   explicit HeadLayer(const HeadOptions& options) : options_(options) {}
 
@@ -36,8 +37,6 @@ class HeadLayer final : public Layer {
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
   void add_parameters(ParameterSet& set, const std::string& name) override;
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override;
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] LayerPromises promises() const override {
     return {.recomputes = true,
             .keeps_alone = !in_chunks(),

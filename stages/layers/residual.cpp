@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "comm/base/throw_error.hpp"
-#include "stages/network/specs.hpp"
 
 namespace sluice::nn {
 

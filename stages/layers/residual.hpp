@@ -10,6 +10,7 @@
 #include <string>
 
 #include "stages/layers/branches.hpp"
+#include "stages/network/specs.hpp"
 
 namespace sluice::nn {
 
@@ -36,7 +37,7 @@ struct ResidualOptions {
 using MakeBranch = std::function<std::unique_ptr<Branch>(
     const ResidualOptions& outer, const std::string& name, ParameterSet& parameters)>;
 
-class ResidualLayer final : public Layer {
+class ResidualLayer final : public OwnLayer<kOnGpus> {
  public:
   ResidualLayer(const ResidualOptions& options, MakeBranch make)
       : options_(options), make_(std::move(make)) {}
@@ -49,8 +50,6 @@ class ResidualLayer final : public Layer {
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
   void add_parameters(ParameterSet& set, const std::string& name) override;
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override;
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] LayerPromises promises() const override;
   [[nodiscard]] double cost(const TensorSpec& input) const override;
   void forward(LayerCall& call, const Tensor& y) override;

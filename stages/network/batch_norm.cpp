@@ -30,7 +30,7 @@ struct Channel {
   }
 };
 
-class BatchNormLayer final : public Layer {
+class BatchNormLayer final : public OwnLayer<kOnCpus> {
  public:
   BatchNormLayer(std::int64_t channels, const BatchNormOptions& options)
       : channels_(channels), options_(options) {
@@ -41,7 +41,6 @@ class BatchNormLayer final : public Layer {
     }
   }
 
-  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_picture(input, channels_);
     return input;
@@ -54,8 +53,6 @@ class BatchNormLayer final : public Layer {
     mean_ = &set.add_buffer(name + "running_mean", {channels_}, Init::constant(0), across);
     variance_ = &set.add_buffer(name + "running_var", {channels_}, Init::constant(1), across);
   }
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& /*input*/,
                                  ComputeContext& /*compute*/) const override {
     const std::size_t pairs = static_cast<std::size_t>(channels_) * sizeof(Pair);

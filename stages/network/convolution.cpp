@@ -18,7 +18,7 @@
 namespace sluice::nn {
 namespace {
 
-class ConvolutionLayer final : public Layer {
+class ConvolutionLayer final : public OwnLayer<kOnCpus> {
  public:
   ConvolutionLayer(std::int64_t in, std::int64_t out, HeightWidth kernel,
                    const ConvolutionOptions& options)
@@ -36,7 +36,6 @@ class ConvolutionLayer final : public Layer {
     }
   }
 
-  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_picture(input, in_);
     return window_.places(input, out_);
@@ -48,8 +47,6 @@ class ConvolutionLayer final : public Layer {
     weight_ = &set.add(name + "weight", shape, init);
     if (has_bias_) bias_ = &set.add(name + "bias", {out_}, init, /*decay=*/false);
   }
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
                                  ComputeContext& /*compute*/) const override {
     return {.memory = {.scratch = scratch_of(input, nullptr).used}};

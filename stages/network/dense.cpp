@@ -12,13 +12,11 @@
 namespace sluice::nn {
 namespace {
 
-constexpr LayerPromises kPromises{.recomputes = true, .capturable = true};
-
 BlockShape shape_of(const LayerCall& call) {
   return block_shape(call.x.spec, call.compute().device().kind);
 }
 
-class LinearLayer final : public Layer {
+class LinearLayer final : public OwnLayer<kOnGpus> {
  public:
   LinearLayer(std::int64_t in, std::int64_t out, bool bias)
       : options_{.in = in, .out = out, .bias = bias} {
@@ -43,10 +41,8 @@ class LinearLayer final : public Layer {
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
     return {.operator_bytes = linear_->workspace(compute, rows_of(input), stream_)};
   }
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] LayerPromises promises() const override {
-    LayerPromises promises = kPromises;
+    LayerPromises promises = kOnGpus.promises;
     promises.reads_rounded = options_.precision != stream_;
     return promises;
   }
@@ -69,7 +65,9 @@ class LinearLayer final : public Layer {
   std::optional<Linear> linear_;  // once there are parameters
 };
 
-class NormLayer final : public Layer {
+class NormLayer final
+    : public OwnLayer<LayerTraits{
+          .promises = {.recomputes = true, .capturable = true, .writes_rounded = true}}> {
  public:
   NormLayer(Norm::Kind kind, std::int64_t width, double epsilon) : kind_(kind), width_(width) {
     require_positive(width, "width");
@@ -77,7 +75,6 @@ class NormLayer final : public Layer {
     epsilon_ = static_cast<float>(epsilon);
   }
 
-  Edges set_precision(const Precision& /*precision*/) override { return Edges::kStream; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_width(input, width_, input.dtype == DType::kBf16 ? DType::kBf16 : DType::kF32);
     return input;
@@ -89,11 +86,6 @@ class NormLayer final : public Layer {
     const std::int64_t rows = rows_of(input);
     return {.memory = {.until_weight = norm_->stats({}, rows).spec.bytes()},
             .operator_bytes = norm_->workspace(compute, rows)};
-  }
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
-  [[nodiscard]] LayerPromises promises() const override {
-    return {.recomputes = true, .capturable = true, .writes_rounded = true};
   }
   void forward(LayerCall& call, const Tensor& y) override {
     norm_->forward(call.compute(), call.x, y, stats_of(call));
@@ -120,7 +112,7 @@ class NormLayer final : public Layer {
   std::optional<Norm> norm_;  // once there are parameters
 };
 
-class EmbeddingLayer final : public Layer {
+class EmbeddingLayer final : public OwnLayer<kOnGpus> {
  public:
   explicit EmbeddingLayer(const EmbeddingOptions& options) : options_(options) {
     require_positive(options.classes, "classes");
@@ -169,9 +161,6 @@ class EmbeddingLayer final : public Layer {
             .operator_bytes = embedding_backward_weight_workspace(
                 compute, input.shape.elements(), options_.classes, options_.width)};
   }
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
-  [[nodiscard]] LayerPromises promises() const override { return kPromises; }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
     return static_cast<double>(input.shape.elements() * options_.width);
   }

@@ -13,18 +13,16 @@
 namespace sluice::nn {
 namespace {
 
-class ActivationLayer final : public Layer {
+constexpr LayerTraits kInPlace{
+    .promises = {.recomputes = true, .capturable = true, .in_place = true}};
+
+class ActivationLayer final : public OwnLayer<kInPlace> {
  public:
   explicit ActivationLayer(Pointwise function) : function_(function) {}
 
-  Edges set_precision(const Precision& /*precision*/) override { return Edges::kStream; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_numbers(input);
     return input;
-  }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
-  [[nodiscard]] LayerPromises promises() const override {
-    return {.recomputes = true, .capturable = true, .in_place = true};
   }
   void forward(LayerCall& call, const Tensor& y) override {
     pointwise_forward(call.compute(), function_, call.x, y);
@@ -38,9 +36,9 @@ class ActivationLayer final : public Layer {
 };
 
 // Keeps its output for the gradient.
-class SoftmaxLayer final : public Layer {
+class SoftmaxLayer final
+    : public OwnLayer<LayerTraits{Edges::kWidened, false, {.recomputes = true, .in_place = true}}> {
  public:
-  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_f32(input);
     if (input.shape.rank() > 1) return input;
@@ -49,9 +47,6 @@ class SoftmaxLayer final : public Layer {
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
                                  ComputeContext& /*compute*/) const override {
     return {.memory = {.until_input = input.bytes()}};
-  }
-  [[nodiscard]] LayerPromises promises() const override {
-    return {.recomputes = true, .in_place = true};
   }
   void forward(LayerCall& call, const Tensor& y) override {
     const Rows rows(call, y.spec);
@@ -89,7 +84,7 @@ class SoftmaxLayer final : public Layer {
   };
 };
 
-class DropoutLayer final : public Layer {
+class DropoutLayer final : public OwnLayer<kInPlace> {
  public:
   DropoutLayer(double probability, int number)
       : site_{static_cast<float>(probability), random_site(static_cast<std::uint32_t>(number), 0)} {
@@ -98,14 +93,9 @@ class DropoutLayer final : public Layer {
     }
   }
 
-  Edges set_precision(const Precision& /*precision*/) override { return Edges::kStream; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_numbers(input);
     return input;
-  }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
-  [[nodiscard]] LayerPromises promises() const override {
-    return {.recomputes = true, .capturable = true, .in_place = true};
   }
   void forward(LayerCall& call, const Tensor& y) override { drop(call, call.x, y); }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
@@ -122,7 +112,7 @@ class DropoutLayer final : public Layer {
 };
 
 // The numbers of a sample in another shape.
-class ReshapeLayer final : public Layer {
+class ReshapeLayer final : public OwnLayer<kOnGpus> {
  public:
   // Without `dims`: all of them in a row.
   explicit ReshapeLayer(const std::optional<Shape>& dims) : dims_(dims) {
@@ -131,7 +121,6 @@ class ReshapeLayer final : public Layer {
     }
   }
 
-  Edges set_precision(const Precision& /*precision*/) override { return Edges::kStream; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_numbers(input);
     std::int64_t numbers = 1;
@@ -144,10 +133,6 @@ class ReshapeLayer final : public Layer {
     std::vector<std::int64_t> dims = {input.shape[0]};
     for (int d = 0; d < dims_->rank(); ++d) dims.push_back((*dims_)[d]);
     return {input.dtype, Shape(std::span<const std::int64_t>(dims))};
-  }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
-  [[nodiscard]] LayerPromises promises() const override {
-    return {.recomputes = true, .capturable = true};
   }
   [[nodiscard]] double cost(const TensorSpec& /*input*/) const override { return 0; }
   void forward(LayerCall& call, const Tensor& y) override { copy(call, call.x, y); }

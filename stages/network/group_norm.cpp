@@ -10,7 +10,7 @@
 namespace sluice::nn {
 namespace {
 
-class GroupNormLayer final : public Layer {
+class GroupNormLayer final : public OwnLayer<kOnCpus> {
  public:
   GroupNormLayer(std::int64_t groups, std::int64_t channels, double epsilon)
       : groups_(groups), channels_(channels), epsilon_(epsilon) {
@@ -23,7 +23,6 @@ class GroupNormLayer final : public Layer {
     require_epsilon(epsilon);
   }
 
-  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_picture(input, channels_);
     return input;
@@ -32,8 +31,6 @@ class GroupNormLayer final : public Layer {
     weight_ = &set.add(name + "weight", {channels_}, Init::constant(1), /*decay=*/false);
     bias_ = &set.add(name + "bias", {channels_}, Init::constant(0), /*decay=*/false);
   }
-  [[nodiscard]] bool overwrites_gradients() const override { return true; }
-  [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
                                  ComputeContext& /*compute*/) const override {
     const auto all = static_cast<std::size_t>(input.shape[0] * groups_);

@@ -32,7 +32,7 @@ void for_planes(const LayerCall& call, const Body& body) {
                  });
 }
 
-class PoolingLayer : public Layer {
+class PoolingLayer : public OwnLayer<kOnCpus> {
  public:
   PoolingLayer(HeightWidth kernel, const PoolOptions& options)
       : window_(kernel, options.stride.value_or(kernel), options.padding) {
@@ -43,12 +43,10 @@ class PoolingLayer : public Layer {
       }
     }
   }
-  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_picture(input, 0);
     return window_.places(input, input.shape[1]);
   }
-  [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
 
  protected:
   // body(window's rows, window's columns, output's index), within the picture.
@@ -155,14 +153,12 @@ class AveragePooling final : public PoolingLayer {
   }
 };
 
-class GlobalAverage final : public Layer {
+class GlobalAverage final : public OwnLayer<kOnCpus> {
  public:
-  Edges set_precision(const Precision& /*precision*/) override { return Edges::kWidened; }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_picture(input, 0);
     return {DType::kF32, {input.shape[0], input.shape[1]}};
   }
-  [[nodiscard]] LayerPromises promises() const override { return {.recomputes = true}; }
   void forward(LayerCall& call, const Tensor& y) override {
     const std::int64_t size = call.x.shape()[2] * call.x.shape()[3];
     for_planes(call, [&](std::int64_t p) {

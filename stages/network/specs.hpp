@@ -1,4 +1,5 @@
-// What layers say about tensors that do not fit, and whose error it is. Internal to stages/.
+// What Sluice's layers say of themselves, and about tensors that do not fit; and whose error it is.
+// Internal to stages/.
 #pragma once
 
 #include <fmt/format.h>
@@ -8,11 +9,31 @@
 #include <string>
 
 #include <sluice/error.hpp>
+#include <sluice/layers.hpp>
 #include <sluice/tensor.hpp>
 
 #include "comm/base/throw_error.hpp"
 
 namespace sluice::nn {
+
+// The answers of a layer that are the same for all its objects.
+struct LayerTraits {
+  Edges edges = Edges::kStream;
+  bool runs_on_gpu = true;
+  LayerPromises promises = {.recomputes = true, .capturable = true};
+};
+inline constexpr LayerTraits kOnGpus{};
+inline constexpr LayerTraits kOnCpus{Edges::kWidened, false, {.recomputes = true}};
+
+// A layer of Sluice. Its gradients, if it has any, are overwritten.
+template <LayerTraits kTraits>
+class OwnLayer : public Layer {
+ public:
+  Edges set_precision(const Precision& /*precision*/) override { return kTraits.edges; }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
+  [[nodiscard]] bool runs_on_gpu() const override { return kTraits.runs_on_gpu; }
+  [[nodiscard]] LayerPromises promises() const override { return kTraits.promises; }
+};
 
 // The types that layers compute with.
 inline bool has_numbers(const TensorSpec& spec) {
