@@ -59,39 +59,29 @@ void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& d
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
   if (dropout.probability == 0) return cpu::convert(ctx, x, y);
   const TypedKernels& kernels = kernels_for(ctx, y.spec.dtype);
+  const auto kernel = x.spec.dtype == y.spec.dtype ? kernels.dropout : kernels.dropout_from_float;
   parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
     const DropoutArguments arguments = dropout_arguments(dropout, begin);
-    if (x.spec.dtype == y.spec.dtype) {
-      kernels.dropout(&arguments, element(x, begin), element(y, begin), end - begin);
-    } else {
-      kernels.dropout_from_float(&arguments, x.as<float>() + begin, element(y, begin), end - begin);
-    }
+    kernel(&arguments, element(x, begin), element(y, begin), end - begin);
   });
 }
 
 void dropout_residual(ComputeContext& ctx, const Tensor& x, const Dropout& dropout,
                       const Tensor& residual, const Tensor& y) {
   const TypedKernels& kernels = kernels_for(ctx, x.spec.dtype);
+  const auto kernel =
+      y.spec.dtype == DType::kF32 ? kernels.dropout_residual : kernels.dropout_residual_typed;
   parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
     const DropoutArguments arguments = dropout_arguments(dropout, begin);
-    if (y.spec.dtype == DType::kF32) {
-      kernels.dropout_residual(&arguments, element(x, begin), residual.as<float>() + begin,
-                               y.as<float>() + begin, end - begin);
-    } else {
-      kernels.dropout_residual_typed(&arguments, element(x, begin), element(residual, begin),
-                                     element(y, begin), end - begin);
-    }
+    kernel(&arguments, element(x, begin), element(residual, begin), element(y, begin), end - begin);
   });
 }
 
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   const TypedKernels& kernels = kernels_for(ctx, x.spec.dtype);
+  const auto kernel = y.spec.dtype == DType::kF32 ? kernels.add : kernels.add_typed;
   parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-    if (y.spec.dtype == DType::kF32) {
-      kernels.add(element(x, begin), y.as<float>() + begin, end - begin);
-    } else {
-      kernels.add_typed(element(x, begin), element(y, begin), end - begin);
-    }
+    kernel(element(x, begin), element(y, begin), end - begin);
   });
 }
 
@@ -100,13 +90,10 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
     if (from.data != to.data) std::memcpy(to.data, from.data, from.spec.bytes());
     return;
   }
+  const TypedKernels& kernels = kernels_of(ctx).bf16;
+  const auto kernel = to.spec.dtype == DType::kBf16 ? kernels.from_float : kernels.to_float;
   parallel_range(ctx, from.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-    const TypedKernels& kernels = kernels_of(ctx).bf16;
-    if (to.spec.dtype == DType::kBf16) {
-      kernels.from_float(from.as<float>() + begin, element(to, begin), end - begin);
-    } else {
-      kernels.to_float(element(from, begin), to.as<float>() + begin, end - begin);
-    }
+    kernel(element(from, begin), element(to, begin), end - begin);
   });
 }
 

@@ -78,65 +78,38 @@ SLUICE_INLINE void for_dropped(const DropoutArguments& dropout, const From* from
 }
 
 template <typename From, typename To>
-SLUICE_INLINE void drop_to(const DropoutArguments* arguments, const From* from, To* to, int64_t n) {
-  for_dropped(*arguments, from, n, [&](int64_t i, VecF dropped, auto part) SLUICE_LAMBDA {
-    store(to + i, dropped, part);
-  });
-}
-template <typename T>
 void dropout(const DropoutArguments* arguments, const void* x, void* y, int64_t n) {
-  drop_to(arguments, static_cast<const T*>(x), static_cast<T*>(y), n);
-}
-template <typename T>
-void dropout_from_float(const DropoutArguments* arguments, const float* x, void* y, int64_t n) {
-  drop_to(arguments, x, static_cast<T*>(y), n);
+  To* to = static_cast<To*>(y);
+  for_dropped(*arguments, static_cast<const From*>(x), n,
+              [&](int64_t i, VecF dropped, auto part)
+                  SLUICE_LAMBDA { store(to + i, dropped, part); });
 }
 
 template <typename From, typename To>
-SLUICE_INLINE void drop_and_add(const DropoutArguments* arguments, const From* from,
-                                const To* residual, To* to, int64_t n) {
-  for_dropped(*arguments, from, n, [&](int64_t i, VecF dropped, auto part) SLUICE_LAMBDA {
-    store(to + i, load(residual + i, part) + dropped, part);
+void dropout_residual(const DropoutArguments* arguments, const void* x, const void* before, void* y,
+                      int64_t n) {
+  const To* residual = static_cast<const To*>(before);
+  To* to = static_cast<To*>(y);
+  for_dropped(*arguments, static_cast<const From*>(x), n,
+              [&](int64_t i, VecF dropped, auto part)
+                  SLUICE_LAMBDA { store(to + i, load(residual + i, part) + dropped, part); });
+}
+
+template <typename From, typename To>
+void add(const void* x, void* y, int64_t n) {
+  const From* from = static_cast<const From*>(x);
+  To* to = static_cast<To*>(y);
+  for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
+    store(to + i, load(to + i, part) + load(from + i, part), part);
   });
 }
-template <typename T>
-void dropout_residual(const DropoutArguments* arguments, const void* x, const float* residual,
-                      float* y, int64_t n) {
-  drop_and_add(arguments, static_cast<const T*>(x), residual, y, n);
-}
-template <typename T>
-void dropout_residual_typed(const DropoutArguments* arguments, const void* x, const void* residual,
-                            void* y, int64_t n) {
-  drop_and_add(arguments, static_cast<const T*>(x), static_cast<const T*>(residual),
-               static_cast<T*>(y), n);
-}
 
 template <typename From, typename To>
-SLUICE_INLINE void add_to(const From* x, To* y, int64_t n) {
-  for_vectors(n, [&](int64_t i, auto part)
-                     SLUICE_LAMBDA { store(y + i, load(y + i, part) + load(x + i, part), part); });
-}
-template <typename T>
-void add(const void* x, float* y, int64_t n) {
-  add_to(static_cast<const T*>(x), y, n);
-}
-template <typename T>
-void add_typed(const void* x, void* y, int64_t n) {
-  add_to(static_cast<const T*>(x), static_cast<T*>(y), n);
-}
-
-template <typename From, typename To>
-SLUICE_INLINE void convert(const From* from, To* to, int64_t n) {
+void convert(const void* x, void* y, int64_t n) {
+  const From* from = static_cast<const From*>(x);
+  To* to = static_cast<To*>(y);
   for_vectors(
       n, [&](int64_t i, auto part) SLUICE_LAMBDA { store(to + i, load(from + i, part), part); });
-}
-template <typename T>
-void to_float(const void* x, float* y, int64_t n) {
-  convert(static_cast<const T*>(x), y, n);
-}
-template <typename T>
-void from_float(const float* x, void* y, int64_t n) {
-  convert(x, static_cast<T*>(y), n);
 }
 
 // Four rows at a time; the order of the sum depends only on the number of rows.
@@ -152,7 +125,7 @@ void column_sums(const void* x_data, int64_t ld, int64_t rows, int64_t width, fl
       store(sums + i, load(sums + i, part) + (low + high), part);
     });
   }
-  for (; row < rows; ++row, x += ld) add<T>(x, sums, width);
+  for (; row < rows; ++row, x += ld) add<T, float>(x, sums, width);
 }
 
 template <typename T>

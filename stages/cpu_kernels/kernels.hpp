@@ -7,7 +7,7 @@
 //
 // Kernels run on the calling thread over the range they are given; operators cut ranges for
 // threads. Rows are dense unless a leading dimension is given. `void*` operands have the table's
-// element type T (float, or bfloat16 as 16-bit words).
+// element type T (float, or bfloat16 as 16-bit words) where nothing else is said.
 #pragma once
 
 #include <stdint.h>
@@ -40,16 +40,19 @@ struct TypedKernels {
   void (*swiglu_backward)(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
                           int64_t hidden);
   void (*dropout)(const DropoutArguments* dropout, const void* x, void* y, int64_t n);
-  void (*dropout_from_float)(const DropoutArguments* dropout, const float* x, void* y, int64_t n);
-  // y = residual + dropout(x), of floats and of type T
-  void (*dropout_residual)(const DropoutArguments* dropout, const void* x, const float* residual,
-                           float* y, int64_t n);
+  void (*dropout_from_float)(const DropoutArguments* dropout, const void* x, void* y,
+                             int64_t n);  // x: floats
+  // y = residual + dropout(x); residual and y: floats, or of type T
+  void (*dropout_residual)(const DropoutArguments* dropout, const void* x, const void* residual,
+                           void* y, int64_t n);
   void (*dropout_residual_typed)(const DropoutArguments* dropout, const void* x,
                                  const void* residual, void* y, int64_t n);
-  void (*add)(const void* x, float* y, int64_t n);  // y += x
+  // y += x; y: floats, or of type T
+  void (*add)(const void* x, void* y, int64_t n);
   void (*add_typed)(const void* x, void* y, int64_t n);
-  void (*to_float)(const void* x, float* y, int64_t n);
-  void (*from_float)(const float* x, void* y, int64_t n);
+  // y = x; the other side: floats
+  void (*to_float)(const void* x, void* y, int64_t n);
+  void (*from_float)(const void* x, void* y, int64_t n);
   // sums[column] += sum over rows, for `width` columns of a matrix with leading dimension `ld`.
   void (*column_sums)(const void* x, int64_t ld, int64_t rows, int64_t width, float* sums);
   // RMSNorm of `heads` vectors of head_dim, in place. raw: what was there, of type T; stats: rstd
