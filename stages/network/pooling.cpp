@@ -23,6 +23,22 @@ struct Plane {
   [[nodiscard]] std::int64_t out() const { return out_height * out_width; }
 };
 
+// What a window has of a plane.
+struct Covered {
+  std::int64_t first_row, end_row, first_column, end_column, width;
+
+  [[nodiscard]] std::int64_t first() const { return first_row * width + first_column; }
+  // body(place in the plane)
+  template <typename Body>
+  void for_places(const Body& body) const {
+    for (std::int64_t row = first_row; row < end_row; ++row) {
+      for (std::int64_t column = first_column; column < end_column; ++column) {
+        body(row * width + column);
+      }
+    }
+  }
+};
+
 // body(plane's number) for all channels of all samples.
 template <typename Body>
 void for_planes(const LayerCall& call, const Body& body) {
@@ -49,7 +65,7 @@ class PoolingLayer : public OwnLayer<kOnCpus> {
   }
 
  protected:
-  // body(window's rows, window's columns, output's index), within the picture.
+  // body(what the window covers, output's index)
   template <typename Body>
   void for_windows(const Plane& plane, const Body& body) const {
     for (std::int64_t i = 0; i < plane.out_height; ++i) {
@@ -58,8 +74,9 @@ class PoolingLayer : public OwnLayer<kOnCpus> {
       const std::int64_t end_row = std::min(top + window_.kernel[0], plane.height);
       for (std::int64_t j = 0; j < plane.out_width; ++j) {
         const std::int64_t left = j * window_.stride[1] - window_.padding[1];
-        body(first_row, end_row, std::max<std::int64_t>(left, 0),
-             std::min(left + window_.kernel[1], plane.width), i * plane.out_width + j);
+        body(Covered{first_row, end_row, std::max<std::int64_t>(left, 0),
+                     std::min(left + window_.kernel[1], plane.width), plane.width},
+             i * plane.out_width + j);
       }
     }
   }
@@ -88,15 +105,11 @@ class MaxPooling final : public PoolingLayer {
     auto* const places = reinterpret_cast<std::int32_t*>(call.until_input);
     for_planes(call, [&](std::int64_t p) {
       const float* const x = call.x.as<float>() + p * plane.in();
-      for_windows(plane, [&](std::int64_t row, std::int64_t end_row, std::int64_t first_column,
-                             std::int64_t end_column, std::int64_t out) {
-        std::int64_t best = row * plane.width + first_column;
-        for (; row < end_row; ++row) {
-          for (std::int64_t column = first_column; column < end_column; ++column) {
-            const std::int64_t at = row * plane.width + column;
-            if (x[at] > x[best] || std::isnan(x[at])) best = at;
-          }
-        }
+      for_windows(plane, [&](const Covered& covered, std::int64_t out) {
+        std::int64_t best = covered.first();
+        covered.for_places([&](std::int64_t at) {
+          if (x[at] > x[best] || std::isnan(x[at])) best = at;
+        });
         y.as<float>()[p * plane.out() + out] = x[best];
         places[p * plane.out() + out] = static_cast<std::int32_t>(best);
       });
@@ -123,14 +136,9 @@ class AveragePooling final : public PoolingLayer {
     const Plane plane(call.x, y);
     for_planes(call, [&](std::int64_t p) {
       const float* const x = call.x.as<float>() + p * plane.in();
-      for_windows(plane, [&](std::int64_t row, std::int64_t end_row, std::int64_t first_column,
-                             std::int64_t end_column, std::int64_t out) {
+      for_windows(plane, [&](const Covered& covered, std::int64_t out) {
         float sum = 0;
-        for (; row < end_row; ++row) {
-          for (std::int64_t column = first_column; column < end_column; ++column) {
-            sum += x[row * plane.width + column];
-          }
-        }
+        covered.for_places([&](std::int64_t at) { sum += x[at]; });
         y.as<float>()[p * plane.out() + out] = sum / area();
       });
     });
@@ -140,14 +148,9 @@ class AveragePooling final : public PoolingLayer {
     for_planes(call, [&](std::int64_t p) {
       float* const to = dx.as<float>() + p * plane.in();
       std::fill(to, to + plane.in(), 0.0F);
-      for_windows(plane, [&](std::int64_t row, std::int64_t end_row, std::int64_t first_column,
-                             std::int64_t end_column, std::int64_t out) {
+      for_windows(plane, [&](const Covered& covered, std::int64_t out) {
         const float share = dy.as<float>()[p * plane.out() + out] / area();
-        for (; row < end_row; ++row) {
-          for (std::int64_t column = first_column; column < end_column; ++column) {
-            to[row * plane.width + column] += share;
-          }
-        }
+        covered.for_places([&](std::int64_t at) { to[at] += share; });
       });
     });
   }
