@@ -140,7 +140,7 @@ LayerNeeds SelfAttention::needs(ComputeContext& compute, const BlockShape& batch
                                   attention_forward_workspace(compute, shape, precision_, false),
                                   attention_forward_workspace(compute, shape, precision_, drops),
                                   attention_backward_workspace(compute, shape, precision_, drops),
-                                  norm_ ? QueryKeyNorm::workspace(compute, shape) : 0}),
+                                  norm_ ? query_key_norm_backward_workspace(compute, shape) : 0}),
       .table_bytes = positions_ ? ComputeContext::rotary_table_bytes(shape.sequence, head_dim_) : 0,
       .note = engine.empty() ? engine : "attention: " + engine};
 }

@@ -154,9 +154,6 @@ class QueryKeyNorm {
   QueryKeyNorm(const std::string& name, std::int64_t head_dim, float epsilon,
                ParameterSet& parameters);
 
-  [[nodiscard]] static std::size_t workspace(ComputeContext& ctx, const AttentionShape& shape) {
-    return query_key_norm_backward_workspace(ctx, shape);
-  }
   // f32 [n, head_dim]: two rows for each part whose sums are added up by themselves.
   [[nodiscard]] static Shape gains(const BlockShape& shape, std::int64_t head_dim) {
     return {2 * (shape.by_sample ? shape.samples : 1), head_dim};
