@@ -140,9 +140,7 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
 void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
                                       const Tensor& weight, const Tensor& raised,
                                       const Tensor& draised) {
-  const std::int64_t width = weight.shape()[1];
-  const LinearShape shape = {
-      .rows = leading_rows(dy), .in = width, .out = weight.shape()[0], .operands = dy.spec.dtype};
+  const LinearShape shape = linear_shape_of(weight, dy);
   Tensor block = {nullptr, gradient_block(row_blocks_of(ctx, dy.spec.dtype), shape)};
   if (const std::size_t bytes =
           cpu::linear_activation_backward_input_workspace(ctx, activation, shape);

@@ -46,13 +46,15 @@ class AttentionSpecLayer final : public OwnLayer<kOnGpus> {
     return {precision_.stream, input.shape};
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
+    std::optional<RotaryPositions> positions;
+    if (options_.rotary_base) positions = {.base = *options_.rotary_base};
     branch_.emplace(
         SelfAttention::Options{
             .width = width_,
             .heads = heads_,
             .kv_heads = options_.kv_heads > 0 ? options_.kv_heads : heads_,
             .head_dim = static_cast<int>(width_ / heads_),
-            .positions = rotary_positions(),
+            .positions = positions,
             .probabilities = {static_cast<float>(options_.dropout),
                               random_site(static_cast<std::uint32_t>(number_), 1)},
             .qkv_bias = options_.bias,
@@ -93,10 +95,6 @@ class AttentionSpecLayer final : public OwnLayer<kOnGpus> {
  private:
   static BranchCall inner(LayerCall& call) {
     return {call, block_shape(call.x.spec, call.compute().device().kind), LayerAllocators(call)};
-  }
-  [[nodiscard]] std::optional<RotaryPositions> rotary_positions() const {
-    if (!options_.rotary_base) return std::nullopt;
-    return RotaryPositions{.base = *options_.rotary_base};
   }
 
   std::int64_t width_;

@@ -40,8 +40,7 @@ class SoftmaxLayer final
     : public OwnLayer<LayerTraits{Edges::kWidened, false, {.recomputes = true, .in_place = true}}> {
  public:
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_f32(input);
-    if (input.shape.rank() > 1) return input;
+    if (input.dtype == DType::kF32 && input.shape.rank() > 1) return input;
     throw_usage("the input is {}; legal: f32 [samples, ..., classes]", to_string(input));
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input,

@@ -150,8 +150,7 @@ StageSkips::StageSkips(std::span<const Skip> skips, int begin, int end, bool las
 }
 
 std::size_t StageSkips::source_of(int from) const {
-  const auto found = std::find_if(sources_.begin(), sources_.end(),
-                                  [from](const Source& source) { return source.from == from; });
+  const auto found = std::ranges::find(sources_, from, &Source::from);
   return static_cast<std::size_t>(found - sources_.begin());
 }
 

@@ -46,11 +46,6 @@ inline void require_numbers(const TensorSpec& input) {
   throw_usage("the input is {}; legal: f32 or bf16 [samples, ...]", to_string(input));
 }
 
-inline void require_f32(const TensorSpec& input) {
-  if (input.dtype == DType::kF32 && input.shape.rank() > 0) return;
-  throw_usage("the input is {}; legal: f32 [samples, ...]", to_string(input));
-}
-
 // With `width` numbers in the last dimension.
 inline void require_width(const TensorSpec& input, std::int64_t width, DType type) {
   const int rank = input.shape.rank();
