@@ -54,9 +54,6 @@ class CpuBackend final : public Backend {
 [[nodiscard]] inline RowProducts& row_products_of(const ComputeContext& ctx) {
   return static_cast<CpuBackend&>(ContextAccess::backend(ctx)).row_products();
 }
-[[nodiscard]] inline const RowBlocks& row_blocks_of(const ComputeContext& ctx, DType operands) {
-  return row_products_of(ctx).blocks(ctx, operands);
-}
 
 // The CPU's operators, the specification of every other backend's.
 namespace cpu {

@@ -60,8 +60,7 @@ void compare_gradient(const std::string& what, const Tensor& point, std::span<co
     found.push_back({index, slopes_at(number, kStep * size, at)});
     largest = std::max(largest, std::abs(found.back().slopes.mean()));
   }
-  const bool nothing =
-      std::all_of(gradient.begin(), gradient.end(), [](float g) { return g == 0; });
+  const bool nothing = std::ranges::all_of(gradient, [](float g) { return g == 0; });
   for (const Found& each : found) {
     const auto mine = static_cast<double>(gradient[static_cast<std::size_t>(each.index)]);
     const double tolerance = options.tolerance * largest;

@@ -120,10 +120,6 @@ void TokenLoss::add_parameters(ParameterSet& set) {
   projection_.emplace(name_of_projection(options_), projection_of(options_), set);
 }
 
-BlockShape TokenLoss::shape_of(const TensorSpec& outputs, DeviceKind device) const {
-  return block_shape(outputs, device, options_.by_sample_from);
-}
-
 std::int64_t TokenLoss::chunk_rows(const BlockShape& shape) const {
   const std::int64_t rows = shape.by_sample ? shape.sequence : shape.rows();  // in chunks
   const auto share = static_cast<std::size_t>((rows + options_.chunks - 1) / options_.chunks);
@@ -139,7 +135,7 @@ TokenLoss::Scratch TokenLoss::allocate(const BlockShape& shape, BumpAllocator& m
 }
 
 LayerNeeds TokenLoss::needs(const TensorSpec& outputs, ComputeContext& compute) const {
-  const BlockShape shape = shape_of(outputs, compute.device().kind);
+  const BlockShape shape = block_shape(outputs, compute.device().kind, options_.by_sample_from);
   if (!projection_) return {.operator_bytes = softmax_cross_entropy_workspace(shape.rows())};
   BumpAllocator memory;
   (void)allocate(shape, memory);
@@ -172,7 +168,8 @@ void TokenLoss::compute(StageContext& ctx, const Tensor& outputs, const Tensor& 
 void TokenLoss::compute_in(std::byte* memory, StageContext& ctx, const Tensor& outputs,
                            const Tensor& targets, double* sum) {
   if (!projection_) return compute(ctx, outputs, targets, sum);
-  const BlockShape shape = shape_of(outputs.spec, ctx.compute.device().kind);
+  const BlockShape shape =
+      block_shape(outputs.spec, ctx.compute.device().kind, options_.by_sample_from);
   BumpAllocator allocator(memory);
   const Scratch scratch = allocate(shape, allocator);
   const Tensor normed = as_rows(outputs);

@@ -103,7 +103,6 @@ class TokenLoss final : public Loss {
     Tensor logits;             // of one chunk
     double* losses = nullptr;  // of all rows
   };
-  [[nodiscard]] BlockShape shape_of(const TensorSpec& outputs, DeviceKind device) const;
   [[nodiscard]] std::int64_t chunk_rows(const BlockShape& shape) const;
   Scratch allocate(const BlockShape& shape, BumpAllocator& memory) const;
 

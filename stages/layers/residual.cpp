@@ -17,10 +17,6 @@ void ResidualLayer::add_parameters(ParameterSet& set, const std::string& name) {
   branch_ = make_(options_, name, set);
 }
 
-BlockShape ResidualLayer::shape_of(const TensorSpec& input, DeviceKind device) const {
-  return block_shape(input, device, options_.by_sample_from);
-}
-
 ResidualLayer::Kept ResidualLayer::allocate(const BlockShape& shape,
                                             LayerAllocators& memory) const {
   const std::int64_t rows = shape.rows(), width = options_.width;
@@ -36,7 +32,7 @@ ResidualLayer::Kept ResidualLayer::allocate(const BlockShape& shape,
 }
 
 LayerNeeds ResidualLayer::needs(const TensorSpec& input, ComputeContext& compute) const {
-  const BlockShape shape = shape_of(input, compute.device().kind);
+  const BlockShape shape = block_shape(input, compute.device().kind, options_.by_sample_from);
   LayerAllocators memory;
   (void)allocate(shape, memory);
   LayerNeeds needs = branch_->needs(compute, shape, memory);
@@ -58,7 +54,8 @@ double ResidualLayer::cost(const TensorSpec& input) const {
 }
 
 ResidualLayer::Made ResidualLayer::made_of(LayerCall& call) const {
-  const BlockShape shape = shape_of(call.x.spec, call.compute().device().kind);
+  const BlockShape shape =
+      block_shape(call.x.spec, call.compute().device().kind, options_.by_sample_from);
   LayerAllocators memory(call);
   const Kept kept = allocate(shape, memory);
   return {{call, shape, memory}, kept, as_rows(call.x)};

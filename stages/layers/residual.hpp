@@ -71,7 +71,6 @@ class ResidualLayer final : public OwnLayer<kOnGpus> {
     Tensor x;
   };
   [[nodiscard]] bool drops() const { return options_.output.probability > 0; }
-  [[nodiscard]] BlockShape shape_of(const TensorSpec& input, DeviceKind device) const;
   Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Made made_of(LayerCall& call) const;
   [[nodiscard]] Dropout dropped(const Made& made) const;

@@ -21,7 +21,7 @@ class RowsTest : public ::testing::TestWithParam<std::tuple<DType, int>> {
   ComputeContext ctx_{Device{}, std::get<1>(GetParam())};
 
   void SetUp() override {
-    if (!row_blocks_of(ctx_, dtype()).invariant) {
+    if (!row_products_of(ctx_).blocks(ctx_, dtype()).invariant) {
       GTEST_SKIP() << "no block of rows passes the check with this library and processor";
     }
   }
