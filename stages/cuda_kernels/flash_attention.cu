@@ -194,8 +194,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
     total[r] = 0;
   }
   const int64_t first_query = at.first + work.warp * kRows;
-  const int64_t end =
-      at.first + Work::kOwn < shape.sequence ? at.first + Work::kOwn : shape.sequence;
+  const int64_t end = min(at.first + Work::kOwn, shape.sequence);
   for (int64_t first = first_seen(shape, at.first); first < end; first += kStreamed) {
     float scores[kRows] = {};
     work.add_dots(own, keys, first, scores);
@@ -285,8 +284,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kBlocksAtOnce<kSlices>)
 
   typename Work::Sums sums = {};
   const int64_t first_query = at.first + work.warp * kRows;
-  const int64_t end =
-      at.first + Work::kOwn < shape.sequence ? at.first + Work::kOwn : shape.sequence;
+  const int64_t end = min(at.first + Work::kOwn, shape.sequence);
   for (int64_t first = first_seen(shape, at.first); first < end; first += kStreamed) {
     float scores[kRows] = {}, dps[kRows] = {};
     work.add_dots(queries, keys, first, scores);
