@@ -39,6 +39,14 @@ std::string why_own(ComputeContext& /*ctx*/, const AttentionShape& shape, DType 
 
 }  // namespace
 
+std::shared_ptr<CudnnAttention> make_cudnn_attention([[maybe_unused]] Context& context) {
+#if SLUICE_WITH_CUDNN
+  return std::make_shared<CudnnAttention>(context);
+#else
+  return nullptr;
+#endif
+}
+
 std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape, DType dtype,
                              bool dropout) {
   const std::string why = why_own(ctx, shape, dtype, dropout);

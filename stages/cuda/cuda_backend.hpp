@@ -14,12 +14,16 @@ namespace sluice::cuda {
 inline constexpr OperatorTable kOperators = {SLUICE_OPERATORS(SLUICE_ENTRY) dropout};
 
 class CudnnAttention;  // stages/cuda/attention_cudnn.hpp
+// Null where Sluice was built without cuDNN. The context outlives it.
+[[nodiscard]] std::shared_ptr<CudnnAttention> make_cudnn_attention(Context& context);
 
 class CudaBackend final : public Context {
  public:
   // As Context.
-  CudaBackend(const OperatorTable& operators, const DeviceMemory& memory, StreamView stream);
-  ~CudaBackend() override;
+  CudaBackend(const DeviceMemory& memory, StreamView stream)
+      : Context(kOperators, memory, stream),
+        matmuls_(*this),
+        cudnn_attention_(make_cudnn_attention(*this)) {}
 
   [[nodiscard]] Matmuls& matmuls() { return matmuls_; }
   // Null where Sluice was built without cuDNN.

@@ -51,7 +51,7 @@ std::unique_ptr<Backend> make_backend([[maybe_unused]] const DeviceMemory& memor
   if (memory.device().kind == DeviceKind::kCuda) {
     static_cast<void>(choose_kernels());  // SLUICE_KERNELS is checked for a GPU's rank too
     use_device(memory.device());
-    return std::make_unique<cuda::CudaBackend>(cuda::kOperators, memory, stream);
+    return std::make_unique<cuda::CudaBackend>(memory, stream);
   }
 #endif
   return std::make_unique<CpuBackend>(cpu::kOperators);
