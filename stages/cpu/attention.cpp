@@ -357,11 +357,7 @@ void Attention::backward(std::int64_t sample, const Tensor& qkv, const Tensor& o
 }
 
 // Only whether it drops anything matters.
-Dropout any_dropout(bool drops) {
-  Dropout dropout;
-  dropout.probability = drops ? 0.5F : 0.0F;
-  return dropout;
-}
+Dropout any_dropout(bool drops) { return {drops ? 0.5F : 0.0F, {}}; }
 
 }  // namespace
 

@@ -1,5 +1,7 @@
 // Losses and sums of squares. Partial sums are kept per row or block and added in order, so that
 // the result does not depend on the number of threads.
+#include <numeric>
+
 #include "stages/compute/call_arguments.hpp"
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/parallel.hpp"
@@ -9,9 +11,7 @@ namespace sluice::cpu {
 namespace {
 
 double sum_in_order(const double* values, std::int64_t count) {
-  double sum = 0;
-  for (std::int64_t i = 0; i < count; ++i) sum += values[i];
-  return sum;
+  return std::accumulate(values, values + count, 0.0);
 }
 
 // Of body(first, count) over blocks of kSumBlock elements.
