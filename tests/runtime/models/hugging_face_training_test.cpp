@@ -54,7 +54,7 @@ struct Tokens {
 class Model {
  public:
   Model(Communicator& comm, const HuggingFaceModel& from, const std::string& schedule)
-      : pipeline_(comm, options(schedule), stages(from.config), spec()) {}
+      : pipeline_(comm, stages(from.config), spec(), options(schedule)) {}
 
   Pipeline& pipeline() { return pipeline_; }
 
