@@ -1,6 +1,7 @@
 #include "comm/group/transport.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstddef>

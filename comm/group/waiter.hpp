@@ -8,7 +8,7 @@ namespace sluice {
 // Blocks the calling thread between polls. Spins briefly if the job may use at least as many cores
 // of the host as it has local ranks; then yields; then sleeps for 20 to 50 us. Before its first
 // sleep it sets the calling thread's timer slack to 1 us, as the default of 50 us would triple a
-// sleep. One per waiting site; call reset() after every success.
+// sleep. One per waiting site; call reset() before a wait or after its success.
 class Waiter {
  public:
   explicit Waiter(int local_ranks);

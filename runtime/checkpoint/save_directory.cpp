@@ -11,7 +11,6 @@
 #include <fstream>
 #include <iterator>
 #include <set>
-#include <span>
 #include <system_error>
 #include <thread>
 

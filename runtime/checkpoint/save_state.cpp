@@ -1,6 +1,7 @@
 #include "runtime/checkpoint/save_state.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>

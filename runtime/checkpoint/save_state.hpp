@@ -53,7 +53,7 @@ struct SaveState {
   Facts data;                           // TokenFile::identity() and the like
   std::vector<std::uint64_t> skipped;   // steps that changed nothing: their loss was not finite
   // JSON text by name, of the data source and of an embedding program; their tensors are in
-  // user.safetensors as "<name>.<tensor>".
+  // user.safetensors as "<name>/<tensor>".
   std::map<std::string, std::string> user;
   std::vector<SavedFile> files;
   std::vector<SavedTensor> tensors;

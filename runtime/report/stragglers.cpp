@@ -9,8 +9,8 @@ namespace {
 constexpr std::size_t kEvery = 25;
 constexpr double kFactorToEnd = 1.1;  // of a rank that is named already
 
-// The value that one in `parts` of them does not exceed: of 4 the lower quartile, of 2 the lower
-// middle one. 0 of no values.
+// The value at the end of the first of `parts` equal parts, in ascending order: of 4 the lower
+// quartile, of 2 the lower middle one. 0 of no values.
 double lower(std::size_t parts, std::vector<double> values) {
   if (values.empty()) return 0;
   const auto place = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / parts);

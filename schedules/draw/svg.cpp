@@ -20,7 +20,7 @@ struct Colour {
 constexpr std::array<Colour, 4> kColours = {Colour{38, 84, 160}, Colour{58, 125, 68},
                                             Colour{23, 135, 145}, Colour{124, 74, 156}};
 
-// Six digits, as short as the value allows.
+// Six digits, as short as the value allows, where nothing else is asked for.
 std::string svg_plain(double value, std::chars_format format = std::chars_format::general,
                       int precision = 6) {
   std::array<char, 32> text{};

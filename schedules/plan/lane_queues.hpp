@@ -35,7 +35,7 @@ class LaneQueues {
  public:
   // A queue per rank, which has its number, or where `per_pair` two for each ordered pair of ranks:
   // 2n of the n-th pair that sends, the sender's end, and 2n + 1, the receiver's. `times`:
-  // [channel] of a message; empty: none.
+  // [channel] what a message takes; empty: nothing.
   LaneQueues(const Plan& plan, bool per_pair, const std::vector<double>& times = {})
       : channels_(plan.channels.size()), sides_(plan.channels.size()) {
     std::map<std::pair<int, int>, std::size_t> pairs;

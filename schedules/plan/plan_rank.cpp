@@ -15,7 +15,7 @@
 namespace sluice {
 namespace {
 
-// While pools are sized.
+// What is counted while pools are sized; unused afterwards.
 struct Demand {
   std::vector<std::int32_t>
       index_of;  // [micro_batch] position in the order, where that is no count

@@ -140,9 +140,9 @@ class Attention {
   void drop(const TypedKernels& kernels, std::int64_t sample, std::int64_t head, std::int64_t row,
             std::int64_t rows, const Scores& from, std::int64_t from_row, const Scores& to,
             std::int64_t to_row) const;
-  // Of the block at `row`. multiply(): scores are products of `rows`, queries or gradients of the
-  // output, and keys, or values. weight(): `to`, laid out as those, is sums of keys, or values,
-  // weighted by scores.
+  // Of the block of rows at `row`. multiply(): scores = `rows` (queries, or gradients of the
+  // output) times `keys` (keys or values). weight(): `to` gets sums of `keys`, weighted by scores.
+  // `layout`: of `rows` and of `to`.
   void multiply(std::int64_t row, const std::byte* rows, const MatMulLayout& layout,
                 const std::byte* keys, const Scores& to, std::int64_t to_row);
   void weight(std::int64_t row, const Scores& scores, std::int64_t scores_row,

@@ -30,11 +30,15 @@ void attention_tiles_forward(cudaStream_t stream, const AttentionCall<T, kWide<T
 template <typename T>
 void attention_tiles_backward(cudaStream_t stream, const AttentionCall<T, kWide<T>>& call);
 
-// Calls body(std::integral_constant) with the dimensions that a head is padded to.
+// Calls body(std::integral_constant) with the dimensions that a head is padded to. Requires:
+// takes_attention_tiles().
 template <typename T, typename Body>
 void with_dimensions(int head_dim, const Body& body) {
-  if constexpr (sizeof(T) == 2) return with_limit<32, 64, 96, 128, 256>(head_dim, body);
-  with_limit<32, 64, 96, 128>(head_dim, body);
+  if constexpr (sizeof(T) == 2) {
+    with_limit<32, 64, 96, 128, 256>(head_dim, body);
+  } else {
+    with_limit<32, 64, 96, 128>(head_dim, body);
+  }
 }
 
 // --- tiles ---

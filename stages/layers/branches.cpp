@@ -123,8 +123,7 @@ SelfAttention::Kept SelfAttention::allocate(const BlockShape& shape,
   return kept;
 }
 
-// Nothing is dropped in evaluation, which may use another engine than training's, the one that the
-// note names.
+// The note names the engine of training. Evaluation drops nothing and may use another one.
 LayerNeeds SelfAttention::needs(ComputeContext& compute, const BlockShape& batch,
                                 LayerAllocators& memory) const {
   (void)allocate(batch, memory);

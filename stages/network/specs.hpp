@@ -1,5 +1,5 @@
-// What Sluice's layers say of themselves, and about tensors that do not fit; and whose error it is.
-// Internal to stages/.
+// What Sluice's layers have in common, what they say about tensors that do not fit, and whose error
+// that is. Internal to stages/.
 #pragma once
 
 #include <fmt/format.h>

@@ -73,7 +73,7 @@ std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters,
   return runs;
 }
 
-// Bytes of the state of as many elements: one parameter's, or those of parameters that form one
+// Bytes of one vector of state of so many elements: of a parameter, or of parameters that form one
 // run.
 std::size_t state_bytes(const OptimizerConfig& config, std::size_t elements) {
   return round_up(elements * size_of(state_type(config)), kBufferAlignment);

@@ -204,7 +204,7 @@ std::vector<int> chunks_of(const std::string& text) {
   bool legal = !text.empty();
   for (const std::string& part : parts_of(text)) {
     int& count = counts.emplace_back();
-    legal = legal && read_number(part, count) && count >= 1 && count <= kMaxSearchedChunks;
+    legal = legal && parse_whole(part, count) && count >= 1 && count <= kMaxSearchedChunks;
   }
   if (legal) return counts;
   throw_usage("option --chunks: '{}' is neither 'auto' nor integers from 1 to {} with commas", text,

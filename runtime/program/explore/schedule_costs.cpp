@@ -25,7 +25,7 @@ std::optional<std::vector<double>> numbers_of(const std::string& text) {
   std::vector<double> values;
   for (const std::string& part : parts_of(text)) {
     double& value = values.emplace_back();
-    if (!read_number(part, value) || !std::isfinite(value) || value < 0) return std::nullopt;
+    if (!parse_whole(part, value) || !std::isfinite(value) || value < 0) return std::nullopt;
   }
   return values.empty() ? std::nullopt : std::optional(values);
 }
@@ -58,9 +58,9 @@ RankLink link_of(const std::string& text) {
       parts_of(ends_and_costs.empty() ? "" : ends_and_costs[0], '-');
   const std::size_t costs = ends_and_costs.size();
   const bool legal =
-      ends.size() == 2 && read_number(ends[0], result.from) && read_number(ends[1], result.to) &&
-      (costs == 2 || costs == 3) && read_number(ends_and_costs[1], link.latency) &&
-      (costs == 2 || read_number(ends_and_costs[2], link.bandwidth)) && link.latency >= 0 &&
+      ends.size() == 2 && parse_whole(ends[0], result.from) && parse_whole(ends[1], result.to) &&
+      (costs == 2 || costs == 3) && parse_whole(ends_and_costs[1], link.latency) &&
+      (costs == 2 || parse_whole(ends_and_costs[2], link.bandwidth)) && link.latency >= 0 &&
       link.bandwidth >= 0 && std::isfinite(link.latency + link.bandwidth);
   if (legal) return result;
   throw_usage(

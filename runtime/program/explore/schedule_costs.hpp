@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <charconv>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -18,12 +17,6 @@ namespace sluice {
 
 // What stands between the separators; an empty text has no part.
 [[nodiscard]] std::vector<std::string> parts_of(std::string_view text, char separator = ',');
-// False where the text is not the number alone.
-template <typename Number>
-[[nodiscard]] bool read_number(std::string_view text, Number& number) {
-  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return problem == std::errc() && end == text.data() + text.size();
-}
 
 // What one number of a list refers to.
 enum class CostsOf {

@@ -4,7 +4,6 @@
 
 #include <array>
 #include <boost/program_options.hpp>
-#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>

@@ -230,7 +230,7 @@ struct Verification {
 // Sums within F, B or I (PlanOp::sums): every micro-batch of a stage makes as many, so replicas
 // make the same ones in the same order. They hold nobody up for ever: all replicas follow this one
 // plan, so what one of them can do next, with its messages of the same pipeline, all can, and each
-// reaches every sum. Linear in the number of ops.
+// reaches every sum. Nearly linear in the number of ops.
 [[nodiscard]] Verification verify(const Plan& plan);
 
 // assemble_plan() with the options. Under kReceivesAhead, where ranks own several stages and

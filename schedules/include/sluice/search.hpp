@@ -92,14 +92,14 @@ struct SearchResult {
 [[nodiscard]] SearchResult search_schedule(const SearchRequest& request);
 
 // The model's layers on the stages of a placement, as SearchResult::first_layer: whole layers, one
-// entry of `layers` each, so that the largest stage is as small as it can be, and
-// then the most loaded rank lighter while moving one border helps. Of fewer layers than stages each
-// has its own stage, and stages before the last are empty, as in a training. Throws
-// Error(kUsage) for no layers, for more than 10,000, and where entries of bytes are of
-// another number.
+// entry of `layers` each, so that the largest stage is as small as it can be, and then the most
+// loaded rank lighter while moving one border helps. Of fewer layers than stages each has its own
+// stage, and stages before the last are empty, as in a training. Throws Error(kUsage) for no
+// layers, for more than 10,000, and where entries of bytes are of another number.
 [[nodiscard]] std::vector<int> cut_layers(const SimulationTimes& layers,
                                           const Placement& placement);
-// What the stages of such a cut cost. Requires: ascending from 0 to the number of layers.
+// What the stages of such a cut cost. Requires: `first_layer` ascends from 0 to
+// the number of layers.
 [[nodiscard]] SimulationTimes join_layers(const SimulationTimes& layers,
                                           const std::vector<int>& first_layer);
 

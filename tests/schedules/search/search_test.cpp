@@ -291,7 +291,7 @@ TEST(SearchTest, RefusesIllegalRequests) {
   EXPECT_THAT(message_of(request), HasSubstr("message time"));
 }
 
-TEST(MakespanLowerBoundTest, IsNeverAboveAScheduleThatRuns) {
+TEST(MakespanBoundTest, IsNeverAboveAScheduleThatRuns) {
   for (const std::string& name : schedule_names()) {
     if (name == "forward-only") continue;
     for (const int p : {1, 2, 3, 4, 6}) {
@@ -319,7 +319,7 @@ TEST(MakespanLowerBoundTest, IsNeverAboveAScheduleThatRuns) {
   }
 }
 
-TEST(MakespanLowerBoundTest, IsReachedWhereNothingIsInTheWay) {
+TEST(MakespanBoundTest, IsReachedWhereNothingIsInTheWay) {
   SimulationTimes times;
   times.stages = {{1, 1, 1, 0}};
   EXPECT_EQ(bound_of(Placement::linear(4), 8, times), 3 * 8 + 3);
@@ -364,7 +364,7 @@ const std::vector<SolvedCase>& solved_cases() {
   return cases;
 }
 
-TEST(MakespanLowerBoundTest, CountsMemory) {
+TEST(MakespanBoundTest, CountsMemory) {
   double sum = 0, worst = 1;
   for (const SolvedCase& each : solved_cases()) {
     const int ranks = static_cast<int>(each.stages.size());
