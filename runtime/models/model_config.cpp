@@ -15,14 +15,14 @@
 
 namespace sluice {
 
-using Json = nlohmann::ordered_json;
-
 namespace {
+
+using Json = nlohmann::ordered_json;
 
 // Calls visit(name, field) for each field that the weights depend on, except enumerations and
 // layers. Saves that are older than a field lack it.
-template <typename Model, typename Visit>
-void each_field(Model& config, const Visit& visit) {
+template <typename Config, typename Visit>
+void each_field(Config& config, const Visit& visit) {
   visit("layers", config.layers);
   visit("heads", config.heads);
   visit("kv_heads", config.kv_heads);
@@ -35,8 +35,8 @@ void each_field(Model& config, const Visit& visit) {
   visit("rotary_base", config.rotary_base);
 }
 
-template <typename Model, typename Visit>
-void each_later_field(Model& config, const Visit& visit) {
+template <typename Config, typename Visit>
+void each_later_field(Config& config, const Visit& visit) {
   visit("positions", config.positions);
   visit("norm_epsilon", config.norm_epsilon);
   visit("head_dim", config.head_dim);
