@@ -32,7 +32,7 @@ constexpr double kTicksOfBeat = 4;
 // A gap between two ticks beyond which the whole process has stood still, with its clock of others.
 constexpr double kPausedTicks = 6, kShortestPause = 0.5;
 constexpr double kStatusInterval = 5;
-constexpr double kDiskTime = 1;  // to look for the newest save
+constexpr double kDiskTime = 2;  // to look for the newest save
 constexpr std::uint64_t kNoAnswer = std::numeric_limits<std::uint64_t>::max();
 // How long a line about a process that has ended waits where an end is expected: the launcher ends
 // this process meanwhile.
@@ -139,6 +139,7 @@ double Watcher::tick() {
     if (knows_save(now)) decide(*verdict);
     return tick;
   }
+  newest_ = nullptr;  // of a verdict that did not last
   if (leader(view(), limits_) == me_ && is_monitor(me_)) {
     note_ends(now);
     note_silences();
@@ -351,7 +352,8 @@ bool Watcher::knows_save(double now) {
     });
   }
   const std::uint64_t answer = *newest_;
-  if (answer == kNoAnswer) return now - asked_ > kDiskTime;
+  disk_answers_ = answer != kNoAnswer;
+  if (!disk_answers_) return now - asked_ > kDiskTime;
   for (Sighting& each : sightings_) each.status.saved_plus_one = answer;
   return true;
 }
@@ -361,8 +363,9 @@ void Watcher::decide(const Verdict& verdict) {
   headline_ = headline(view(), verdict);
   culprit_ = verdict.ranks.empty() ? me_ : verdict.ranks.front();
   const std::string report =
-      fmt::format("sluice: error: {}\n{}  {}\n", headline_, rank_lines(view(), limits_),
-                  newest_save(view(), options_.directory));
+      fmt::format("sluice: error: {}\n{}  {}{}\n", headline_, rank_lines(view(), limits_),
+                  newest_save(view(), options_.directory),
+                  disk_answers_ ? "" : " (as far as known: the disk does not answer)");
   voice_.say(report);
   voice_.run([event = hang_event(view(), verdict)] { tell_supervisor(event); });
   // The other side of a cut writes the file: this side is the smaller one.

@@ -107,6 +107,7 @@ class Watcher final : public TcpLink::Listener {
   // As ActivityBoard::saved_plus_one(), by the disk, once it answers; null until it is asked.
   std::shared_ptr<std::atomic<std::uint64_t>> newest_;
   double asked_ = 0;  // when the disk was
+  bool disk_answers_ = true;
   std::string headline_;
   int culprit_ = -1;
   std::shared_ptr<std::atomic<bool>> acts_ = std::make_shared<std::atomic<bool>>(false);

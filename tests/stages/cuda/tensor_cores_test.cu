@@ -156,7 +156,7 @@ __global__ void product_kernel(const std::uint32_t* input, std::uint32_t* result
   } else {
     cuda::multiply_bf16(sums, a, mine[4], mine[5]);
   }
-  for (int i = 0; i < 4; ++i) result[4 * threadIdx.x + i] = __float_as_uint(sums[i]);
+  for (unsigned i = 0; i < 4; ++i) result[4 * threadIdx.x + i] = __float_as_uint(sums[i]);
 }
 
 // The fragments of number() and its transpose, of `depth` columns and rows.
@@ -219,7 +219,7 @@ __global__ void load_kernel(const std::uint32_t* input, std::uint32_t* result) {
   } else {
     cuda::load_matrices(words, rows + (31 - threadIdx.x) * 4);
   }
-  for (int i = 0; i < 4; ++i) result[4 * threadIdx.x + i] = words[i];
+  for (unsigned i = 0; i < 4; ++i) result[4 * threadIdx.x + i] = words[i];
 }
 
 // Element (row, column) of matrix m is 100 m + 10 row + column.
@@ -298,7 +298,7 @@ TEST_F(TensorCoreTest, CopiesWhatExists) {
 __global__ void early_kernel(const std::uint32_t* input, std::uint32_t* result) {
   auto* words = cuda::shared_memory<std::uint32_t>();
   cuda::start_copy<16>(words + 4 * threadIdx.x, input + 4 * threadIdx.x, true);
-  for (int i = 0; i < 4; ++i) result[4 * threadIdx.x + i] = words[4 * threadIdx.x + i];
+  for (unsigned i = 0; i < 4; ++i) result[4 * threadIdx.x + i] = words[4 * threadIdx.x + i];
   cuda::finish_copies();
 }
 
