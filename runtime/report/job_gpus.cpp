@@ -62,10 +62,10 @@ std::optional<CardPeaks> peaks_of(std::string_view card) {
   return {};
 }
 
-double flops_of(const CardPeaks& card, ProductPrecision precision) {
-  return precision == ProductPrecision::kF32    ? card.fp32
-         : precision == ProductPrecision::kTf32 ? card.tf32
-                                                : card.bf16;
+double flops_of(const CardPeaks& card, MatmulPrecision precision) {
+  return precision == MatmulPrecision::kF32    ? card.fp32
+         : precision == MatmulPrecision::kTf32 ? card.tf32
+                                               : card.bf16;
 }
 
 JobGpus::JobGpus(Collectives& world, const std::string& machine, Device device,
@@ -84,7 +84,7 @@ JobGpus::JobGpus(Collectives& world, const std::string& machine, Device device,
   }
 }
 
-double JobGpus::peak(ProductPrecision precision) const {
+double JobGpus::peak(MatmulPrecision precision) const {
   double sum = 0;
   for (const std::string& name : cards_) {
     const std::optional<CardPeaks> card = peaks_of(name);

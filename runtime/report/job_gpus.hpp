@@ -17,7 +17,7 @@
 namespace sluice {
 
 // Operands of matmuls: fp32, TF32 (f32 tensors, rounded in matmuls) or bf16.
-enum class ProductPrecision { kF32, kTf32, kBf16 };
+enum class MatmulPrecision { kF32, kTf32, kBf16 };
 
 // What a card reaches at most by NVIDIA's data sheet: floating-point operations a second of dense
 // matmuls, and bytes a second of its memory.
@@ -26,7 +26,7 @@ struct CardPeaks {
 };
 // By DeviceProperties::name; nothing for a card that the table does not have.
 [[nodiscard]] std::optional<CardPeaks> peaks_of(std::string_view card);
-[[nodiscard]] double flops_of(const CardPeaks& card, ProductPrecision precision);
+[[nodiscard]] double flops_of(const CardPeaks& card, MatmulPrecision precision);
 
 class JobGpus {
  public:
@@ -37,7 +37,7 @@ class JobGpus {
 
   // The sum over the job's GPUs, each counted once. 0 where a rank has none, or one that is not in
   // the table. The same on all ranks.
-  [[nodiscard]] double peak(ProductPrecision precision) const;
+  [[nodiscard]] double peak(MatmulPrecision precision) const;
   // Of the card that all ranks have; nothing where they differ or it is not in the table.
   [[nodiscard]] std::optional<CardPeaks> card() const;
 
@@ -59,7 +59,7 @@ class JobGpus {
 struct OperatorReport {
   int steps = 0;            // in which the times were measured
   double rank_seconds = 0;  // those steps' seconds times ranks
-  ProductPrecision precision = ProductPrecision::kF32;
+  MatmulPrecision precision = MatmulPrecision::kF32;
   // Of the card that all ranks have; the table then has a column for the share of the time in which
   // it could have moved the bytes and computed the matmuls.
   std::optional<CardPeaks> card = {};

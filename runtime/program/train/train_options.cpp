@@ -197,9 +197,9 @@ void add_computing_options(OptionTable& table, TrainOptions& options) {
   table.mark_from_here(0);
   table
       .add_choice("precision", options.precision,
-                  {{"fp32", ProductPrecision::kF32},
-                   {"tf32", ProductPrecision::kTf32},
-                   {"bf16", ProductPrecision::kBf16}},
+                  {{"fp32", MatmulPrecision::kF32},
+                   {"tf32", MatmulPrecision::kTf32},
+                   {"bf16", MatmulPrecision::kBf16}},
                   "of matmuls' operands; weights and sums stay fp32; tf32: a GPU's fp32 matmuls "
                   "round their operands, a CPU's do not")
       .mark(kFunction);
@@ -749,9 +749,9 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   resolve_resume(train, ranks);
   resolve_weights(train);
   options.model.kind = *options.architecture;
-  const bool bf16 = options.precision == ProductPrecision::kBf16;
+  const bool bf16 = options.precision == MatmulPrecision::kBf16;
   options.model.precision = bf16 ? DType::kBf16 : DType::kF32;
-  options.pipeline.devices.tf32 = options.precision == ProductPrecision::kTf32;
+  options.pipeline.devices.tf32 = options.precision == MatmulPrecision::kTf32;
   resolve_learning_rate(table, options);
   validate(options.model);
   resolve_schedule(table, options);

@@ -46,7 +46,7 @@ struct TrainOptions {
   TransformerConfig model;
   // Of `model` in two options; no architecture: that of `weights`.
   std::optional<TransformerKind> architecture = TransformerKind::kGpt2;
-  ProductPrecision precision = ProductPrecision::kF32;
+  MatmulPrecision precision = MatmulPrecision::kF32;
   std::string weights;  // the model that the run starts from; of no effect where it goes on
   // The batch is complete. Order::given: what --schedule-file holds. Checks::configuration: every
   // option with its value, defaults included, in the order of the help. The trainer sets

@@ -17,7 +17,7 @@ TEST(JobGpusTest, RankZeroHasTheStatesOfAllRanks) {
     Collectives world(comm, kGpuTags, nullptr);
     JobGpus gpus(world, "machine", {DeviceKind::kCuda, comm.rank() == 2 ? 0 : comm.rank()},
                  SLUICE_FAKE_NVML);
-    EXPECT_EQ(gpus.peak(ProductPrecision::kBf16), 0);  // such a card is in no table
+    EXPECT_EQ(gpus.peak(MatmulPrecision::kBf16), 0);  // such a card is in no table
     const std::vector<GpuState> states = gpus.read();
     ASSERT_EQ(states.size(), comm.rank() == 0 ? 3U : 0U);
     if (comm.rank() != 0) return;

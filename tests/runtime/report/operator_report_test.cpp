@@ -39,7 +39,7 @@ TEST(OperatorReportTest, TheTableHasShareSpeedAndRoofline) {
   EXPECT_THAT(plain, HasSubstr("500000.0    1000.0\n"));
   EXPECT_THAT(plain, HasSubstr("messages, sums, waiting, other code               2.500  50.0 %"));
   EXPECT_THAT(plain, Not(HasSubstr("roofline")));
-  report.precision = ProductPrecision::kBf16;
+  report.precision = MatmulPrecision::kBf16;
   report.card = CardPeaks{.bf16 = 1e15, .tf32 = 0, .fp32 = 0, .bytes = 4e12};
   const std::string shares = operator_table(times, report);
   EXPECT_THAT(shares, HasSubstr("1000.0       50.0 %\n"));  // 2 ms of arithmetic in 4
