@@ -17,8 +17,8 @@ struct BackwardTile {
   static constexpr int kStreamed = Rows::kRowBytes <= 256 ? 32 : 16;
   static constexpr int kBlocksAtOnce = 2;
   static constexpr bool kSplit = kDims > 128;
-  using QueryWarp = WarpProducts<T, kDims, kTiles, kStreamed, InOrder, ByFours>;
-  using KeyWarp = WarpProducts<T, kDims, kTiles, kStreamed, ByLanes<kTiles>, InOrder>;
+  using QueryWarp = WarpMatmuls<T, kDims, kTiles, kStreamed, InOrder, ByFours>;
+  using KeyWarp = WarpMatmuls<T, kDims, kTiles, kStreamed, ByLanes<kTiles>, InOrder>;
   static constexpr int kOwn = kAttentionWarps * QueryWarp::kOwn;
   static constexpr std::size_t kTileBytes = (2 * kOwn + 4 * kStreamed) * Rows::kRowBytes;
   // Of the log-sum-exp and delta of streamed queries, twice.

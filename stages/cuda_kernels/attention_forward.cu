@@ -13,7 +13,7 @@ struct ForwardTile {
   static constexpr int kTiles = Rows::kRowBytes <= 256 ? 2 : 1;
   static constexpr int kStreamed = 32;
   static constexpr int kBlocksAtOnce = kDims <= 64 ? 3 : 2;
-  using Warp = WarpProducts<T, kDims, kTiles, kStreamed, InOrder, ByFours>;
+  using Warp = WarpMatmuls<T, kDims, kTiles, kStreamed, InOrder, ByFours>;
   static constexpr int kOwn = kAttentionWarps * Warp::kOwn;
   static constexpr std::size_t kBytes = (kOwn + 4 * kStreamed) * Rows::kRowBytes;
 };

@@ -4,7 +4,7 @@
 // arrive meanwhile. Each warp owns kTiles times 16 rows and computes for itself: scores of its rows
 // and the streamed ones, then sums of streamed rows weighted by what became of the scores.
 //
-// Which row of a tile is which row or column of a product is free; the orders here give each lane
+// Which row of a tile is which row or column of a matmul is free; the orders here give each lane
 // the scores of four consecutive keys, whose dropout is one block of Philox.
 #pragma once
 
@@ -42,7 +42,7 @@ void with_dimensions(int head_dim, const Body& body) {
 }
 
 // --- tiles ---
-constexpr int kProductRows = 16;
+constexpr int kMatmulRows = 16;
 constexpr float kLog2E = 1.44269504088896341F;
 constexpr float kLn2 = 0.693147180559945309F;
 
@@ -98,19 +98,19 @@ struct SharedRows {
   }
 };
 
-// Orders of rows. own(): of row `index` of the warp's product `tile`, of 16 rows each; streamed():
-// of column `index` of product `tile`, of 8 columns each.
+// Orders of rows. own(): of row `index` of the warp's matmul `tile`, of 16 rows each; streamed():
+// of column `index` of matmul `tile`, of 8 columns each.
 struct InOrder {
-  static constexpr __device__ int own(int tile, int index) { return kProductRows * tile + index; }
+  static constexpr __device__ int own(int tile, int index) { return kMatmulRows * tile + index; }
   static constexpr __device__ int streamed(int tile, int index) { return 8 * tile + index; }
 };
-// Columns 2 p and 2 p + 1 of two products follow each other.
+// Columns 2 p and 2 p + 1 of two matmuls follow each other.
 struct ByFours {
   static constexpr __device__ int streamed(int tile, int index) {
     return 8 * (tile & ~1) + 4 * (index / 2) + index % 2 + 2 * (tile % 2);
   }
 };
-// Rows p and p + 8 of kTiles products follow each other.
+// Rows p and p + 8 of kTiles matmuls follow each other.
 template <int kTiles>
 struct ByLanes {
   static constexpr __device__ int own(int tile, int index) {
@@ -163,13 +163,13 @@ __device__ void stream_tiles(int count, const Fetch& fetch, const Work& work) {
 }
 
 // body(score, tile, j, i) for all of a warp's scores.
-template <int kTiles, int kProducts, typename Body>
-__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kProducts][4],
+template <int kTiles, int kMatmuls, typename Body>
+__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kMatmuls][4],
                                                const Body& body) {
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-    for (int j = 0; j < kProducts; ++j) {
+    for (int j = 0; j < kMatmuls; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) body(scores[t][j][i], t, j, i);
     }
@@ -186,20 +186,20 @@ __device__ __forceinline__ void for_each_row(const Body& body) {
   }
 }
 
-// The products of one warp. A score's lane and number i: row lane / 4 + 8 (i / 2), column
-// 2 (lane % 4) + i % 2 of its product.
+// The matmuls of one warp. A score's lane and number i: row lane / 4 + 8 (i / 2), column
+// 2 (lane % 4) + i % 2 of its matmul.
 template <typename T, int kDims, int kTiles, int kStreamed, typename Own, typename Streamed>
-struct WarpProducts {
+struct WarpMatmuls {
   static_assert(kStreamed % 16 == 0 && kDims % 16 == 0);
   using Rows = SharedRows<T, kDims>;
   using Scores = float[kTiles][kStreamed / 8][4];
   using Sums = float[kTiles][kDims / 8][4];
-  static constexpr int kOwn = kProductRows * kTiles;  // rows
+  static constexpr int kOwn = kMatmulRows * kTiles;  // rows
   static constexpr bool kNarrow = sizeof(T) == 2;
 
   int lane, group, place, first;  // first: of the own rows within the block's
 
-  __device__ WarpProducts()
+  __device__ WarpMatmuls()
       : lane(static_cast<int>(threadIdx.x) % kWarpThreads),
         group(lane / 4),
         place(lane % 4),
@@ -331,7 +331,7 @@ struct WarpProducts {
     }
   }
 
-  // Of products j and j + 1 of the scores, whose sums are laid out as the next product's operand.
+  // Of matmuls j and j + 1 of the scores, whose sums are laid out as the next matmul's operand.
   __device__ void add_narrow(Sums& sums, const Scores& weights, int j, uint32_t rows) const {
     uint32_t a[kTiles][4];
 #pragma unroll
@@ -354,7 +354,7 @@ struct WarpProducts {
     }
   }
 
-  // Of product j: its columns 2 p and 2 p + 1 become columns p and p + 4 of the operand.
+  // Of matmul j: its columns 2 p and 2 p + 1 become columns p and p + 4 of the operand.
   __device__ void add_tf32(Sums& sums, const Scores& weights, int j,
                            const uint32_t (&rows)[2]) const {
     uint32_t a[kTiles][4];

@@ -1,4 +1,4 @@
-// What happens to queries and keys between their product and attention: a norm of each head, rotary
+// What happens to queries and keys between their matmul and attention: a norm of each head, rotary
 // positions. In place in the packed rows.
 #include <algorithm>
 

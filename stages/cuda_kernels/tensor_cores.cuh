@@ -1,4 +1,4 @@
-// Instructions for products on tensor cores, from compute capability 8.0 on: a warp's product of
+// Instructions for matmuls on tensor cores, from compute capability 8.0 on: a warp's matmul of
 // two small matrices, the loads that give each lane its part of them, and copies from global to
 // shared memory that pass by the registers and run beside what follows.
 //
@@ -15,7 +15,7 @@
 //   b, TF32   8 x 8     [0]: row place, column group; [1]: 4 rows further
 //
 // All 32 lanes reach a call together. The emulation of the tests computes the same from the same
-// layouts (tests/emulated_cuda/tensor_core.hpp), but for the rounding of a product's sum, which
+// layouts (tests/emulated_cuda/tensor_core.hpp), but for the rounding of a matmul's sums, which
 // NVIDIA does not specify.
 #pragma once
 

@@ -1,7 +1,7 @@
 // What tensor cores compute, for kernels compiled by kernel_shim.hpp: the warp meets, and the last
 // lane to arrive computes for all, from the layouts that the PTX ISA (version 9.0) gives, "Matrix
-// Fragments for mma.m16n8k16 with floating point type", "mma.m16n8k8", "ldmatrix". A product's sum
-// is rounded once; the hardware's rounding is not specified.
+// Fragments for mma.m16n8k16 with floating point type", "mma.m16n8k8", "ldmatrix". Each sum of
+// a matmul is rounded once; the hardware's rounding is not specified.
 #pragma once
 
 #include <array>

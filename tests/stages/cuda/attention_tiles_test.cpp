@@ -10,7 +10,7 @@ namespace {
 
 constexpr Dropout kDropout = {0.1F, {3, random_site(1, 2), 5}, 4320};
 
-// f32 runs in TF32: its products round operands to 10 bits, bf16's to 7.
+// f32 runs in TF32: its matmuls round operands to 10 bits, bf16's to 7.
 double tiles_tolerance(DType dtype) { return dtype == DType::kBf16 ? 1e-2 : 2e-3; }
 
 class AttentionTilesTest : public GpuCompareTest {
@@ -144,7 +144,7 @@ TEST_F(AttentionTilesTest, DropsAsTheCpu) {
         kDropout);
 }
 
-// Windows of one position, within a product, of whole tiles, over several, and one less than all.
+// Windows of one position, within a matmul, of whole tiles, over several, and one less than all.
 TEST_F(AttentionTilesTest, SeesTheCpusWindow) {
   for (const int window : {1, 2, 5, 32, 33, 100, 149}) {
     check({.samples = 1,

@@ -1,4 +1,4 @@
-// What the instructions of stages/cuda_kernels/tensor_cores.cuh compute, against plain products and
+// What the instructions of stages/cuda_kernels/tensor_cores.cuh compute, against plain matmuls and
 // tables of which lane holds which element: on a GPU the hardware, otherwise the emulation. The
 // tables are the figures of the PTX ISA 9.0, "Matrix Fragments for mma.m16n8k16 with floating point
 // type" (.bf16) and "Matrix Fragments for mma.m16n8k8" (.tf32), row by row.
@@ -146,7 +146,7 @@ float start(int row, int column) { return static_cast<float>(100 * row + column)
 
 // input: a[4], b[2], sums[4] of each lane; result: sums[4].
 template <bool kTf32>
-__global__ void product_kernel(const std::uint32_t* input, std::uint32_t* result) {
+__global__ void matmul_kernel(const std::uint32_t* input, std::uint32_t* result) {
   const std::uint32_t* mine = input + 10 * threadIdx.x;
   const std::uint32_t a[4] = {mine[0], mine[1], mine[2], mine[3]};
   float sums[4];
@@ -184,7 +184,7 @@ Words fragments(const Held (&a)[16][kDepth], const Held (&b)[kDepth][8]) {
   return input;
 }
 
-void expect_product(const Words& result, int depth) {
+void expect_matmul(const Words& result, int depth) {
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 8; ++column) {
       float sum = start(row, column);
@@ -197,11 +197,11 @@ void expect_product(const Words& result, int depth) {
 }
 
 TEST_F(TensorCoreTest, MultipliesBf16) {
-  expect_product(run(product_kernel<false>, fragments(kA16, kB16), 32 * 4), 16);
+  expect_matmul(run(matmul_kernel<false>, fragments(kA16, kB16), 32 * 4), 16);
 }
 
 TEST_F(TensorCoreTest, MultipliesTf32) {
-  expect_product(run(product_kernel<true>, fragments(kA8, kB8), 32 * 4), 8);
+  expect_matmul(run(matmul_kernel<true>, fragments(kA8, kB8), 32 * 4), 8);
 }
 
 // input: four matrices of 8 x 8 elements of 2 bytes; result: a word of each for each lane. The
