@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 
-BARE, COPY, IDLE = 0.97, 0.85, 0.03  # aims: products, memory-bound kernels, idle share
+BARE, COPY, IDLE = 0.97, 0.85, 0.03  # aims: matmuls, memory-bound kernels, idle share
 
 
 def lines_of(path):
@@ -87,27 +87,27 @@ def measured_idle(lines, model, benchmark):
     return share if isinstance(share, str) else f"{share:.1%}"
 
 
-def products(lines, model):
+def matmuls(lines, model):
     """(line, its rows without the sum, the sum) of the model, or None."""
-    name = "GPU: matrix products against cuBLASLt called bare"
+    name = "GPU: matmuls against cuBLASLt called bare"
     width = {"124m": "768", "1.5b": "1600"}[model]
     for line in lines:
         if line.get("benchmark") != name:
             continue
         *rows, total = line["rows"]
-        output = next(row for row in rows if row["product"] == "output forward")
+        output = next(row for row in rows if row["matmul"] == "output forward")
         if output["m x n x k"].endswith(f"x {width} x {width}"):
             return rows, total
     return None
 
 
-def measured_products(lines, model):
-    found = products(lines, model)
+def measured_matmuls(lines, model):
+    found = matmuls(lines, model)
     if not found:
         return None
     rows, total = found
     lowest = min(rows, key=lambda row: row["ratio"])
-    text = f"all together {total['ratio']:.3f}; lowest {lowest['ratio']:.3f} ({lowest['product']})"
+    text = f"all together {total['ratio']:.3f}; lowest {lowest['ratio']:.3f} ({lowest['matmul']})"
     run = training_rows(lines, model)
     if run:
         micro_batches = run[0]["samples"] / run[0]["micro-batch"]
@@ -117,11 +117,11 @@ def measured_products(lines, model):
 
 
 def measured_biases(lines, model):
-    rows = [r for r in rows_of(lines, "GPU: gradients of biases in epilogues of products") if r["model"] == model]
+    rows = [r for r in rows_of(lines, "GPU: gradients of biases in epilogues of matmuls") if r["model"] == model]
     if not rows:
         return None
     *each, total = rows
-    text = ", ".join(f"{r['product']} {r['ratio']:.2f}" if r["ratio"] != "" else f"{r['product']} not supported"
+    text = ", ".join(f"{r['matmul']} {r['ratio']:.2f}" if r["ratio"] != "" else f"{r['matmul']} not supported"
                      for r in each)
     text += f"; weight gradients together {total['gain ms per micro-batch']:.2f} ms a micro-batch"
     run = training_rows(lines, model)
@@ -132,7 +132,7 @@ def measured_biases(lines, model):
 
 
 def measured_waiting(lines, model):
-    rows = [r for r in rows_of(lines, "GPU: products beside kernels that wait") if r["model"] == model]
+    rows = [r for r in rows_of(lines, "GPU: matmuls beside kernels that wait") if r["model"] == model]
     return ", ".join(f"{r['ratio']:.3f} beside {r['blocks that wait']} blocks" for r in rows[1:]) or None
 
 
@@ -199,13 +199,13 @@ def table(lines):
         yield f"of that, waiting for the host, {model.upper()}", "", \
             measured_idle(lines, model, "GPU: waiting for the host within a step")
     for model in ("124m", "1.5b"):
-        yield f"matrix products against cuBLASLt called bare, {model.upper()}", f"{BARE}", \
-            measured_products(lines, model)
+        yield f"matmuls against cuBLASLt called bare, {model.upper()}", f"{BARE}", \
+            measured_matmuls(lines, model)
     for model in ("124m", "1.5b"):
-        yield f"gradients of biases in epilogues of products against apart, {model.upper()}", "", \
+        yield f"gradients of biases in epilogues of matmuls against apart, {model.upper()}", "", \
             measured_biases(lines, model)
     for model in ("124m", "1.5b"):
-        yield f"time of products beside kernels that wait over that alone, {model.upper()}", "", \
+        yield f"time of matmuls beside kernels that wait over that alone, {model.upper()}", "", \
             measured_waiting(lines, model)
     yield "memory-bound kernels against a device copy", f"{COPY}", measured_kernels(lines)
     yield "host time to issue one action", "5 us", measured_issue(lines)

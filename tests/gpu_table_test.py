@@ -20,11 +20,11 @@ def training(speed, benchmark="GPU: training", gpu="NVIDIA H200"):
                       "share of 989 TFLOP/s": speed / 1e6, "ms per step": 100.0}]}
 
 
-def products(gpu="NVIDIA H200"):
+def matmuls(gpu="NVIDIA H200"):
     def row(name, ratio, milliseconds):
-        return {"product": name, "m x n x k": "32768 x 768 x 768", "ratio": ratio,
+        return {"matmul": name, "m x n x k": "32768 x 768 x 768", "ratio": ratio,
                 "ms per micro-batch": milliseconds}
-    return {"benchmark": "GPU: matrix products against cuBLASLt called bare", "gpu": gpu,
+    return {"benchmark": "GPU: matmuls against cuBLASLt called bare", "gpu": gpu,
             "rows": [row("output forward", 0.98, 10), row("up forward", 0.99, 20),
                      row("all of a micro-batch", 0.985, 30)]}
 
@@ -74,8 +74,8 @@ class GpuTable(unittest.TestCase):
                           "rows": [{"ratio": 1.0312, "same loss": False}]}])
         self.assertIn("| training with a bf16 stream against fp32, 124M |  | 1.031 |", text)
 
-    def test_gives_the_lowest_product_and_their_share_of_the_step(self):
-        text = table_of([training(600000), products()])
+    def test_gives_the_lowest_matmul_and_their_share_of_the_step(self):
+        text = table_of([training(600000), matmuls()])
         self.assertIn("all together 0.985; lowest 0.980 (output forward); 60% of the step", text)
 
     def test_gives_the_idle_share_or_why_there_is_none(self):
@@ -121,10 +121,10 @@ class GpuTable(unittest.TestCase):
         self.assertIn("| forward 0.62, backward 0.56 |", text)
 
     def test_gives_what_epilogues_gain(self):
-        rows = [{"model": "124m", "product": "qkv weight gradient", "ratio": 1.051, "gain ms per micro-batch": 0.4},
-                {"model": "124m", "product": "up weight gradient", "ratio": "", "gain ms per micro-batch": ""},
-                {"model": "124m", "product": "all weight gradients", "ratio": "", "gain ms per micro-batch": 0.4}]
-        biases = {"benchmark": "GPU: gradients of biases in epilogues of products", "gpu": "NVIDIA H200", "rows": rows}
+        rows = [{"model": "124m", "matmul": "qkv weight gradient", "ratio": 1.051, "gain ms per micro-batch": 0.4},
+                {"model": "124m", "matmul": "up weight gradient", "ratio": "", "gain ms per micro-batch": ""},
+                {"model": "124m", "matmul": "all weight gradients", "ratio": "", "gain ms per micro-batch": 0.4}]
+        biases = {"benchmark": "GPU: gradients of biases in epilogues of matmuls", "gpu": "NVIDIA H200", "rows": rows}
         text = "| qkv weight gradient 1.05, up weight gradient not supported; weight gradients together 0.40 ms a micro-batch"
         self.assertIn(text + " |", table_of([biases]))
         steps = {"benchmark": "GPU: training", "gpu": "NVIDIA H200",
@@ -134,7 +134,7 @@ class GpuTable(unittest.TestCase):
 
     def test_says_not_run_of_what_is_missing_or_emulated(self):
         emulated = "Emulated CUDA device"
-        for lines in ([], [training(600000, gpu=emulated), products(gpu=emulated)]):
+        for lines in ([], [training(600000, gpu=emulated), matmuls(gpu=emulated)]):
             text = table_of(lines)
             self.assertIn("GPU: none", text)
             self.assertEqual(text.count("| not run: no GPU |"), ALL)

@@ -14,7 +14,7 @@
 #include "stages/compute/operator_table.hpp"
 #include "stages/cpu/cpu_report.hpp"
 #include "stages/cpu/matmul.hpp"
-#include "stages/cpu/row_products.hpp"
+#include "stages/cpu/row_matmuls.hpp"
 #include "stages/cpu_kernels/kernels.hpp"
 
 namespace sluice {
@@ -25,18 +25,18 @@ class CpuBackend final : public Backend {
   explicit CpuBackend(const OperatorTable& operators) : Backend(operators) {}
 
   [[nodiscard]] std::string arithmetic(int threads) const override {
-    const std::string rows = row_products_.describe();
+    const std::string rows = row_matmuls_.describe();
     return fmt::format("{} kernels, {}, threads {}{}{}", kernels_.name, matmul_library(), threads,
                        rows.empty() ? "" : ", ", rows);
   }
 
   [[nodiscard]] const Kernels& kernels() const { return kernels_; }
   [[nodiscard]] MatMulCache& matmuls() { return matmuls_; }
-  [[nodiscard]] RowProducts& row_products() { return row_products_; }
+  [[nodiscard]] RowMatmuls& row_matmuls() { return row_matmuls_; }
 
  private:
   MatMulCache matmuls_{Device{}};
-  RowProducts row_products_{matmuls_};
+  RowMatmuls row_matmuls_{matmuls_};
   const Kernels& kernels_ = choose_kernels();
 };
 
@@ -51,8 +51,8 @@ class CpuBackend final : public Backend {
   return static_cast<CpuBackend&>(ContextAccess::backend(ctx)).matmuls();
 }
 
-[[nodiscard]] inline RowProducts& row_products_of(const ComputeContext& ctx) {
-  return static_cast<CpuBackend&>(ContextAccess::backend(ctx)).row_products();
+[[nodiscard]] inline RowMatmuls& row_matmuls_of(const ComputeContext& ctx) {
+  return static_cast<CpuBackend&>(ContextAccess::backend(ctx)).row_matmuls();
 }
 
 // The CPU's operators, the specification of every other backend's.

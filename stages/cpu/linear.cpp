@@ -18,7 +18,7 @@ LinearShape linear_shape_of(const Tensor& weight, const Tensor& x) {
 template <typename Work>
 void for_row_blocks(ComputeContext& ctx, DType operands, std::int64_t rows, const Work& work) {
   if (rows == 0) return;
-  const std::int64_t block = row_products_of(ctx).blocks(ctx, operands).block(rows);
+  const std::int64_t block = row_matmuls_of(ctx).blocks(ctx, operands).block(rows);
   for (std::int64_t first = 0; first < rows; first += block) {
     work(first, std::min(block, rows - first));
   }
@@ -39,15 +39,15 @@ void forward_rows(ComputeContext& ctx, LinearShape shape, std::int64_t first, st
   shape.rows = rows;
   shape.result = y.spec.dtype;
   shape.bias = bias.data != nullptr;
-  row_products_of(ctx).run(linear_product(shape), element(x, first * shape.in), weight.data,
-                           bias.data, element(y, first * shape.out));
+  row_matmuls_of(ctx).run(linear_matmul(shape), element(x, first * shape.in), weight.data,
+                          bias.data, element(y, first * shape.out));
 }
 
 void backward_rows(ComputeContext& ctx, LinearShape shape, std::int64_t first, std::int64_t rows,
                    const Tensor& dy, const Tensor& weight, const Tensor& dx) {
   shape.rows = rows;
-  row_products_of(ctx).run(linear_input_product(shape), element(dy, first * shape.out), weight.data,
-                           nullptr, element(dx, first * shape.in));
+  row_matmuls_of(ctx).run(linear_input_matmul(shape), element(dy, first * shape.out), weight.data,
+                          nullptr, element(dx, first * shape.in));
 }
 
 // sums += column sums of dy.
@@ -63,7 +63,7 @@ void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) 
 
 // Looks for the blocks of rows here, so that the search is over before the first step.
 std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape) {
-  static_cast<void>(row_products_of(ctx).blocks(ctx, shape.operands));
+  static_cast<void>(row_matmuls_of(ctx).blocks(ctx, shape.operands));
   return 0;
 }
 
@@ -75,7 +75,7 @@ std::size_t linear_backward_weight_workspace(ComputeContext& /*ctx*/,
 std::size_t linear_activation_backward_input_workspace(ComputeContext& ctx, Activation activation,
                                                        const LinearShape& shape) {
   if (activation != Activation::kSwiglu) return 0;
-  return gradient_block(row_products_of(ctx).blocks(ctx, shape.operands), shape).bytes();
+  return gradient_block(row_matmuls_of(ctx).blocks(ctx, shape.operands), shape).bytes();
 }
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
@@ -116,7 +116,7 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
     if (dbias.data != nullptr) add_column_sums(ctx, rows_from(dy, first, rows), dbias);
     LinearShape block = shape;
     block.rows = rows;
-    matmuls_of(ctx).run(linear_weight_product(block, first == 0 ? write : Write::kAdd),
+    matmuls_of(ctx).run(linear_weight_matmul(block, first == 0 ? write : Write::kAdd),
                         element(dy, first * shape.out), element(x, first * shape.in), nullptr,
                         dweight.data);
   }
@@ -141,7 +141,7 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
                                       const Tensor& weight, const Tensor& raised,
                                       const Tensor& draised) {
   const LinearShape shape = linear_shape_of(weight, dy);
-  Tensor block = {nullptr, gradient_block(row_products_of(ctx).blocks(ctx, dy.spec.dtype), shape)};
+  Tensor block = {nullptr, gradient_block(row_matmuls_of(ctx).blocks(ctx, dy.spec.dtype), shape)};
   if (const std::size_t bytes =
           cpu::linear_activation_backward_input_workspace(ctx, activation, shape);
       bytes > 0) {

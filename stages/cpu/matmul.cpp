@@ -45,14 +45,14 @@ dnnl::memory::desc describe(const MatMulSpec& spec, std::int64_t rows, std::int6
 }
 
 // A primitive with its memory objects and argument list, made once; a run only sets pointers.
-struct Product {
+struct PreparedMatmul {
   dnnl::matmul primitive;
   dnnl::memory a, b, bias, c, scratch;
   std::vector<dnnl_exec_arg_t> arguments;
   std::size_t scratch_bytes = 0;
   bool widened = false;  // then none of the above, but this
-  WidenedProduct in_f32;
-  std::vector<Product*> block_products;
+  WidenedMatmul in_f32;
+  std::vector<PreparedMatmul*> block_matmuls;
 };
 
 dnnl::matmul::primitive_desc make_descriptor(const dnnl::engine& engine, const MatMulSpec& spec) {
@@ -61,7 +61,7 @@ dnnl::matmul::primitive_desc make_descriptor(const dnnl::engine& engine, const M
   const dnnl::memory::desc c = describe(spec, spec.m, spec.n, spec.c, spec.result);
   dnnl::memory::desc bias;
   if (spec.bias) bias = describe(spec, 1, spec.n, {spec.n, 1, spec.n}, DType::kF32);
-  if (spec.bias && spec.batches != 1) fail(spec, "a bias needs a single product");
+  if (spec.bias && spec.batches != 1) fail(spec, "a bias needs a single matmul");
   dnnl::primitive_attr attributes;
   attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
   if (spec.accumulate) {
@@ -79,28 +79,28 @@ dnnl::matmul::primitive_desc make_descriptor(const dnnl::engine& engine, const M
 #endif
 }
 
-void bind(Product& product, int argument, const dnnl::memory& memory) {
-  product.arguments.push_back({argument, memory.get()});
+void bind(PreparedMatmul& matmul, int argument, const dnnl::memory& memory) {
+  matmul.arguments.push_back({argument, memory.get()});
 }
 
-Product make_product(const dnnl::engine& engine, const MatMulSpec& spec) {
+PreparedMatmul prepare_matmul(const dnnl::engine& engine, const MatMulSpec& spec) {
   const dnnl::matmul::primitive_desc descriptor = make_descriptor(engine, spec);
-  Product product;
-  product.primitive = dnnl::matmul(descriptor);
-  product.a = dnnl::memory(descriptor.src_desc(), engine, DNNL_MEMORY_NONE);
-  product.b = dnnl::memory(descriptor.weights_desc(), engine, DNNL_MEMORY_NONE);
-  product.c = dnnl::memory(descriptor.dst_desc(), engine, DNNL_MEMORY_NONE);
-  product.scratch = dnnl::memory(descriptor.scratchpad_desc(), engine, DNNL_MEMORY_NONE);
-  product.scratch_bytes = descriptor.scratchpad_desc().get_size();
-  bind(product, DNNL_ARG_SRC, product.a);
-  bind(product, DNNL_ARG_WEIGHTS, product.b);
-  bind(product, DNNL_ARG_DST, product.c);
-  bind(product, DNNL_ARG_SCRATCHPAD, product.scratch);
+  PreparedMatmul matmul;
+  matmul.primitive = dnnl::matmul(descriptor);
+  matmul.a = dnnl::memory(descriptor.src_desc(), engine, DNNL_MEMORY_NONE);
+  matmul.b = dnnl::memory(descriptor.weights_desc(), engine, DNNL_MEMORY_NONE);
+  matmul.c = dnnl::memory(descriptor.dst_desc(), engine, DNNL_MEMORY_NONE);
+  matmul.scratch = dnnl::memory(descriptor.scratchpad_desc(), engine, DNNL_MEMORY_NONE);
+  matmul.scratch_bytes = descriptor.scratchpad_desc().get_size();
+  bind(matmul, DNNL_ARG_SRC, matmul.a);
+  bind(matmul, DNNL_ARG_WEIGHTS, matmul.b);
+  bind(matmul, DNNL_ARG_DST, matmul.c);
+  bind(matmul, DNNL_ARG_SCRATCHPAD, matmul.scratch);
   if (spec.bias) {
-    product.bias = dnnl::memory(descriptor.bias_desc(), engine, DNNL_MEMORY_NONE);
-    bind(product, DNNL_ARG_BIAS, product.bias);
+    matmul.bias = dnnl::memory(descriptor.bias_desc(), engine, DNNL_MEMORY_NONE);
+    bind(matmul, DNNL_ARG_BIAS, matmul.bias);
   }
-  return product;
+  return matmul;
 }
 
 // Between a matrix of bf16 and its copy of the same orientation: kernel(bf16, floats, length) for
@@ -146,17 +146,17 @@ void write_sums_of_nothing(const MatMulSpec& spec, const float* bias, Result* c)
 struct MatMulCache::State {
   explicit State(Device where) : device(where) {}
 
-  Product& find(const MatMulSpec& spec);
-  void execute(const MatMulSpec& spec, Product& product, const void* a, const void* b,
+  PreparedMatmul& find(const MatMulSpec& spec);
+  void execute(const MatMulSpec& spec, PreparedMatmul& matmul, const void* a, const void* b,
                const void* bias, void* c);
-  void prepare_widened(const MatMulSpec& spec, Product& product);
-  void execute_widened(const MatMulSpec& spec, Product& product, const Bf16* a, const Bf16* b,
+  void prepare_widened(const MatMulSpec& spec, PreparedMatmul& matmul);
+  void execute_widened(const MatMulSpec& spec, PreparedMatmul& matmul, const Bf16* a, const Bf16* b,
                        const float* bias, void* c);
 
   Device device;
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
-  std::unordered_map<MatMulSpec, Product, MatMulSpecHash> products;
+  std::unordered_map<MatMulSpec, PreparedMatmul, MatMulSpecHash> matmuls;
   Buffer scratch;
   const TypedKernels& bf16 = choose_kernels().bf16;
   Buffer copies;  // of a widened block
@@ -165,53 +165,53 @@ struct MatMulCache::State {
   std::vector<MatMulCall> record;
 };
 
-Product& MatMulCache::State::find(const MatMulSpec& spec) {
-  const auto found = products.find(spec);
-  if (found != products.end()) return found->second;
-  Product product;
-  product.widened = widen && spec.operands == DType::kBf16;
-  if (!product.widened) {
+PreparedMatmul& MatMulCache::State::find(const MatMulSpec& spec) {
+  const auto found = matmuls.find(spec);
+  if (found != matmuls.end()) return found->second;
+  PreparedMatmul matmul;
+  matmul.widened = widen && spec.operands == DType::kBf16;
+  if (!matmul.widened) {
     try {
-      product = make_product(engine, spec);
+      matmul = prepare_matmul(engine, spec);
     } catch (const dnnl::error& error) {
       if (spec.operands != DType::kBf16 || error.status != dnnl_unimplemented) {
         fail(spec, error.what());
       }
-      product.widened = true;
+      matmul.widened = true;
     }
   }
-  if (product.widened) prepare_widened(spec, product);
-  if (product.scratch_bytes > scratch.size()) scratch = Buffer(device, product.scratch_bytes);
-  return products.emplace(spec, std::move(product)).first->second;
+  if (matmul.widened) prepare_widened(spec, matmul);
+  if (matmul.scratch_bytes > scratch.size()) scratch = Buffer(device, matmul.scratch_bytes);
+  return matmuls.emplace(spec, std::move(matmul)).first->second;
 }
 
-void MatMulCache::State::execute(const MatMulSpec& spec, Product& product, const void* a,
+void MatMulCache::State::execute(const MatMulSpec& spec, PreparedMatmul& matmul, const void* a,
                                  const void* b, const void* bias, void* c) {
-  if (product.widened) {
-    return execute_widened(spec, product, static_cast<const Bf16*>(a), static_cast<const Bf16*>(b),
+  if (matmul.widened) {
+    return execute_widened(spec, matmul, static_cast<const Bf16*>(a), static_cast<const Bf16*>(b),
                            static_cast<const float*>(bias), c);
   }
   // The library reads sources through non-const handles.
-  product.a.set_data_handle(const_cast<void*>(a));
-  product.b.set_data_handle(const_cast<void*>(b));
-  product.c.set_data_handle(c);
-  product.scratch.set_data_handle(scratch.data());
-  if (spec.bias) product.bias.set_data_handle(const_cast<void*>(bias));
-  const dnnl_status_t status = execute_primitive(product.primitive, stream, product.arguments);
+  matmul.a.set_data_handle(const_cast<void*>(a));
+  matmul.b.set_data_handle(const_cast<void*>(b));
+  matmul.c.set_data_handle(c);
+  matmul.scratch.set_data_handle(scratch.data());
+  if (spec.bias) matmul.bias.set_data_handle(const_cast<void*>(bias));
+  const dnnl_status_t status = execute_primitive(matmul.primitive, stream, matmul.arguments);
   if (status != dnnl_success) fail(spec, fmt::format("status {}", static_cast<int>(status)));
 }
 
-void MatMulCache::State::prepare_widened(const MatMulSpec& spec, Product& product) {
-  product.in_f32 = sluice::widen(spec);
-  for (const WidenedBlock& block : product.in_f32.blocks) {
-    product.block_products.push_back(&find(block.product));
+void MatMulCache::State::prepare_widened(const MatMulSpec& spec, PreparedMatmul& matmul) {
+  matmul.in_f32 = sluice::widen(spec);
+  for (const WidenedBlock& block : matmul.in_f32.blocks) {
+    matmul.block_matmuls.push_back(&find(block.matmul));
   }
-  const std::size_t bytes = product.in_f32.copies * sizeof(float);
+  const std::size_t bytes = matmul.in_f32.copies * sizeof(float);
   if (bytes > copies.size()) copies = Buffer(device, bytes);
 }
 
-void MatMulCache::State::execute_widened(const MatMulSpec& spec, Product& product, const Bf16* a,
-                                         const Bf16* b, const float* bias, void* c) {
+void MatMulCache::State::execute_widened(const MatMulSpec& spec, PreparedMatmul& matmul,
+                                         const Bf16* a, const Bf16* b, const float* bias, void* c) {
   const auto widen_operand = [this](const Bf16* from, float* to) {
     return [this, from, to](std::int64_t place, std::int64_t copy_place, std::int64_t length) {
       bf16.to_float(from + place, to + copy_place, length);
@@ -219,19 +219,19 @@ void MatMulCache::State::execute_widened(const MatMulSpec& spec, Product& produc
   };
   const bool rounds = spec.result == DType::kBf16;
   auto* const wide_a = reinterpret_cast<float*>(copies.data());
-  float* const wide_b = wide_a + product.in_f32.b_copy;
+  float* const wide_b = wide_a + matmul.in_f32.b_copy;
   std::int64_t copied_a = -1, copied_b = -1;  // where the blocks begin whose copies are there
-  for (std::size_t i = 0; i < product.block_products.size(); ++i) {
-    const WidenedBlock& block = product.in_f32.blocks[i];
-    const MatMulSpec& of = block.product;
+  for (std::size_t i = 0; i < matmul.block_matmuls.size(); ++i) {
+    const WidenedBlock& block = matmul.in_f32.blocks[i];
+    const MatMulSpec& of = block.matmul;
     if (std::exchange(copied_a, block.a) != block.a) {
       for_each_run(of.batches, of.m, of.k, spec.a, of.a, widen_operand(a + block.a, wide_a));
     }
     if (std::exchange(copied_b, block.b) != block.b) {
       for_each_run(of.batches, of.k, of.n, spec.b, of.b, widen_operand(b + block.b, wide_b));
     }
-    float* const sums = rounds ? wide_a + product.in_f32.c_copy : static_cast<float*>(c) + block.c;
-    execute(of, *product.block_products[i], wide_a, wide_b, of.bias ? bias + block.bias : nullptr,
+    float* const sums = rounds ? wide_a + matmul.in_f32.c_copy : static_cast<float*>(c) + block.c;
+    execute(of, *matmul.block_matmuls[i], wide_a, wide_b, of.bias ? bias + block.bias : nullptr,
             sums);
     if (!rounds || !block.whole) continue;
     Bf16* const result = static_cast<Bf16*>(c) + block.c;
@@ -254,24 +254,24 @@ void MatMulCache::run(const MatMulSpec& spec, const void* a, const void* b, cons
     return spec.result == DType::kBf16 ? write_sums_of_nothing(spec, row, static_cast<Bf16*>(c))
                                        : write_sums_of_nothing(spec, row, static_cast<float*>(c));
   }
-  Product& product = state_->find(spec);
+  PreparedMatmul& matmul = state_->find(spec);
   if (!state_->recording) {
-    state_->execute(spec, product, a, b, bias, c);
+    state_->execute(spec, matmul, a, b, bias, c);
     return;
   }
   const Clock::time_point start = Clock::now();
-  state_->execute(spec, product, a, b, bias, c);
+  state_->execute(spec, matmul, a, b, bias, c);
   const std::chrono::duration<double> took = Clock::now() - start;
   state_->record.push_back({spec, a, b, bias, c, took.count()});
 }
 
 void MatMulCache::prepare(const MatMulSpec& spec) { static_cast<void>(state_->find(spec)); }
 
-std::size_t MatMulCache::size() const { return state_->products.size(); }
+std::size_t MatMulCache::size() const { return state_->matmuls.size(); }
 
 void MatMulCache::widen_bf16(bool widen) {
   state_->widen = widen;
-  std::erase_if(state_->products,
+  std::erase_if(state_->matmuls,
                 [](const auto& entry) { return entry.first.operands == DType::kBf16; });
 }
 

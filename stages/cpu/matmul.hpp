@@ -12,7 +12,7 @@
 
 #include <sluice/device.hpp>
 
-#include "stages/compute/product.hpp"
+#include "stages/compute/matmul_spec.hpp"
 
 namespace sluice {
 

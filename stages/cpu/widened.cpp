@@ -52,8 +52,8 @@ std::size_t floats_of(const MatMulLayout& copy, std::int64_t batches) {
 
 }  // namespace
 
-WidenedProduct widen(const MatMulSpec& spec) {
-  WidenedProduct widened;
+WidenedMatmul widen(const MatMulSpec& spec) {
+  WidenedMatmul widened;
   std::size_t a = 0, b = 0, c = 0;  // of the largest copies, in floats
   const bool rounds = spec.result == DType::kBf16;
   const std::int64_t largest =
@@ -64,23 +64,23 @@ WidenedProduct widen(const MatMulSpec& spec) {
       for_each_part(spec.n, kBlock, [&](Part n) {
         for_each_part(spec.k, kBlock, [&](Part k) {
           WidenedBlock& block = widened.blocks.emplace_back();
-          block.product = {.batches = batch.count,
-                           .m = m.count,
-                           .n = n.count,
-                           .k = k.count,
-                           .a = copy_layout(spec.a, m.count, k.count),
-                           .b = copy_layout(spec.b, k.count, n.count),
-                           .c = rounds ? copy_layout({}, m.count, n.count) : spec.c,
-                           .bias = spec.bias && k.first == 0,
-                           .accumulate = spec.accumulate || k.first > 0};
+          block.matmul = {.batches = batch.count,
+                          .m = m.count,
+                          .n = n.count,
+                          .k = k.count,
+                          .a = copy_layout(spec.a, m.count, k.count),
+                          .b = copy_layout(spec.b, k.count, n.count),
+                          .c = rounds ? copy_layout({}, m.count, n.count) : spec.c,
+                          .bias = spec.bias && k.first == 0,
+                          .accumulate = spec.accumulate || k.first > 0};
           block.a = place(spec.a, batch.first, m.first, k.first);
           block.b = place(spec.b, batch.first, k.first, n.first);
           block.bias = n.first;
           block.c = place(spec.c, batch.first, m.first, n.first);
           block.whole = k.first + k.count == spec.k;
-          a = std::max(a, floats_of(block.product.a, batch.count));
-          b = std::max(b, floats_of(block.product.b, batch.count));
-          if (rounds) c = std::max(c, floats_of(block.product.c, batch.count));
+          a = std::max(a, floats_of(block.matmul.a, batch.count));
+          b = std::max(b, floats_of(block.matmul.b, batch.count));
+          if (rounds) c = std::max(c, floats_of(block.matmul.c, batch.count));
         });
       });
     });

@@ -161,15 +161,15 @@ void CudnnGraph::add_operation(CudnnDescriptor operation, std::string_view what)
 }
 
 void CudnnGraph::matmul(CudnnTensor a, CudnnTensor b, CudnnTensor c) {
-  CudnnDescriptor& product = parts_.emplace_back(CUDNN_BACKEND_MATMUL_DESCRIPTOR);
-  product.set(CUDNN_ATTR_MATMUL_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, CUDNN_DATA_FLOAT);
-  product.finalize("cudnnBackendFinalize of a product");
+  CudnnDescriptor& description = parts_.emplace_back(CUDNN_BACKEND_MATMUL_DESCRIPTOR);
+  description.set(CUDNN_ATTR_MATMUL_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, CUDNN_DATA_FLOAT);
+  description.finalize("cudnnBackendFinalize of a matmul");
   CudnnDescriptor operation(CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR);
   operation.set(CUDNN_ATTR_OPERATION_MATMUL_ADESC, at(a));
   operation.set(CUDNN_ATTR_OPERATION_MATMUL_BDESC, at(b));
   operation.set(CUDNN_ATTR_OPERATION_MATMUL_CDESC, at(c));
-  operation.set(CUDNN_ATTR_OPERATION_MATMUL_DESC, product);
-  add_operation(std::move(operation), "cudnnBackendFinalize of a product's operation");
+  operation.set(CUDNN_ATTR_OPERATION_MATMUL_DESC, description);
+  add_operation(std::move(operation), "cudnnBackendFinalize of a matmul's operation");
 }
 
 void CudnnGraph::add_pointwise(CudnnDescriptor mode, CudnnTensor x, std::optional<CudnnTensor> b,

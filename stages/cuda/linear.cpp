@@ -50,13 +50,13 @@ void write_bias(ComputeContext& ctx, const Tensor& bias, const Tensor& y) {
 // Whether the matmul applies or differentiates GELU itself. Only in bf16: there the library's
 // approximation of tanh is lost in the rounding of the result. On Ampere and Ada its fused matmuls
 // are slower than a matmul and a kernel. It takes rows of multiples of 8 elements.
-bool fuses(ComputeContext& ctx, const ProductSpec& spec) {
+bool fuses(ComputeContext& ctx, const FusedMatmulSpec& spec) {
   constexpr int kHopper = 90;
-  const MatMulSpec& product = spec.product;
+  const MatMulSpec& matmul = spec.matmul;
   CudaBackend& cuda = backend_of(ctx);
-  return product.operands == DType::kBf16 && product.result == DType::kBf16 &&
-         cuda.compute_capability() >= kHopper && product.c.row % 8 == 0 && product.m > 0 &&
-         product.k > 0 && cuda.matmuls().supports(spec);
+  return matmul.operands == DType::kBf16 && matmul.result == DType::kBf16 &&
+         cuda.compute_capability() >= kHopper && matmul.c.row % 8 == 0 && matmul.m > 0 &&
+         matmul.k > 0 && cuda.matmuls().supports(spec);
 }
 
 }  // namespace
@@ -80,7 +80,7 @@ void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, 
                     const Tensor& y) {
   if (weight.shape()[1] == 0) return write_bias(ctx, bias, y);
   backend_of(ctx).matmuls().run(
-      {linear_product(forward_shape(x, weight, bias, y))},
+      {linear_matmul(forward_shape(x, weight, bias, y))},
       {.a = x.data, .b = weight.data, .bias = bias_for(ctx, bias, y.spec.dtype), .c = y.data});
 }
 
@@ -90,19 +90,19 @@ void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor&
     write_bias(ctx, bias, y);
     return cuda::add(ctx, residual, y);
   }
-  MatMulSpec product = linear_product(forward_shape(x, weight, bias, y));
-  product.accumulate = true;
-  backend_of(ctx).matmuls().run({product}, {.a = x.data,
-                                            .b = weight.data,
-                                            .bias = bias_for(ctx, bias, y.spec.dtype),
-                                            .added = residual.data,
-                                            .c = y.data});
+  MatMulSpec matmul = linear_matmul(forward_shape(x, weight, bias, y));
+  matmul.accumulate = true;
+  backend_of(ctx).matmuls().run({matmul}, {.a = x.data,
+                                           .b = weight.data,
+                                           .bias = bias_for(ctx, bias, y.spec.dtype),
+                                           .added = residual.data,
+                                           .c = y.data});
 }
 
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
   if (weight.shape()[0] == 0) return write_bias(ctx, {}, dx);
-  backend_of(ctx).matmuls().run({linear_input_product(shape_of(weight, dy))},
+  backend_of(ctx).matmuls().run({linear_input_matmul(shape_of(weight, dy))},
                                 {.a = dy.data, .b = weight.data, .c = dx.data});
 }
 
@@ -116,14 +116,14 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
   if (shape.rows == 0 && write == Write::kOverwrite) {
     return fill_zero_async(dweight.data, dweight.spec.bytes(), ctx.stream());
   }
-  backend_of(ctx).matmuls().run({linear_weight_product(shape, write)},
+  backend_of(ctx).matmuls().run({linear_weight_matmul(shape, write)},
                                 {.a = dy.data, .b = x.data, .c = dweight.data});
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y) {
-  const ProductSpec fused = {linear_product(forward_shape(x, weight, bias, y)), Epilogue::kGelu};
+  const FusedMatmulSpec fused = {linear_matmul(forward_shape(x, weight, bias, y)), Epilogue::kGelu};
   if (activation == Activation::kGelu && fuses(ctx, fused)) {
     backend_of(ctx).matmuls().run(fused, {.a = x.data,
                                           .b = weight.data,
@@ -145,7 +145,7 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
                                       const Tensor& draised) {
   const LinearShape shape = shape_of(weight, dy);
   if (activation == Activation::kGelu) {
-    const ProductSpec fused = {linear_input_product(shape), Epilogue::kGeluGradient};
+    const FusedMatmulSpec fused = {linear_input_matmul(shape), Epilogue::kGeluGradient};
     if (fuses(ctx, fused)) {
       backend_of(ctx).matmuls().run(
           fused, {.a = dy.data, .b = weight.data, .c = draised.data, .aux = raised.data});

@@ -89,8 +89,8 @@ Seen see(std::int64_t rows, std::int64_t columns, const MatMulLayout& layout, st
   return seen;
 }
 
-cublasLtEpilogue_t library_epilogue(const ProductSpec& spec) {
-  const bool bias = spec.product.bias;
+cublasLtEpilogue_t library_epilogue(const FusedMatmulSpec& spec) {
+  const bool bias = spec.matmul.bias;
   switch (spec.epilogue) {
     case Epilogue::kGelu:
       return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
@@ -102,23 +102,23 @@ cublasLtEpilogue_t library_epilogue(const ProductSpec& spec) {
   return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-std::string to_string(const ProductSpec& spec) {
+std::string to_string(const FusedMatmulSpec& spec) {
   constexpr std::array<const char*, 3> kNames = {"", ", GELU", ", gradient through GELU"};
-  return sluice::to_string(spec.product) + kNames.at(static_cast<std::size_t>(spec.epilogue));
+  return sluice::to_string(spec.matmul) + kNames.at(static_cast<std::size_t>(spec.epilogue));
 }
 
-[[noreturn]] void fail(const ProductSpec& spec, std::string_view what) {
+[[noreturn]] void fail(const FusedMatmulSpec& spec, std::string_view what) {
   throw Error(ErrorCode::kDevice,
               fmt::format("cuBLASLt cannot compute {}: {}", to_string(spec), what));
 }
 
-void check_product(const ProductSpec& spec, cublasStatus_t status) {
+void check_matmul(const FusedMatmulSpec& spec, cublasStatus_t status) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
   check_cublas(status, fmt::format("cuBLASLt cannot compute {}", to_string(spec)));
 }
 
 struct Key {
-  ProductSpec spec;
+  FusedMatmulSpec spec;
   bool aligned;
   bool tf32;
   friend bool operator==(const Key&, const Key&) = default;
@@ -129,7 +129,7 @@ struct KeyHash {
     const auto rest = static_cast<std::size_t>(key.spec.epilogue) << 2 |
                       static_cast<std::size_t>(key.aligned) << 1 |
                       static_cast<std::size_t>(key.tf32);
-    return MatMulSpecHash()(key.spec.product) * 31 + rest;
+    return MatMulSpecHash()(key.spec.matmul) * 31 + rest;
   }
 };
 
@@ -141,7 +141,7 @@ struct Plan {
   cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;  // of the search for an algorithm
 };
 
-bool aligned(const ProductOperands& operands) {
+bool aligned(const MatmulOperands& operands) {
   std::uintptr_t bits = 0;
   for (const void* pointer :
        {operands.a, operands.b, operands.bias, operands.added, static_cast<const void*>(operands.c),
@@ -160,25 +160,26 @@ struct Matmuls::State {
   void describe(const Key& key, Plan& plan) const;
   void choose_algorithm(const Key& key, Plan& plan) const;
   const cublasLtMatmulHeuristicResult_t& pick(
-      const ProductSpec& spec, std::span<const cublasLtMatmulHeuristicResult_t> candidates) const;
-  Plan& find(const ProductSpec& spec, bool aligned);
+      const FusedMatmulSpec& spec,
+      std::span<const cublasLtMatmulHeuristicResult_t> candidates) const;
+  Plan& find(const FusedMatmulSpec& spec, bool aligned);
 
   Context& context;
   std::unordered_map<Key, Plan, KeyHash> plans;
 };
 
 void Matmuls::State::describe(const Key& key, Plan& plan) const {
-  const ProductSpec& spec = key.spec;
-  const MatMulSpec& product = spec.product;
-  const bool rounds = key.tf32 && product.operands == DType::kF32;
+  const FusedMatmulSpec& spec = key.spec;
+  const MatMulSpec& matmul = spec.matmul;
+  const bool rounds = key.tf32 && matmul.operands == DType::kF32;
   cublasLtMatmulDesc_t made = nullptr;
   check_cublas(cublas_lt().MatmulDescCreate(
                    &made, rounds ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F),
                "cublasLtMatmulDescCreate");
   plan.description.reset(made);
-  Seen a = see(product.m, product.k, product.a, product.batches, product.operands);
-  Seen b = see(product.k, product.n, product.b, product.batches, product.operands);
-  Seen c = see(product.m, product.n, product.c, product.batches, product.result);
+  Seen a = see(matmul.m, matmul.k, matmul.a, matmul.batches, matmul.operands);
+  Seen b = see(matmul.k, matmul.n, matmul.b, matmul.batches, matmul.operands);
+  Seen c = see(matmul.m, matmul.n, matmul.c, matmul.batches, matmul.result);
   if (c.operation != CUBLAS_OP_N) fail(spec, "the columns of a result stand next to each other");
   plan.a = std::move(a.layout);
   plan.b = std::move(b.layout);
@@ -187,11 +188,11 @@ void Matmuls::State::describe(const Key& key, Plan& plan) const {
   set(plan.description, CUBLASLT_MATMUL_DESC_TRANSB, a.operation);
   set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE, library_epilogue(spec));
   // The search uses only the alignment of these pointers.
-  void* place = context.workspace() + (key.aligned ? 0 : size_of(product.result));
-  if (product.bias) set(plan.description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, place);
+  void* place = context.workspace() + (key.aligned ? 0 : size_of(matmul.result));
+  if (matmul.bias) set(plan.description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, place);
   if (spec.epilogue != Epilogue::kNone) {
     set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, place);
-    set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, product.c.row);
+    set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, matmul.c.row);
   }
 }
 
@@ -213,9 +214,10 @@ std::uint32_t split_of(const cublasLtMatmulAlgo_t& algorithm) {
 // small tiles take more of it. Sums split over more blocks than in the first guess have more waves
 // too, and no smaller tiles.
 const cublasLtMatmulHeuristicResult_t& Matmuls::State::pick(
-    const ProductSpec& spec, std::span<const cublasLtMatmulHeuristicResult_t> candidates) const {
+    const FusedMatmulSpec& spec,
+    std::span<const cublasLtMatmulHeuristicResult_t> candidates) const {
   constexpr int kHopper = 90;
-  const MatMulSpec& product = spec.product;
+  const MatMulSpec& matmul = spec.matmul;
   const auto works = [](const cublasLtMatmulHeuristicResult_t& candidate) {
     return candidate.state == CUBLAS_STATUS_SUCCESS;
   };
@@ -223,8 +225,8 @@ const cublasLtMatmulHeuristicResult_t& Matmuls::State::pick(
   if (first == candidates.end()) return candidates.front();
   const auto* picked = &*first;
   const bool stores_much =
-      spec.epilogue != Epilogue::kNone || (product.b.row == 1 && product.a.column == 1);
-  if (context.compute_capability() != kHopper || product.operands != DType::kBf16 || !stores_much) {
+      spec.epilogue != Epilogue::kNone || (matmul.b.row == 1 && matmul.a.column == 1);
+  if (context.compute_capability() != kHopper || matmul.operands != DType::kBf16 || !stores_much) {
     return *picked;
   }
   for (const auto& each : candidates) {
@@ -244,17 +246,17 @@ void Matmuls::State::choose_algorithm(const Key& key, Plan& plan) const {
   // Sums that are split over blocks meet in f32, in a separate step of fixed order.
   set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
       static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  const MatMulSpec& product = key.spec.product;
+  const MatMulSpec& matmul = key.spec.matmul;
   const auto alignment = [&key](DType dtype) {
     return static_cast<std::uint32_t>(key.aligned ? kAlignment : size_of(dtype));
   };
   for (const auto attribute :
        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES}) {
-    set(preference, attribute, alignment(product.operands));
+    set(preference, attribute, alignment(matmul.operands));
   }
   for (const auto attribute :
        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
-    set(preference, attribute, alignment(product.result));
+    set(preference, attribute, alignment(matmul.result));
   }
   std::array<cublasLtMatmulHeuristicResult_t, 8> results = {};
   int found = 0;
@@ -271,9 +273,9 @@ void Matmuls::State::choose_algorithm(const Key& key, Plan& plan) const {
 }
 
 Plan Matmuls::State::make(const Key& key) const {
-  const MatMulSpec& product = key.spec.product;
-  if (product.batches != 1 && (product.bias || key.spec.epilogue != Epilogue::kNone)) {
-    fail(key.spec, "a bias or an activation needs a single product");
+  const MatMulSpec& matmul = key.spec.matmul;
+  if (matmul.batches != 1 && (matmul.bias || key.spec.epilogue != Epilogue::kNone)) {
+    fail(key.spec, "a bias or an activation needs a single matmul");
   }
   Plan plan;
   describe(key, plan);
@@ -281,7 +283,7 @@ Plan Matmuls::State::make(const Key& key) const {
   return plan;
 }
 
-Plan& Matmuls::State::find(const ProductSpec& spec, bool aligned) {
+Plan& Matmuls::State::find(const FusedMatmulSpec& spec, bool aligned) {
   const Key key = {spec, aligned, context.tf32()};
   const auto found = plans.find(key);
   return found != plans.end() ? found->second : plans.emplace(key, make(key)).first->second;
@@ -291,27 +293,27 @@ Matmuls::Matmuls(Context& context) : state_(std::make_unique<State>(context)) {}
 
 Matmuls::~Matmuls() = default;
 
-void Matmuls::run(const ProductSpec& spec, const ProductOperands& operands) {
-  const MatMulSpec& product = spec.product;
-  if (product.batches == 0 || product.m == 0 || product.n == 0) return;
-  if (product.k == 0 && product.accumulate && operands.added == nullptr) return;
+void Matmuls::run(const FusedMatmulSpec& spec, const MatmulOperands& operands) {
+  const MatMulSpec& matmul = spec.matmul;
+  if (matmul.batches == 0 || matmul.m == 0 || matmul.n == 0) return;
+  if (matmul.k == 0 && matmul.accumulate && operands.added == nullptr) return;
   const Plan& plan = state_->find(spec, aligned(operands));
-  check_product(spec, plan.status);
-  if (product.bias) set(plan.description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
+  check_matmul(spec, plan.status);
+  if (matmul.bias) set(plan.description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
   if (spec.epilogue != Epilogue::kNone) {
     set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.aux);
   }
-  const float one = 1, beta = product.accumulate ? 1.0F : 0.0F;
+  const float one = 1, beta = matmul.accumulate ? 1.0F : 0.0F;
   Context& context = state_->context;
-  check_product(spec, cublas_lt().Matmul(context.cublas(), plan.description.get(), &one, operands.b,
-                                         plan.b.get(), operands.a, plan.a.get(), &beta,
-                                         operands.added != nullptr ? operands.added : operands.c,
-                                         plan.c.get(), operands.c, plan.c.get(), &plan.algorithm,
-                                         context.workspace(), Context::kWorkspaceBytes,
-                                         static_cast<cudaStream_t>(context.stream().native())));
+  check_matmul(spec, cublas_lt().Matmul(context.cublas(), plan.description.get(), &one, operands.b,
+                                        plan.b.get(), operands.a, plan.a.get(), &beta,
+                                        operands.added != nullptr ? operands.added : operands.c,
+                                        plan.c.get(), operands.c, plan.c.get(), &plan.algorithm,
+                                        context.workspace(), Context::kWorkspaceBytes,
+                                        static_cast<cudaStream_t>(context.stream().native())));
 }
 
-bool Matmuls::supports(const ProductSpec& spec) {
+bool Matmuls::supports(const FusedMatmulSpec& spec) {
   return state_->find(spec, true).status == CUBLAS_STATUS_SUCCESS;
 }
 

@@ -14,7 +14,7 @@
 //
 // What shapes lose. The fast kernels load 16 bytes at a time through tensor maps: every leading
 // dimension a multiple of 8 elements of bf16 (4 of f32), every operand at a multiple of 16 bytes.
-// A vocabulary of 50257 has rows of logits that start at odd places, and its product runs several
+// A vocabulary of 50257 has rows of logits that start at odd places, and its matmul runs several
 // times slower than with 50304; a multiple of 128 also fills the last tile of columns. Rows (m) may
 // be any number; the last tile computes what is not there. Right results come at every size.
 #pragma once
@@ -23,7 +23,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "stages/compute/product.hpp"
+#include "stages/compute/matmul_spec.hpp"
 
 namespace sluice::cuda {
 
@@ -38,14 +38,15 @@ enum class Epilogue : std::uint8_t {
   kGeluGradient,  // c = matmul * GELU'(aux)
 };
 
-struct ProductSpec {
-  MatMulSpec product;  // `bias` is of the result's type here, not f32
+// A matmul and its epilogue.
+struct FusedMatmulSpec {
+  MatMulSpec matmul;  // `bias` is of the result's type here, not f32
   Epilogue epilogue = Epilogue::kNone;
-  friend bool operator==(const ProductSpec&, const ProductSpec&) = default;
+  friend bool operator==(const FusedMatmulSpec&, const FusedMatmulSpec&) = default;
 };
 
 // Device memory.
-struct ProductOperands {
+struct MatmulOperands {
   const void* a = nullptr;
   const void* b = nullptr;
   const void* bias = nullptr;   // [n], of the result's type
@@ -65,11 +66,11 @@ class Matmuls {
   // Throws Error(kDevice) with the specification where the library cannot compute it. Operands that
   // do not start at multiples of 16 bytes run in a plan of their own. A matmul without elements is
   // nothing to do.
-  void run(const ProductSpec& spec, const ProductOperands& operands);
+  void run(const FusedMatmulSpec& spec, const MatmulOperands& operands);
   // Makes the plan for operands at multiples of 16 bytes, and runs nothing: whether the library has
   // an algorithm. A function of the specification, the device model and the library. Throws as
   // run() where the specification is none: batches with a bias or an epilogue, a transposed result.
-  [[nodiscard]] bool supports(const ProductSpec& spec);
+  [[nodiscard]] bool supports(const FusedMatmulSpec& spec);
   [[nodiscard]] std::size_t size() const;  // plans made, those that are not supported too
 
  private:

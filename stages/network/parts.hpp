@@ -12,7 +12,7 @@
 #include <sluice/parameter.hpp>
 #include <sluice/stage.hpp>
 
-#include "stages/compute/product.hpp"
+#include "stages/compute/matmul_spec.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice::nn {

@@ -22,9 +22,9 @@
 #include "stages/compute/call_arguments.hpp"
 #include "stages/compute/context_access.hpp"
 #include "stages/compute/internal_operators.hpp"
+#include "stages/compute/matmul_spec.hpp"
 #include "stages/compute/operator_profile.hpp"
 #include "stages/compute/operator_table.hpp"
-#include "stages/compute/product.hpp"
 #include "stages/compute/thread_team.hpp"
 #include "stages/operators/context.hpp"
 
@@ -400,15 +400,15 @@ double queries_and_keys(const AttentionShape& shape, const Tensor& packed_rows) 
 }
 
 // Of x [rows, k] with a weight [n, k] or [k, n].
-double product_flops(const Tensor& x, const Tensor& weight) {
+double matmul_flops(const Tensor& x, const Tensor& weight) {
   return 2.0 * static_cast<double>(leading_rows(x)) * static_cast<double>(weight.elements());
 }
 
 // Of so many matmuls over the pairs of a query and a key that it sees.
-double attention_flops(const AttentionShape& shape, int products) {
+double attention_flops(const AttentionShape& shape, int matmuls) {
   const auto seen = static_cast<double>(shape.seen()), rows = static_cast<double>(shape.rows());
   const double pairs = rows * (seen - seen * seen / (2 * static_cast<double>(shape.sequence)));
-  return 2.0 * products * pairs * shape.heads * shape.head_dim;
+  return 2.0 * matmuls * pairs * shape.heads * shape.head_dim;
 }
 
 // Checks the tensors among `arguments` by the rules, in their order, and what else they have; then
@@ -450,21 +450,20 @@ void run(const Work& work, Function OperatorTable::*entry, ComputeContext& ctx,
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
-  run<"x:F[r,i] weight:1(o,i) bias?:f$(o) y:1f[r,o]">({__func__, product_flops(x, weight)},
-                                                      &OperatorTable::linear_forward, ctx, x,
-                                                      weight, bias, y);
+  run<"x:F[r,i] weight:1(o,i) bias?:f$(o) y:1f[r,o]">(
+      {__func__, matmul_flops(x, weight)}, &OperatorTable::linear_forward, ctx, x, weight, bias, y);
 }
 
 void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
                              const Tensor& bias, const Tensor& residual, const Tensor& y) {
   run<"x:F[r,i] weight:1(o,i) bias?:f$(o) residual:1f[r,o] y!:<[r,o]">(
-      {__func__, product_flops(x, weight)}, &OperatorTable::linear_residual_forward, ctx, x, weight,
+      {__func__, matmul_flops(x, weight)}, &OperatorTable::linear_residual_forward, ctx, x, weight,
       bias, residual, y);
 }
 
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
-  run<"dy:F[r,o] weight:1(o,i) dx:1[r,i]">({__func__, product_flops(dy, weight)},
+  run<"dy:F[r,o] weight:1(o,i) dx:1[r,i]">({__func__, matmul_flops(dy, weight)},
                                            &OperatorTable::linear_backward_input, ctx, dy, weight,
                                            dx);
 }
@@ -472,7 +471,7 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
                             const Tensor& dweight, const Tensor& dbias, Write write) {
   run<"x:F[r,i] dy:1[r,o] dweight:f(o,i) dbias?:f(o)">(
-      {__func__, product_flops(x, dweight), updated_if(write == Write::kAdd, dweight)},
+      {__func__, matmul_flops(x, dweight), updated_if(write == Write::kAdd, dweight)},
       &OperatorTable::linear_backward_weight, ctx, x, dy, dweight, dbias, write);
 }
 
@@ -482,7 +481,7 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
   check<"x:F[r,i] y:1[r,h] weight:1(hN,i) bias?:f$(hN) raised:1[r,hN]">(
       __func__, {&x, &y, &weight, &bias, &raised},
       {.number = parts_of(activation), .on_gpu = ctx.device().kind != DeviceKind::kCpu});
-  run({__func__, product_flops(x, weight)}, &OperatorTable::linear_activation_forward, ctx,
+  run({__func__, matmul_flops(x, weight)}, &OperatorTable::linear_activation_forward, ctx,
       activation, x, weight, bias, raised, y);
 }
 
@@ -490,7 +489,7 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
                                       const Tensor& weight, const Tensor& raised,
                                       const Tensor& draised) {
   run<"dy:F[r,o] weight:1(o,i) raised:1[r,iN] draised:1[r,iN]">(
-      {__func__, product_flops(dy, weight)}, &OperatorTable::linear_activation_backward_input, ctx,
+      {__func__, matmul_flops(dy, weight)}, &OperatorTable::linear_activation_backward_input, ctx,
       activation, dy, weight, raised, draised);
 }
 

@@ -300,11 +300,11 @@ BlockCosts block_costs(const TransformerConfig& config, int block) {
   const auto width = static_cast<double>(sizes.width);
   const auto query_width = static_cast<double>(sizes.query_width());
   const double mlp = width * static_cast<double>(sizes.mlp_width);
-  const double raising_products = config.kind == TransformerKind::kGpt2 ? 1 : 2;
+  const double raising_matmuls = config.kind == TransformerKind::kGpt2 ? 1 : 2;
   return {.scores = 4 * seen_pairs(config, block) * query_width,
           .qkv = 2 * context * width * (query_width + 2 * static_cast<double>(sizes.kv_width())),
           .output = 2 * context * query_width * width,
-          .up = 2 * context * raising_products * mlp,
+          .up = 2 * context * raising_matmuls * mlp,
           .down = 2 * context * mlp};
 }
 

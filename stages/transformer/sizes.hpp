@@ -22,7 +22,7 @@ struct TransformerSizes {
 
 // Floating-point operations of one sample's forward through a block, of `context` positions.
 struct BlockCosts {
-  double scores = 0;  // two products over the scores that are seen
+  double scores = 0;  // two matmuls over the scores that are seen
   double qkv = 0, output = 0;
   double up = 0, down = 0;
 };

@@ -10,7 +10,7 @@
 #include <sluice/transformer.hpp>
 
 #include "comm/base/throw_error.hpp"
-#include "stages/compute/product.hpp"
+#include "stages/compute/matmul_spec.hpp"
 
 namespace sluice {
 

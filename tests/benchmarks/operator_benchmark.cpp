@@ -1,8 +1,8 @@
-// Operators at the sizes of a model: GFLOP/s of its matrix products against the library called
-// bare on the same operands, nanoseconds per element and GB/s of everything else, and what checking
-// operands costs (check_costs.hpp). Prints three tables; `--json FILE` also appends them. Times are
-// of the calling thread's processor time, in the first two the fastest of several rounds; ours and
-// bare take turns.
+// Operators at the sizes of a model: GFLOP/s of its matmuls against the library called bare on the
+// same operands, nanoseconds per element and GB/s of everything else, and what checking operands
+// costs (check_costs.hpp). Prints three tables; `--json FILE` also appends them. Times are of the
+// calling thread's processor time, in the first two the fastest of several rounds; ours and bare
+// take turns.
 //
 //   operator_benchmark [--json FILE] [--rounds N] [--width W] [--sequence S] [--samples B]
 //                      [--heads H]
@@ -65,10 +65,10 @@ Buffer filled(std::size_t bytes) {
   return buffer;
 }
 
-// The same product straight from the library.
-class BareProduct {
+// The same matmul straight from the library.
+class BareMatmul {
  public:
-  BareProduct(const MatMulSpec& spec, void* a, void* b, void* bias, void* c) {
+  BareMatmul(const MatMulSpec& spec, void* a, void* b, void* bias, void* c) {
     const auto type = [](DType dtype) {
       return dtype == DType::kBf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
     };
@@ -112,7 +112,7 @@ class BareProduct {
   std::unordered_map<int, dnnl::memory> arguments_;
 };
 
-struct NamedProduct {
+struct NamedMatmul {
   std::string name;
   MatMulSpec spec;
 };
@@ -140,14 +140,13 @@ std::vector<MatMulSpec> specs_of(ComputeContext& ctx, const std::function<void()
 }
 
 // What the operators run (their first block of rows) for every linear layer of a GPT-2 block.
-std::vector<NamedProduct> linear_products(const Options& options, ComputeContext& ctx,
-                                          DType dtype) {
+std::vector<NamedMatmul> linear_matmuls(const Options& options, ComputeContext& ctx, DType dtype) {
   struct Layer {
     const char* name;
     std::int64_t in, out;
   };
   const std::int64_t rows = options.samples * options.sequence, w = options.width;
-  std::vector<NamedProduct> products;
+  std::vector<NamedMatmul> matmuls;
   for (const Layer& layer :
        {Layer{"qkv", w, 3 * w}, {"output", w, w}, {"up", w, 4 * w}, {"down", 4 * w, w}}) {
     Tensors tensors;
@@ -157,18 +156,18 @@ std::vector<NamedProduct> linear_products(const Options& options, ComputeContext
     const Tensor bias = tensors.make(DType::kF32, {layer.out});
     const Tensor dweight = tensors.make(DType::kF32, {layer.out, layer.in});
     const auto add = [&](const char* what, const std::function<void()>& body) {
-      products.push_back({std::string(layer.name) + what, specs_of(ctx, body).front()});
+      matmuls.push_back({std::string(layer.name) + what, specs_of(ctx, body).front()});
     };
     add(" forward", [&] { linear_forward(ctx, x, weight, bias, y); });
     add(" input gradient", [&] { linear_backward_input(ctx, y, weight, x); });
     add(" weight gradient", [&] { linear_backward_weight(ctx, x, y, dweight, bias); });
   }
-  return products;
+  return matmuls;
 }
 
 // Of the last block of query rows, and of the first block of keys.
-std::vector<NamedProduct> attention_products(const Options& options, ComputeContext& ctx,
-                                             DType dtype) {
+std::vector<NamedMatmul> attention_matmuls(const Options& options, ComputeContext& ctx,
+                                           DType dtype) {
   Tensors tensors;
   const auto heads = static_cast<int>(options.heads);
   const AttentionShape shape = {1, options.sequence, heads, heads,
@@ -192,7 +191,7 @@ std::vector<NamedProduct> attention_products(const Options& options, ComputeCont
           {"attention value gradient", backward[last + 3]}};
 }
 
-void measure(const Options& options, ComputeContext& ctx, const NamedProduct& product,
+void measure(const Options& options, ComputeContext& ctx, const NamedMatmul& matmul,
              Report& report) {
   const std::size_t rows = static_cast<std::size_t>(options.samples * options.sequence);
   const std::size_t bytes =
@@ -200,8 +199,8 @@ void measure(const Options& options, ComputeContext& ctx, const NamedProduct& pr
       static_cast<std::size_t>(4 * options.width + options.sequence) * 4;
   const Buffer a = filled(bytes), b = filled(bytes), c = filled(bytes),
                bias = filled(static_cast<std::size_t>(4 * options.width) * 4);
-  const MatMulSpec& spec = product.spec;
-  BareProduct bare(spec, a.data(), b.data(), bias.data(), c.data());
+  const MatMulSpec& spec = matmul.spec;
+  BareMatmul bare(spec, a.data(), b.data(), bias.data(), c.data());
   const int times = std::max(1, static_cast<int>(1e9 / spec.flops()));
   double own = 1e30, other = 1e30;
   for (int round = 0; round <= options.rounds; ++round) {
@@ -212,12 +211,12 @@ void measure(const Options& options, ComputeContext& ctx, const NamedProduct& pr
     own = std::min(own, ours);
     other = std::min(other, theirs);
   }
-  report.row({product.name, name_of(spec.operands), spec.flops() * 1e-9 / own,
+  report.row({matmul.name, name_of(spec.operands), spec.flops() * 1e-9 / own,
               spec.flops() * 1e-9 / other, other / own});
 }
 
-// The input gradient of an MLP's second product, with its activation, over all rows; against its
-// products alone.
+// The input gradient of an MLP's second matmul, with its activation, over all rows; against its
+// matmuls alone.
 void measure_with_activation(const Options& options, ComputeContext& ctx, DType dtype,
                              Report& report) {
   const std::int64_t rows = options.samples * options.sequence, w = options.width;
@@ -298,7 +297,7 @@ class Elements {
   }
 
  private:
-  // Without its products: they are replayed and taken off; the median of the rounds' differences.
+  // Without its matmuls: they are replayed and taken off; the median of the rounds' differences.
   void attention() {
     const AttentionShape shape = {
         options_.samples, options_.sequence, static_cast<int>(options_.heads),
@@ -329,9 +328,9 @@ class Elements {
       add_row(name, scores, bytes, *middle);
     };
     const double t = static_cast<double>(size_of(dtype_));
-    run("attention forward, not products", 4 + t,
+    run("attention forward, not matmuls", 4 + t,
         [&] { attention_forward(ctx_, shape, qkv, {}, out, state.as<std::byte>()); });
-    run("attention backward, not products", 4 + 2 * t,
+    run("attention backward, not matmuls", 4 + 2 * t,
         [&] { attention_backward(ctx_, shape, qkv, out, dout, {}, state.as<std::byte>(), dqkv); });
     row("rotary", 2 * rows_ * options_.width, 2 * t,
         [&] { rotary(ctx_, shape, {10000}, qkv, false); });
@@ -441,28 +440,28 @@ Options parse(int argc, char** argv) {
 
 void run(const Options& options) {
   ComputeContext ctx(Device{}, 1);
-  const ThreadTeam team(ctx);  // of bare products too
-  Report products = report_of(options, "Matrix products against the library called bare",
-                              {"matrix product", "type", "GFLOP/s", "bare GFLOP/s", "ratio"});
-  Report elements = report_of(options, "Operators without matrix products",
-                              {"operator", "type", "ns/element", "GB/s"});
+  const ThreadTeam team(ctx);  // of bare matmuls too
+  Report matmuls = report_of(options, "Matmuls against the library called bare",
+                             {"matmul", "type", "GFLOP/s", "bare GFLOP/s", "ratio"});
+  Report elements =
+      report_of(options, "Operators without matmuls", {"operator", "type", "ns/element", "GB/s"});
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
-    // Without instructions for bf16 the library has no product to compare with.
+    // Without instructions for bf16 the library has no matmul to compare with.
     const bool bare = dtype == DType::kF32 || native_bf16();
-    for (const NamedProduct& product : linear_products(options, ctx, dtype))
-      if (bare) measure(options, ctx, product, products);
-    measure_with_activation(options, ctx, dtype, products);
-    for (const NamedProduct& product : attention_products(options, ctx, dtype))
-      if (bare) measure(options, ctx, product, products);
+    for (const NamedMatmul& matmul : linear_matmuls(options, ctx, dtype))
+      if (bare) measure(options, ctx, matmul, matmuls);
+    measure_with_activation(options, ctx, dtype, matmuls);
+    for (const NamedMatmul& matmul : attention_matmuls(options, ctx, dtype))
+      if (bare) measure(options, ctx, matmul, matmuls);
     Elements(options, ctx, dtype, elements).measure();
   }
-  products.print();
+  matmuls.print();
   std::printf("\n");
   elements.print();
   std::printf("\n");
   const Report checks = benchmarks::check_costs(ctx, options.rounds);
   checks.print();
-  products.save(options.json);
+  matmuls.save(options.json);
   elements.save(options.json);
   checks.save(options.json);
 }

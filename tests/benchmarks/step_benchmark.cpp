@@ -1,5 +1,5 @@
-// One rank's training step against its own matrix products: the step is recorded, then its products
-// are replayed on the same operands, in turn with whole steps. Products of bf16 both ways: by the
+// One rank's training step against its own matmuls: the step is recorded, then its matmuls are
+// replayed on the same operands, in turn with whole steps. Matmuls of bf16 run both ways: by the
 // library's own, and widened to f32; the line on the machine tells which of them the program takes.
 // Then Transformer against Sequentials of a GPT.
 //   step_benchmark [--json FILE] [--rounds N]
@@ -37,19 +37,19 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
   options.training.learning_rate = {.peak = 1e-4};
   const StageFactory factory = Transformer(model);
   Pipeline pipeline(comm, factory, source, options);
-  MatMulCache& products = matmuls_of(pipeline.compute());
-  products.widen_bf16(widen);
+  MatMulCache& matmuls = matmuls_of(pipeline.compute());
+  matmuls.widen_bf16(widen);
   for (int i = 0; i < 3; ++i) pipeline.train_step();
-  products.record(true);
+  matmuls.record(true);
   pipeline.train_step();
-  const std::vector<MatMulCall> calls(products.recorded().begin(), products.recorded().end());
-  products.record(false);
+  const std::vector<MatMulCall> calls(matmuls.recorded().begin(), matmuls.recorded().end());
+  matmuls.record(false);
 
   std::vector<double> steps, replays;
   for (int i = 0; i < rounds; ++i) {
     steps.push_back(pipeline.train_step().seconds);
     const auto start = std::chrono::steady_clock::now();
-    products.replay(calls);
+    matmuls.replay(calls);
     replays.push_back(
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }
@@ -105,8 +105,8 @@ int main(int argc, char** argv) try {
   using namespace sluice;
   using namespace sluice::benchmarks;
   const int rounds = std::atoi(argument(argc, argv, "--rounds", "41").c_str());
-  Report report("One rank: training step against a replay of its matrix products",
-                {"precision", "tokens/s", "replay tokens/s", "step/replay", "products GFLOP/s",
+  Report report("One rank: training step against a replay of its matmuls",
+                {"precision", "tokens/s", "replay tokens/s", "step/replay", "matmuls GFLOP/s",
                  "vs own fp32"});
   run_loopback(1, [&](Communicator& comm) {
     double fp32 = 0;

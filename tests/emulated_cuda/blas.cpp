@@ -1,8 +1,8 @@
-// The part of cuBLASLt that Sluice calls. Descriptors are copied when a product is put on its
+// The part of cuBLASLt that Sluice calls. Descriptors are copied when a matmul is put on its
 // stream. Refuses what the library refuses, and beyond that what would go wrong only on a GPU:
 // operands outside the device's memory or beyond the end of their allocation, a workspace that is
 // too small, pointers less aligned than the heuristic was promised. The workspace is filled with
-// 0xFF bytes by every product, so that nobody relies on what lies there.
+// 0xFF bytes by every matmul, so that nobody relies on what lies there.
 #include <cublasLt.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 #include <optional>
 
 #include "tests/emulated_cuda/control.hpp"
+#include "tests/emulated_cuda/matmul.hpp"
 #include "tests/emulated_cuda/memory.hpp"
-#include "tests/emulated_cuda/product.hpp"
 #include "tests/emulated_cuda/stream.hpp"
 
 struct cublasLtContext {
@@ -192,9 +192,9 @@ Matrix matrix_of(const Layout& layout) {
           layout.batch_stride};
 }
 
-// The product but for its pointers and factors.
+// The matmul but for its pointers and factors.
 cublasStatus_t read(const Description& description, const Layout& a, const Layout& b,
-                    const Layout& c, const Layout& d, Product& product) {
+                    const Layout& c, const Layout& d, Matmul& matmul) {
   for (const Layout* layout : {&a, &b, &c, &d}) {
     const bool is_type_known = layout->type == CUDA_R_32F || layout->type == CUDA_R_16BF;
     if (!is_type_known || layout->order != CUBLASLT_ORDER_COL) return CUBLAS_STATUS_NOT_SUPPORTED;
@@ -208,37 +208,37 @@ cublasStatus_t read(const Description& description, const Layout& a, const Layou
       a.type != b.type || c.type != d.type || (a.type == CUDA_R_32F && d.type != CUDA_R_32F)) {
     return CUBLAS_STATUS_NOT_SUPPORTED;
   }
-  product.epilogue = static_cast<cublasLtEpilogue_t>(description.epilogue);
+  matmul.epilogue = static_cast<cublasLtEpilogue_t>(description.epilogue);
   const auto is_type_of_d = [&](std::int32_t type) {
     return type == -1 || type == static_cast<std::int32_t>(d.type);
   };
   if (!is_type_of_d(description.bias_type) || !is_type_of_d(description.aux_type)) {
     return CUBLAS_STATUS_NOT_SUPPORTED;
   }
-  product.transpose_a = description.transpose_a != CUBLAS_OP_N;
-  product.transpose_b = description.transpose_b != CUBLAS_OP_N;
-  const std::uint64_t m = product.transpose_a ? a.columns : a.rows;
-  const std::uint64_t k = product.transpose_a ? a.rows : a.columns;
-  const std::uint64_t n = product.transpose_b ? b.rows : b.columns;
-  if (k != (product.transpose_b ? b.columns : b.rows) || d.rows != m || d.columns != n ||
+  matmul.transpose_a = description.transpose_a != CUBLAS_OP_N;
+  matmul.transpose_b = description.transpose_b != CUBLAS_OP_N;
+  const std::uint64_t m = matmul.transpose_a ? a.columns : a.rows;
+  const std::uint64_t k = matmul.transpose_a ? a.rows : a.columns;
+  const std::uint64_t n = matmul.transpose_b ? b.rows : b.columns;
+  if (k != (matmul.transpose_b ? b.columns : b.rows) || d.rows != m || d.columns != n ||
       c.rows != m || c.columns != n || a.batches != d.batches || b.batches != d.batches ||
       c.batches != d.batches) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
-  if (uses_aux(product.epilogue) && (description.aux_leading < static_cast<std::int64_t>(m) ||
-                                     description.aux_leading % 8 != 0)) {
+  if (uses_aux(matmul.epilogue) && (description.aux_leading < static_cast<std::int64_t>(m) ||
+                                    description.aux_leading % 8 != 0)) {
     return CUBLAS_STATUS_NOT_SUPPORTED;
   }
-  product.a = matrix_of(a);
-  product.b = matrix_of(b);
-  product.c = matrix_of(c);
-  product.d = matrix_of(d);
-  product.tf32 = tf32;
-  product.bias = description.bias;
-  product.bias_stride = description.bias_stride;
-  product.aux = description.aux;
-  product.aux_leading = description.aux_leading;
-  product.aux_stride = description.aux_stride;
+  matmul.a = matrix_of(a);
+  matmul.b = matrix_of(b);
+  matmul.c = matrix_of(c);
+  matmul.d = matrix_of(d);
+  matmul.tf32 = tf32;
+  matmul.bias = description.bias;
+  matmul.bias_stride = description.bias_stride;
+  matmul.aux = description.aux;
+  matmul.aux_leading = description.aux_leading;
+  matmul.aux_stride = description.aux_stride;
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -263,23 +263,23 @@ std::int64_t extent(const Matrix& matrix) {
          matrix.rows;
 }
 
-bool are_operands_on(int device, const Product& product) {
-  const bool uses_bias = reads_bias(product.epilogue) || writes_bias(product.epilogue);
-  const std::int64_t last = product.d.batches - 1;
+bool are_operands_on(int device, const Matmul& matmul) {
+  const bool uses_bias = reads_bias(matmul.epilogue) || writes_bias(matmul.epilogue);
+  const std::int64_t last = matmul.d.batches - 1;
   const std::int64_t bias_length =
-      product.epilogue == CUBLASLT_EPILOGUE_BGRADB ? product.d.columns : product.d.rows;
+      matmul.epilogue == CUBLASLT_EPILOGUE_BGRADB ? matmul.d.columns : matmul.d.rows;
   const std::int64_t aux_extent =
-      last * product.aux_stride + (product.d.columns - 1) * product.aux_leading + product.d.rows;
-  const cudaDataType type = product.d.type;
-  return lies_on(device, "A", product.a_data, extent(product.a), product.a.type) &&
-         lies_on(device, "B", product.b_data, extent(product.b), product.b.type) &&
-         (product.beta == 0 ||
-          lies_on(device, "C", product.c_data, extent(product.c), product.c.type)) &&
-         lies_on(device, "D", product.d_data, extent(product.d), type) &&
-         (!uses_bias || lies_on(device, "the bias", product.bias,
-                                last * product.bias_stride + bias_length, type)) &&
-         (!uses_aux(product.epilogue) ||
-          lies_on(device, "the epilogue's aux", product.aux, aux_extent, type));
+      last * matmul.aux_stride + (matmul.d.columns - 1) * matmul.aux_leading + matmul.d.rows;
+  const cudaDataType type = matmul.d.type;
+  return lies_on(device, "A", matmul.a_data, extent(matmul.a), matmul.a.type) &&
+         lies_on(device, "B", matmul.b_data, extent(matmul.b), matmul.b.type) &&
+         (matmul.beta == 0 ||
+          lies_on(device, "C", matmul.c_data, extent(matmul.c), matmul.c.type)) &&
+         lies_on(device, "D", matmul.d_data, extent(matmul.d), type) &&
+         (!uses_bias || lies_on(device, "the bias", matmul.bias,
+                                last * matmul.bias_stride + bias_length, type)) &&
+         (!uses_aux(matmul.epilogue) ||
+          lies_on(device, "the epilogue's aux", matmul.aux, aux_extent, type));
 }
 
 bool is_aligned(const void* data, std::uint64_t alignment) {
@@ -301,7 +301,7 @@ cublasStatus_t destroy(Handle handle) {
 }  // namespace
 
 void set_cublas_status(cublasStatus_t status) { wanted_status = status; }
-int last_product_candidate() { return last_candidate; }
+int last_matmul_candidate() { return last_candidate; }
 
 }  // namespace sluice::emulated
 
@@ -407,9 +407,9 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle,
   *found = 0;
   if (handle == nullptr) return CUBLAS_STATUS_NOT_INITIALIZED;
   if (wanted < 1) return CUBLAS_STATUS_INVALID_VALUE;
-  Product product;
+  Matmul matmul;
   const cublasStatus_t status = read(*own<Description>(description), *own<Layout>(a),
-                                     *own<Layout>(b), *own<Layout>(c), *own<Layout>(d), product);
+                                     *own<Layout>(b), *own<Layout>(c), *own<Layout>(d), matmul);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   const auto& asked = *own<Preference>(preference);
   Algorithm algorithm = {
@@ -454,10 +454,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   if (handle == nullptr) return CUBLAS_STATUS_NOT_INITIALIZED;
   if (wanted_status != CUBLAS_STATUS_SUCCESS) return wanted_status;
   if (alpha == nullptr || beta == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
-  Product product;
+  Matmul matmul;
   const cublasStatus_t status =
       read(*own<Description>(description), *own<Layout>(a_layout), *own<Layout>(b_layout),
-           *own<Layout>(c_layout), *own<Layout>(d_layout), product);
+           *own<Layout>(c_layout), *own<Layout>(d_layout), matmul);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   Algorithm algorithm = {kAlgorithmMark, 0, {1, 1, 1, 1}, 0, 1};
   if (algo != nullptr) std::memcpy(&algorithm, algo, sizeof algorithm);
@@ -465,12 +465,12 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     return CUBLAS_STATUS_INVALID_VALUE;
   }
   last_candidate = static_cast<int>(algorithm.candidate);
-  product.alpha = *static_cast<const float*>(alpha);
-  product.beta = *static_cast<const float*>(beta);
-  product.a_data = a;
-  product.b_data = b;
-  product.c_data = c;
-  product.d_data = d;
+  matmul.alpha = *static_cast<const float*>(alpha);
+  matmul.beta = *static_cast<const float*>(beta);
+  matmul.a_data = a;
+  matmul.b_data = b;
+  matmul.c_data = c;
+  matmul.d_data = d;
   if (!is_aligned(a, algorithm.alignment[0]) || !is_aligned(b, algorithm.alignment[1]) ||
       !is_aligned(c, algorithm.alignment[2]) || !is_aligned(d, algorithm.alignment[3])) {
     std::fprintf(stderr,
@@ -480,7 +480,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   }
   cudaStream_t real = resolve(stream);
   if (real == nullptr || device_of(real) != handle->device ||
-      !are_operands_on(handle->device, product)) {
+      !are_operands_on(handle->device, matmul)) {
     return CUBLAS_STATUS_EXECUTION_FAILED;
   }
   if (algorithm.workspace > 0 &&
@@ -489,9 +489,9 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     return CUBLAS_STATUS_EXECUTION_FAILED;
   }
   const std::size_t used = algorithm.workspace;
-  const cudaError_t put = enqueue(real, [product, workspace, used] {
+  const cudaError_t put = enqueue(real, [matmul, workspace, used] {
     if (used > 0) std::memset(workspace, 0xFF, used);
-    compute(product);
+    compute(matmul);
   });
   return put == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }

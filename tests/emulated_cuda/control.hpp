@@ -48,7 +48,7 @@ void set_cublas_status(cublasStatus_t status);
 
 // Which of the algorithms that cublasLtMatmulAlgoGetHeuristic named the last cublasLtMatmul ran: 0
 // large tiles, 1 a sum split over blocks, 2 small tiles. -1 before the first.
-[[nodiscard]] int last_product_candidate();
+[[nodiscard]] int last_matmul_candidate();
 
 // Bytes of memory that communicators of this process were told of by ncclCommRegister, less what
 // was taken back.

@@ -97,7 +97,7 @@ void validate(const TransformerConfig& config);
 [[nodiscard]] std::vector<double> recompute_costs(const TransformerConfig& config);
 
 // Floating-point operations of one sample's forward and backward, as publications count them: 6 for
-// each parameter and position, and attention's products over the positions that queries see.
+// each parameter and position, and attention's matmuls over the positions that queries see.
 // Without what backward computes again. The source: Narayanan et al. 2021, "Efficient large-scale
 // language model training on GPU clusters", and Chowdhery et al. 2022, "PaLM", appendix B.
 [[nodiscard]] double training_flops(const TransformerConfig& config);

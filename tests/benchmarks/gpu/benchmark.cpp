@@ -1,4 +1,4 @@
-// GPU rows of the page of measurements, one at a time: tokens per second of GPT-2, products against
+// GPU rows of the page of measurements, one at a time: tokens per second of GPT-2, matmuls against
 // cuBLASLt called bare, memory-bound kernels against a device copy, what the host takes, and what
 // chunks cost. Needs a GPU (the tests' emulation of one proves the program, not a speed).
 //
@@ -31,10 +31,10 @@ struct Row {
 };
 
 constexpr std::array kRows = {
-    Row{"training", training_row}, Row{"dropout", dropout_row},   Row{"stream", stream_row},
-    Row{"moments", moments_row},   Row{"logits", logits_row},     Row{"attention", attention_row},
-    Row{"chunks", chunks_row},     Row{"graphs", graphs_row},     Row{"idle", idle_row},
-    Row{"issue", issue_row},       Row{"products", products_row}, Row{"biases", biases_row},
+    Row{"training", training_row}, Row{"dropout", dropout_row},  Row{"stream", stream_row},
+    Row{"moments", moments_row},   Row{"logits", logits_row},    Row{"attention", attention_row},
+    Row{"chunks", chunks_row},     Row{"graphs", graphs_row},    Row{"idle", idle_row},
+    Row{"issue", issue_row},       Row{"products", matmuls_row}, Row{"biases", biases_row},
     Row{"waiting", waiting_row},   Row{"kernels", kernels_row}};
 
 void run(int argc, char** argv) {

@@ -153,7 +153,7 @@ class Kernels {
     row("dropout, rounded", bytes(delta, 4 + 2), [&] { dropout(ctx_, stream, mask, out); });
   }
 
-  // What linear_backward_weight() does for a bias, without its product.
+  // What linear_backward_weight() does for a bias, without its matmul.
   void biases(std::int64_t rows, std::int64_t w) {
     RandomOperands memory(ctx_.device());
     for (const std::int64_t width : {w, 4 * w}) {

@@ -64,7 +64,7 @@ class Run {
     return (steady_seconds() - start) / options_.steps;
   }
 
-  // Until products, attention graphs and slots have been made and actions recorded.
+  // Until matmuls, attention graphs and slots have been made and actions recorded.
   void warm_up() {
     for (int i = 0; i < 2; ++i) (void)pipeline_->train_step();
   }
@@ -87,7 +87,7 @@ class Run {
 
  private:
   // The most samples that divide the batch, fit, and whose logits that are made at once a 32-bit
-  // index can count: no product of more has run on a card.
+  // index can count: no matmul of more has run on a card.
   void choose_micro_batch(Communicator& comm, double share) {
     const auto free = static_cast<double>(properties_of(kBenchmarkGpu).free_memory);
     for (std::int64_t samples = options_.batch; samples >= 1; --samples) {

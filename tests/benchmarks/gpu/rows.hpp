@@ -24,7 +24,7 @@ namespace sluice::benchmarks {
 
 struct GpuOptions {
   std::string model_name = "124m";
-  // 124M: tokens are below `tokens`; the table has more rows, so that its products are not slowed.
+  // 124M: tokens are below `tokens`; the table has more rows, so that its matmuls are not slowed.
   TransformerConfig model = {};
   DType moments = DType::kF32;  // of AdamW
   int tokens = 50257;
@@ -48,9 +48,9 @@ void chunks_row(const GpuOptions& options);    // four chunks on one rank agains
 void graphs_row(const GpuOptions& options);    // actions replayed as CUDA graphs against calls
 void idle_row(const GpuOptions& options);  // the GPU waiting for the host, and idle between kernels
 void issue_row(const GpuOptions& options);      // the host's time per action
-void products_row(const GpuOptions& options);   // against cuBLASLt called bare
+void matmuls_row(const GpuOptions& options);    // against cuBLASLt called bare
 void biases_row(const GpuOptions& options);     // their gradients apart and in epilogues
-void waiting_row(const GpuOptions& options);    // products beside kernels that wait
+void waiting_row(const GpuOptions& options);    // matmuls beside kernels that wait
 void attention_row(const GpuOptions& options);  // alone, by cuDNN and by own kernels
 void dropout_row(const GpuOptions& options);    // training with dropout 0.1 against without
 void stream_row(const GpuOptions& options);     // training with a bf16 stream against fp32
@@ -66,7 +66,7 @@ inline constexpr Device kBenchmarkGpu = {DeviceKind::kCuda, 0};
 void publish(Report& report, const GpuOptions& options);
 
 // Device memory of random values between -0.5 and 0.5 that are no denormals, in bf16 and f32 alike:
-// random bits, because a product of zeros runs faster than one of numbers.
+// random bits, because a matmul of zeros runs faster than one of numbers.
 class RandomOperands {
  public:
   explicit RandomOperands(Device device);

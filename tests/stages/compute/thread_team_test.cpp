@@ -13,7 +13,7 @@ namespace sluice {
 namespace {
 
 // Of 16 x 4096 x 16, whose bits depend on the team.
-Values product_in(ComputeContext& ctx) {
+Values matmul_in(ComputeContext& ctx) {
   const Operand x = random_operand(DType::kF32, {16, 4096}, 1),
                 weight = random_operand(DType::kF32, {16, 4096}, 2), y(DType::kF32, {16, 16});
   linear_forward(ctx, x.tensor, weight.tensor, {}, y.tensor);
@@ -22,11 +22,11 @@ Values product_in(ComputeContext& ctx) {
 
 TEST(ThreadTeamTest, AnotherContextChangesNoBits) {
   ComputeContext two(Device{}, 2);
-  const Values before = product_in(two);
+  const Values before = matmul_in(two);
   ComputeContext one(Device{}, 1);
-  EXPECT_EQ(product_in(two), before);
+  EXPECT_EQ(matmul_in(two), before);
   ComputeContext alike(Device{}, 1);
-  EXPECT_EQ(product_in(one), product_in(alike));
+  EXPECT_EQ(matmul_in(one), matmul_in(alike));
 }
 
 TEST(ThreadTeamTest, TheProgramKeepsItsTeam) {
@@ -34,7 +34,7 @@ TEST(ThreadTeamTest, TheProgramKeepsItsTeam) {
   omp_set_num_threads(3);
   ComputeContext two(Device{}, 2);
   EXPECT_EQ(omp_get_max_threads(), 3);
-  (void)product_in(two);
+  (void)matmul_in(two);
   EXPECT_EQ(omp_get_max_threads(), 3);
   {
     const ThreadTeam team(two);

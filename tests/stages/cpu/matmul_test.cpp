@@ -83,7 +83,7 @@ TEST(MatMulTest, WidenedBf16AgreesWithTheLibrary) {
 
 // Sizes above a block's in each direction, operands as they lie and transposed, inside of larger
 // ones.
-TEST(MatMulTest, WidenedBf16IsOneProductWhateverItsBlocks) {
+TEST(MatMulTest, WidenedBf16IsOneMatmulWhateverItsBlocks) {
   struct Size {
     std::int64_t batches, m, n, k;
   };
@@ -180,7 +180,7 @@ TEST(MatMulTest, RepeatsItsBitsWhateverRanBefore) {
   EXPECT_EQ(c.values(), d.values());
 }
 
-TEST(MatMulTest, NamesAProductThatCannotBe) {
+TEST(MatMulTest, NamesAMatmulThatCannotBe) {
   MatMulCache cache{Device{}};
   MatMulSpec spec = square(8);
   spec.m = -1;

@@ -112,21 +112,21 @@ void compute_under_signals(const std::function<void()>& compute) {
 }
 
 // As attention has them: the library takes one of those kernels for these strides.
-constexpr MatMulSpec kProduct = {.batches = 2,
-                                 .m = 128,
-                                 .n = 16,
-                                 .k = 256,
-                                 .a = {256, 1, 128 * 256},
-                                 .b = {96, 1, 16},
-                                 .c = {32, 1, 16}};
+constexpr MatMulSpec kMatmul = {.batches = 2,
+                                .m = 128,
+                                .n = 16,
+                                .k = 256,
+                                .a = {256, 1, 128 * 256},
+                                .b = {96, 1, 16},
+                                .c = {32, 1, 16}};
 
-TEST_F(SignalsTest, NoneInterruptsAProduct) {
+TEST_F(SignalsTest, NoneInterruptsAMatmul) {
   MatMulCache cache{Device{}};
   const Operand a = random_operand(DType::kF32, {2, 128, 256}, 1),
                 b = random_operand(DType::kF32, {256, 96}, 2), c(DType::kF32, {128, 32});
-  cache.prepare(kProduct);
+  cache.prepare(kMatmul);
   compute_under_signals(
-      [&] { cache.run(kProduct, a.tensor.data, b.tensor.data, nullptr, c.tensor.data); });
+      [&] { cache.run(kMatmul, a.tensor.data, b.tensor.data, nullptr, c.tensor.data); });
   EXPECT_EQ(handled, kSignals);
   EXPECT_EQ(off_stack, 0);
 }
@@ -191,7 +191,7 @@ TEST_F(SignalsTest, TheCallingThreadTakesThemAfterwards) {
   const Operand a = random_operand(DType::kF32, {2, 128, 256}, 1),
                 b = random_operand(DType::kF32, {256, 96}, 2), c(DType::kF32, {128, 32});
   const SignalsOnOwnStack signals;
-  cache.run(kProduct, a.tensor.data, b.tensor.data, nullptr, c.tensor.data);
+  cache.run(kMatmul, a.tensor.data, b.tensor.data, nullptr, c.tensor.data);
   EXPECT_EQ(handled, 0);
   ::raise(kSignal);
   EXPECT_EQ(handled, 1);

@@ -1,4 +1,4 @@
-// Operators on a GPU against references in double precision, at odd shapes: products, LayerNorm,
+// Operators on a GPU against references in double precision, at odd shapes: matmuls, LayerNorm,
 // attention, activations, cross-entropy. double_rows_test.cpp has those that work on rows,
 // double_elements_test.cpp those that draw random numbers. The sizes of GPT-2 124M come with
 // SLUICE_REAL_SHAPES.
@@ -28,7 +28,7 @@ Matrix transposed(const Matrix& m) {
 }
 
 // a bᵀ: both operands are read along their rows.
-Matrix product(const Matrix& a, const Matrix& b) {
+Matrix matmul(const Matrix& a, const Matrix& b) {
   Matrix result{a.rows, b.rows, Values(index_of(a.rows * b.rows))};
   for (std::int64_t i = 0; i < a.rows; ++i) {
     for (std::int64_t j = 0; j < b.rows; ++j) {
@@ -40,7 +40,7 @@ Matrix product(const Matrix& a, const Matrix& b) {
   return result;
 }
 
-TEST_F(CudaDoubleTest, ProductsOfALayer) {
+TEST_F(CudaDoubleTest, MatmulsOfALayer) {
   std::vector<std::array<std::int64_t, 3>> shapes = {{37, 29, 53}, {5, 1, 3}, {130, 65, 33}};
   if (real_shapes()) shapes.insert(shapes.end(), {{256, 768, 2304}, {256, 3072, 768}});
   for (const DType dtype : kTypes) {
@@ -51,11 +51,11 @@ TEST_F(CudaDoubleTest, ProductsOfALayer) {
       const Operand bias = random_operand(DType::kF32, {out}, 3);
       const Operand dy = random_operand(dtype, {rows, out}, 4);
       const Matrix mx{rows, in, x.values()}, mw{out, in, w.values()}, mdy{rows, out, dy.values()};
-      Values y = product(mx, mw).values, dbias(index_of(out)), dweight;
+      Values y = matmul(mx, mw).values, dbias(index_of(out)), dweight;
       const Values added = bias.values();
       for (std::size_t i = 0; i < y.size(); ++i) y[i] += added[i % index_of(out)];
       for (std::size_t i = 0; i < mdy.values.size(); ++i) dbias[i % index_of(out)] += mdy.values[i];
-      dweight = product(transposed(mdy), transposed(mx)).values;
+      dweight = matmul(transposed(mdy), transposed(mx)).values;
 
       const OnGpu gx(x), gw(w), gbias(bias), gdy(dy);
       const OnGpu gy(Operand(dtype, {rows, out})), gdx(Operand(dtype, {rows, in}));
@@ -65,7 +65,7 @@ TEST_F(CudaDoubleTest, ProductsOfALayer) {
       linear_backward_input(gpu(), gdy.tensor(), gw.tensor(), gdx.tensor());
       linear_backward_weight(gpu(), gx.tensor(), gdy.tensor(), gdw.tensor(), gdb.tensor());
       expect_close(gy, y, allowed(dtype), "y");
-      expect_close(gdx, product(mdy, transposed(mw)).values, allowed(dtype), "dx");
+      expect_close(gdx, matmul(mdy, transposed(mw)).values, allowed(dtype), "dx");
       expect_close(gdw, dweight, 2e-6, "dweight");
       expect_close(gdb, dbias, 2e-6, "dbias");
     }
@@ -75,7 +75,7 @@ TEST_F(CudaDoubleTest, ProductsOfALayer) {
 // The end of a branch, with a stream of either type. A bf16 sum is rounded once; where rows are no
 // whole packs of 8 numbers, cuBLASLt 13.1 on an H200 was seen to round more than once. Biases are
 // bf16's numbers: a bf16 sum takes them so.
-TEST_F(CudaDoubleTest, ProductsThatAddToTheResidual) {
+TEST_F(CudaDoubleTest, MatmulsThatAddToTheResidual) {
   std::vector<std::array<std::int64_t, 3>> shapes = {{37, 29, 53}, {5, 1, 3}, {130, 65, 33}};
   if (real_shapes()) shapes.insert(shapes.end(), {{256, 768, 768}, {256, 3072, 768}});
   for (const auto& [dtype, stream] : kStreams) {
@@ -87,7 +87,7 @@ TEST_F(CudaDoubleTest, ProductsThatAddToTheResidual) {
                       w = random_operand(dtype, {out, in}, 2);
         const Operand residual = random_operand(stream, {rows, out}, 3);
         const Operand bias(DType::kF32, {out}, random_values(out, 4, DType::kBf16));
-        Values y = product({rows, in, x.values()}, {out, in, w.values()}).values;
+        Values y = matmul({rows, in, x.values()}, {out, in, w.values()}).values;
         const Values before = residual.values(), added = bias.values();
         for (std::size_t i = 0; i < y.size(); ++i) {
           y[i] += before[i] + (has_bias ? added[i % index_of(out)] : 0);
@@ -206,7 +206,7 @@ Attention attention(const AttentionShape& shape, const Values& qkv, const Values
       const std::int64_t at_v = width + (shape.kv_heads + shared) * d;
       const Matrix q = part(qkv, row, t, packed, at_q, d), k = part(qkv, row, t, packed, at_k, d),
                    v = part(qkv, row, t, packed, at_v, d), go = part(dout, row, t, width, at_q, d);
-      Matrix p = product(q, k), ds = product(go, v);
+      Matrix p = matmul(q, k), ds = matmul(go, v);
       for (std::int64_t i = 0; i < t; ++i) {
         double largest = -1e300, sum = 0, mean = 0;
         for (std::int64_t j = 0; j <= i; ++j) largest = std::max(largest, scale * p.at(i, j));
@@ -222,10 +222,10 @@ Attention attention(const AttentionShape& shape, const Values& qkv, const Values
           each = scale * p.at(i, j) * (each - mean);
         }
       }
-      add_part(result.out, product(p, transposed(v)), row, width, at_q);
-      add_part(result.dqkv, product(ds, transposed(k)), row, packed, at_q);
-      add_part(result.dqkv, product(transposed(ds), transposed(q)), row, packed, at_k);
-      add_part(result.dqkv, product(transposed(p), transposed(go)), row, packed, at_v);
+      add_part(result.out, matmul(p, transposed(v)), row, width, at_q);
+      add_part(result.dqkv, matmul(ds, transposed(k)), row, packed, at_q);
+      add_part(result.dqkv, matmul(transposed(ds), transposed(q)), row, packed, at_k);
+      add_part(result.dqkv, matmul(transposed(p), transposed(go)), row, packed, at_v);
     }
   }
   return result;

@@ -1,4 +1,4 @@
-// Products on a GPU against the CPU's: the layer's operators in every type, with and without bias
+// Matmuls on a GPU against the CPU's: the layer's operators in every type, with and without bias
 // and activation, and their cache of plans.
 #include "stages/cuda/matmul.hpp"
 
@@ -278,13 +278,13 @@ class CudaMatmulsTest : public GpuTest {
 
 TEST_F(CudaMatmulsTest, MakesOnePlanPerSpecification) {
   const OnGpu a(random_operand(DType::kF32, {8, 8}, 1)), c(Operand(DType::kF32, {8, 8}));
-  const cuda::ProductSpec spec = {square(8, DType::kF32)};
+  const cuda::FusedMatmulSpec spec = {square(8, DType::kF32)};
   for (int i = 0; i < 3; ++i) matmuls().run(spec, {.a = a.data(), .b = a.data(), .c = c.data()});
   EXPECT_EQ(matmuls().size(), 1U);
   EXPECT_TRUE(matmuls().supports(spec));
   EXPECT_EQ(matmuls().size(), 1U);
-  cuda::ProductSpec transposed = spec;
-  transposed.product.b = {.row = 1, .column = 8};
+  cuda::FusedMatmulSpec transposed = spec;
+  transposed.matmul.b = {.row = 1, .column = 8};
   EXPECT_TRUE(matmuls().supports(transposed));
   EXPECT_EQ(matmuls().size(), 2U);
 }
@@ -304,7 +304,7 @@ TEST_F(CudaMatmulsTest, RunsBatchesAndStridesAndAccumulates) {
                              .c = {10, 1, 50},
                              .operands = dtype,
                              .accumulate = true};
-    const std::size_t column = 2 * size_of(dtype);  // a's product starts in its third column
+    const std::size_t column = 2 * size_of(dtype);  // the matmul reads a from its third column on
     matmuls_of(cpu()).run(spec, a.tensor.as<std::byte>() + column, b.tensor.data, nullptr,
                           c.tensor.data);
     matmuls().run(
@@ -342,7 +342,7 @@ TEST_F(CudaMatmulsTest, RunsEveryTransposition) {
 TEST_F(CudaMatmulsTest, RepeatsItsBitsAtAnyPlaceInMemory) {
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
     const Operand a = random_operand(dtype, {64, 64}, 7), c(dtype, {64, 64});
-    const cuda::ProductSpec spec = {square(64, dtype)};
+    const cuda::FusedMatmulSpec spec = {square(64, dtype)};
     std::vector<Values> results;
     for (const std::size_t offset : {0U, 0U, 16U, 48U, 256U}) {
       const OnGpu gpu_a(a, offset), gpu_c(c, offset);
@@ -356,7 +356,7 @@ TEST_F(CudaMatmulsTest, RepeatsItsBitsAtAnyPlaceInMemory) {
 
 TEST_F(CudaMatmulsTest, TakesOperandsThatAreNotAligned) {
   const Operand a = random_operand(DType::kBf16, {64, 64}, 8), c(DType::kBf16, {64, 64});
-  const cuda::ProductSpec spec = {square(64, DType::kBf16)};
+  const cuda::FusedMatmulSpec spec = {square(64, DType::kBf16)};
   const OnGpu aligned_a(a), aligned_c(c), odd_a(a, 2), odd_c(c, 6);
   matmuls().run(spec, {.a = aligned_a.data(), .b = aligned_a.data(), .c = aligned_c.data()});
   matmuls().run(spec, {.a = odd_a.data(), .b = odd_a.data(), .c = odd_c.data()});
@@ -367,8 +367,8 @@ TEST_F(CudaMatmulsTest, TakesOperandsThatAreNotAligned) {
 TEST_F(CudaMatmulsTest, RoundsToTf32OnlyOnRequest) {
   const Operand a = random_operand(DType::kF32, {96, 96}, 9), c(DType::kF32, {96, 96});
   const OnGpu gpu_a(a), gpu_c(c);
-  const cuda::ProductSpec spec = {square(96, DType::kF32)};
-  matmuls_of(cpu()).run(spec.product, a.tensor.data, a.tensor.data, nullptr, c.tensor.data);
+  const cuda::FusedMatmulSpec spec = {square(96, DType::kF32)};
+  matmuls_of(cpu()).run(spec.matmul, a.tensor.data, a.tensor.data, nullptr, c.tensor.data);
   EXPECT_FALSE(cuda::backend_of(gpu()).tf32());
   matmuls().run(spec, {.a = gpu_a.data(), .b = gpu_a.data(), .c = gpu_c.data()});
   EXPECT_LE(relative_error(gpu_c.values(gpu()), c.values()), 1e-5);
@@ -378,17 +378,17 @@ TEST_F(CudaMatmulsTest, RoundsToTf32OnlyOnRequest) {
   EXPECT_LE(relative_error(gpu_c.values(gpu()), c.values()), 2e-3);
 }
 
-TEST_F(CudaMatmulsTest, RefusesWhatTheLibraryLacksByNamingTheProduct) {
-  cuda::ProductSpec spec = {square(8, DType::kF32)};
-  spec.product.batches = 2;
-  spec.product.bias = true;
+TEST_F(CudaMatmulsTest, RefusesWhatTheLibraryLacksByNamingTheMatmul) {
+  cuda::FusedMatmulSpec spec = {square(8, DType::kF32)};
+  spec.matmul.batches = 2;
+  spec.matmul.bias = true;
   try {
     static_cast<void>(matmuls().supports(spec));
     FAIL() << "batches with a bias";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kDevice);
     EXPECT_THAT(error.what(), testing::HasSubstr("2 x f32 [8, 8] x [8, 8]"));
-    EXPECT_THAT(error.what(), testing::HasSubstr("needs a single product"));
+    EXPECT_THAT(error.what(), testing::HasSubstr("needs a single matmul"));
   }
 }
 

@@ -320,7 +320,7 @@ TEST_P(LinearTest, MatchesItsReference) {
   }
 }
 
-// More rows than one block of the products, and a rest.
+// More rows than one block of the matmuls, and a rest.
 TEST_P(LinearTest, CutsManyRowsIntoBlocks) {
   const std::int64_t rows = 1037, in = 24, out = 40;
   const Operand x = random_operand(dtype(), {rows, in}, 30);
@@ -404,7 +404,7 @@ TEST_P(LinearTest, WritesTheBiasWhereAWidthIsZero) {
 }
 
 // Blocks of rows in f32 and in bf16, and a shorter last one.
-TEST_P(LinearTest, ResidualProductHasTheBitsOfAProductAndASum) {
+TEST_P(LinearTest, ResidualMatmulHasTheBitsOfAMatmulAndASum) {
   const std::int64_t rows = 700, in = 9, out = 13;
   const Operand x = random_operand(dtype(), {rows, in}, 40),
                 weight = random_operand(dtype(), {out, in}, 41),

@@ -13,7 +13,7 @@ Operand zeros(const Shape& shape) {
   return {DType::kF32, shape, Values(index_of(shape.elements()), 0)};
 }
 
-// No row; one; a part of a block of the product, and of two.
+// No row; one; a part of a block of the matmul, and of two.
 constexpr std::int64_t kRows[] = {0, 1, 37, 700};
 
 TEST_P(OverwriteTest, LinearLeavesWhatItAddsToZeros) {

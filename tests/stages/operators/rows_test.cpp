@@ -21,7 +21,7 @@ class RowsTest : public ::testing::TestWithParam<std::tuple<DType, int>> {
   ComputeContext ctx_{Device{}, std::get<1>(GetParam())};
 
   void SetUp() override {
-    if (!row_products_of(ctx_).blocks(ctx_, dtype()).invariant) {
+    if (!row_matmuls_of(ctx_).blocks(ctx_, dtype()).invariant) {
       GTEST_SKIP() << "no block of rows passes the check with this library and processor";
     }
   }
@@ -65,7 +65,7 @@ TEST_P(RowsTest, LinearLayersTreatRowsAlike) {
   }
 }
 
-TEST_P(RowsTest, ProductsBesideActivationsTreatRowsAlike) {
+TEST_P(RowsTest, MatmulsBesideActivationsTreatRowsAlike) {
   constexpr std::int64_t kIn = 96, kHidden = 200;
   for (const Activation activation : {Activation::kGelu, Activation::kSwiglu}) {
     const std::int64_t raised = activation == Activation::kGelu ? kHidden : 2 * kHidden;

@@ -1,4 +1,4 @@
-// What recomputation costs and saves: bytes as described and as taken, products counted again.
+// What recomputation costs and saves: bytes as described and as taken, matmuls counted again.
 // That it changes no bit: transformer_exactness_test.cpp.
 #include <gtest/gtest.h>
 
@@ -201,8 +201,8 @@ INSTANTIATE_TEST_SUITE_P(
         Setting{"DroppingStream", Recompute::kAttention, DType::kBf16, dropping_stream_with}),
     [](const auto& instance) { return instance.param.name; });
 
-TEST(RecomputeTest, ForwardRunsNoProductTwiceAndBackwardOnlyThoseItCounts) {
-  const auto products = [](Recompute recompute) {
+TEST(RecomputeTest, ForwardRunsNoMatmulTwiceAndBackwardOnlyThoseItCounts) {
+  const auto counted = [](Recompute recompute) {
     const TransformerConfig config = config_with(recompute);
     LocalPipeline pipeline(config, {{0, 5}}, {make_micro_batch(config, 0, kSamples, 80)},
                            {.split_backward = false});
@@ -213,21 +213,21 @@ TEST(RecomputeTest, ForwardRunsNoProductTwiceAndBackwardOnlyThoseItCounts) {
     pipeline.backward(0);
     return std::vector<std::size_t>{forward, matmuls.recorded().size() - forward};
   };
-  const auto none = products(Recompute::kNone);
-  const auto block = products(Recompute::kBlock);
+  const auto none = counted(Recompute::kNone);
+  const auto block = counted(Recompute::kBlock);
   EXPECT_EQ(block[0], none[0]);
   EXPECT_GT(block[1], none[1]);
   EXPECT_LT(block[1], none[1] + none[0]) << "results that end in the residual stream are kept";
 }
 
-TEST(RecomputeTest, CostsAreThoseOfTheProductsDoneAgain) {
+TEST(RecomputeTest, CostsAreThoseOfTheMatmulsDoneAgain) {
   const auto costs = [](Recompute recompute) { return recompute_costs(config_with(recompute)); };
   const std::vector<double> forward = layer_costs(config_with(Recompute::kBlock));
   EXPECT_EQ(costs(Recompute::kNone), std::vector<double>(5, 0.0));
   const double attention = 2.0 * 80 * 80 * 64;
   EXPECT_EQ(costs(Recompute::kAttention),
             (std::vector<double>{0, attention, attention, attention, 0}));
-  // A block's products are 12 width^2: 3 for qkv and 4 to raise; 5 end in the residual stream.
+  // A block's matmuls are 12 width^2: 3 for qkv and 4 to raise; 5 end in the residual stream.
   const double block = attention + 2.0 * 80 * 7 * 64 * 64;
   EXPECT_EQ(costs(Recompute::kBlock), (std::vector<double>{0, block, block, block, 0}));
   EXPECT_EQ(forward[1] - block, 2.0 * 80 * 5 * 64 * 64);

@@ -244,8 +244,8 @@ INSTANTIATE_TEST_SUITE_P(
         Variant{"AllBf16Dropout", TransformerKind::kLlama, false, 0.2F, DType::kBf16, change_all}),
     [](const auto& instance) { return instance.param.name; });
 
-// Small products hide what accumulation in place and leading dimensions do.
-TEST(TransformerLargeTest, PartitionChangesNoBitOfLargeProducts) {
+// Small matmuls hide what accumulation in place and leading dimensions do.
+TEST(TransformerLargeTest, PartitionChangesNoBitOfLargeMatmuls) {
   TransformerConfig config;  // width 256, MLP 1024, context 256
   config.layers = 2;
   const std::vector<MicroBatch> batches = {make_micro_batch(config, 0, 4, 256),

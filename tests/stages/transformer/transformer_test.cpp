@@ -230,7 +230,7 @@ TEST(TransformerTest, DropsOnlyInTraining) {
   EXPECT_NE(plain.logits(0), trained.logits(0));
 }
 
-// Loss and gradients of bf16 products, within `tolerance` of each gradient's norm.
+// Loss and gradients of bf16 matmuls, within `tolerance` of each gradient's norm.
 void expect_bf16_near_f32(DType stream, double tolerance) {
   for (const TransformerKind kind : {TransformerKind::kGpt2, TransformerKind::kLlama}) {
     TransformerConfig config = small_config(kind, true);
@@ -364,15 +364,15 @@ TEST(TransformerTest, CostsFollowTheOptionsOfLlama) {
   // 24 columns of queries, 2 * 12 of keys and values; pairs of a query and a key: half a square,
   // and a band less its half square.
   const double whole = 4.0 * 24 * 100 * 100 / 2, band = 4.0 * 24 * (10 * 100 - 10 * 10 / 2.0);
-  const double products = 2.0 * 100 * (23 * (24 + 24) + 24 * 23 + 3 * 23 * 40);
+  const double matmuls = 2.0 * 100 * (23 * (24 + 24) + 24 * 23 + 3 * 23 * 40);
   EXPECT_EQ(recompute_costs(config), (std::vector<double>{0, band, whole, band, 0}));
-  EXPECT_EQ(layer_costs(config)[1], band + products);
-  EXPECT_EQ(layer_costs(config)[2], whole + products);
+  EXPECT_EQ(layer_costs(config)[1], band + matmuls);
+  EXPECT_EQ(layer_costs(config)[2], whole + matmuls);
   EXPECT_DOUBLE_EQ(
       training_flops(config),
       6.0 * 100 * static_cast<double>(parameter_count(config)) + 3 * (2 * band + whole));
   config.window = 1000;  // longer than the context
-  EXPECT_EQ(layer_costs(config)[1], whole + products);
+  EXPECT_EQ(layer_costs(config)[1], whole + matmuls);
 }
 
 // Ranks compare the settings of their models.

@@ -58,9 +58,9 @@ inline constexpr std::int64_t kRowsToSumBySample = 256;
 
 // The matmuls of a linear layer with weight [out, in], over shape.rows rows:
 // y = x weightᵀ (+ bias), dx = dy weight, and dweight += dyᵀ x, or = dyᵀ x, in f32.
-[[nodiscard]] MatMulSpec linear_product(const LinearShape& shape);
-[[nodiscard]] MatMulSpec linear_input_product(const LinearShape& shape);
-[[nodiscard]] MatMulSpec linear_weight_product(const LinearShape& shape, Write write = Write::kAdd);
+[[nodiscard]] MatMulSpec linear_matmul(const LinearShape& shape);
+[[nodiscard]] MatMulSpec linear_input_matmul(const LinearShape& shape);
+[[nodiscard]] MatMulSpec linear_weight_matmul(const LinearShape& shape, Write write = Write::kAdd);
 
 // Over every field of a specification, for caches.
 struct MatMulSpecHash {

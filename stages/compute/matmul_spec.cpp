@@ -1,4 +1,4 @@
-#include "stages/compute/product.hpp"
+#include "stages/compute/matmul_spec.hpp"
 
 #include <fmt/format.h>
 
@@ -21,7 +21,7 @@ Tensor rows_from(const Tensor& all, std::int64_t first, std::int64_t rows) {
           {all.spec.dtype, Shape{rows, width}}};
 }
 
-MatMulSpec linear_product(const LinearShape& shape) {
+MatMulSpec linear_matmul(const LinearShape& shape) {
   return {.m = shape.rows,
           .n = shape.out,
           .k = shape.in,
@@ -33,7 +33,7 @@ MatMulSpec linear_product(const LinearShape& shape) {
           .bias = shape.bias};
 }
 
-MatMulSpec linear_input_product(const LinearShape& shape) {
+MatMulSpec linear_input_matmul(const LinearShape& shape) {
   return {.m = shape.rows,
           .n = shape.in,
           .k = shape.out,
@@ -44,7 +44,7 @@ MatMulSpec linear_input_product(const LinearShape& shape) {
           .result = shape.operands};
 }
 
-MatMulSpec linear_weight_product(const LinearShape& shape, Write write) {
+MatMulSpec linear_weight_matmul(const LinearShape& shape, Write write) {
   return {.m = shape.out,
           .n = shape.in,
           .k = shape.rows,

@@ -1,4 +1,4 @@
-#include "tests/emulated_cuda/product.hpp"
+#include "tests/emulated_cuda/matmul.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -136,23 +136,21 @@ float gelu_gradient(float x) {
 // One batch.
 class Job {
  public:
-  Job(const Product& product, std::int64_t batch)
-      : product_(product),
-        a_{product.a, product.a_data, batch * product.a.batch_stride, product.transpose_a,
-           product.tf32},
-        b_{product.b, product.b_data, batch * product.b.batch_stride, product.transpose_b,
-           product.tf32},
-        c_offset_(batch * product.c.batch_stride),
-        d_offset_(batch * product.d.batch_stride),
-        bias_offset_(batch * product.bias_stride),
-        aux_offset_(batch * product.aux_stride),
-        m_(product.d.rows),
-        n_(product.d.columns),
-        k_(product.transpose_a ? product.a.rows : product.a.columns) {}
+  Job(const Matmul& matmul, std::int64_t batch)
+      : matmul_(matmul),
+        a_{matmul.a, matmul.a_data, batch * matmul.a.batch_stride, matmul.transpose_a, matmul.tf32},
+        b_{matmul.b, matmul.b_data, batch * matmul.b.batch_stride, matmul.transpose_b, matmul.tf32},
+        c_offset_(batch * matmul.c.batch_stride),
+        d_offset_(batch * matmul.d.batch_stride),
+        bias_offset_(batch * matmul.bias_stride),
+        aux_offset_(batch * matmul.aux_stride),
+        m_(matmul.d.rows),
+        n_(matmul.d.columns),
+        k_(matmul.transpose_a ? matmul.a.rows : matmul.a.columns) {}
 
   void run() {
-    if (product_.epilogue == CUBLASLT_EPILOGUE_BGRADA) sum_operand(a_, m_, true);
-    if (product_.epilogue == CUBLASLT_EPILOGUE_BGRADB) sum_operand(b_, n_, false);
+    if (matmul_.epilogue == CUBLASLT_EPILOGUE_BGRADA) sum_operand(a_, m_, true);
+    if (matmul_.epilogue == CUBLASLT_EPILOGUE_BGRADB) sum_operand(b_, n_, false);
     row_sums_.assign(static_cast<std::size_t>(m_), 0.0F);
     const std::vector<float> columns = pack_columns(b_, k_, n_);
     for (std::int64_t row = 0; row < m_; row += kTileRows) {
@@ -167,9 +165,9 @@ class Job {
         }
       }
     }
-    if (product_.epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD) {
+    if (matmul_.epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD) {
       for (std::int64_t i = 0; i < m_; ++i) {
-        store(product_.d.type, product_.bias, bias_offset_ + i,
+        store(matmul_.d.type, matmul_.bias, bias_offset_ + i,
               row_sums_[static_cast<std::size_t>(i)]);
       }
     }
@@ -177,22 +175,22 @@ class Job {
 
  private:
   void finish(std::int64_t i, std::int64_t j, float sum) {
-    const cudaDataType type = product_.d.type;
-    float value = product_.alpha * sum;
-    if (product_.beta != 0) {
-      value += product_.beta *
-               load(product_.c.type, product_.c_data, c_offset_ + i + j * product_.c.leading);
+    const cudaDataType type = matmul_.d.type;
+    float value = matmul_.alpha * sum;
+    if (matmul_.beta != 0) {
+      value += matmul_.beta *
+               load(matmul_.c.type, matmul_.c_data, c_offset_ + i + j * matmul_.c.leading);
     }
-    if (reads_bias(product_.epilogue)) value += load(type, product_.bias, bias_offset_ + i);
-    const std::int64_t aux = aux_offset_ + i + j * product_.aux_leading;
-    if (is_gelu(product_.epilogue)) {
-      if (uses_aux(product_.epilogue)) store(type, product_.aux, aux, value);
+    if (reads_bias(matmul_.epilogue)) value += load(type, matmul_.bias, bias_offset_ + i);
+    const std::int64_t aux = aux_offset_ + i + j * matmul_.aux_leading;
+    if (is_gelu(matmul_.epilogue)) {
+      if (uses_aux(matmul_.epilogue)) store(type, matmul_.aux, aux, value);
       value = gelu(value);
-    } else if (is_gelu_gradient(product_.epilogue)) {
-      value *= gelu_gradient(load(type, product_.aux, aux));
+    } else if (is_gelu_gradient(matmul_.epilogue)) {
+      value *= gelu_gradient(load(type, matmul_.aux, aux));
       row_sums_[static_cast<std::size_t>(i)] += value;
     }
-    store(type, product_.d_data, d_offset_ + i + j * product_.d.leading, value);
+    store(type, matmul_.d_data, d_offset_ + i + j * matmul_.d.leading, value);
   }
 
   // Over k, of each row of op(A) or each column of op(B).
@@ -200,11 +198,11 @@ class Job {
     for (std::int64_t i = 0; i < count; ++i) {
       float sum = 0;
       for (std::int64_t p = 0; p < k_; ++p) sum += rows ? operand.at(i, p) : operand.at(p, i);
-      store(product_.d.type, product_.bias, bias_offset_ + i, sum);
+      store(matmul_.d.type, matmul_.bias, bias_offset_ + i, sum);
     }
   }
 
-  const Product& product_;
+  const Matmul& matmul_;
   Operand a_, b_;
   std::int64_t c_offset_, d_offset_, bias_offset_, aux_offset_;  // elements
   std::int64_t m_, n_, k_;
@@ -222,8 +220,8 @@ bool writes_bias(cublasLtEpilogue_t epilogue) {
 
 bool uses_aux(cublasLtEpilogue_t epilogue) { return has(epilogue, 128); }
 
-void compute(const Product& product) {
-  for (std::int64_t batch = 0; batch < product.d.batches; ++batch) Job(product, batch).run();
+void compute(const Matmul& matmul) {
+  for (std::int64_t batch = 0; batch < matmul.d.batches; ++batch) Job(matmul, batch).run();
 }
 
 bool is_known(std::uint32_t epilogue) {

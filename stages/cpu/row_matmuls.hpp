@@ -30,9 +30,9 @@ struct RowBlocks {
 [[nodiscard]] RowBlocks row_blocks(const ComputeContext& ctx, DType operands);
 
 // Runs matmuls of a cache over padded rows. Used from one thread.
-class RowProducts {
+class RowMatmuls {
  public:
-  explicit RowProducts(MatMulCache& products) : products_(products) {}
+  explicit RowMatmuls(MatMulCache& matmuls) : matmuls_(matmuls) {}
 
   // row_blocks(), found once.
   [[nodiscard]] const RowBlocks& blocks(const ComputeContext& ctx, DType operands);
@@ -44,7 +44,7 @@ class RowProducts {
   void run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c);
 
  private:
-  MatMulCache& products_;
+  MatMulCache& matmuls_;
   std::map<DType, RowBlocks> known_;  // by the type of operands
   Buffer padded_;                     // rows of a, then of c
 };

@@ -1,5 +1,5 @@
 // The arithmetic behind the emulated cublasLtMatmul: plain loops over column-major matrices. Each
-// element of a product is summed in f32, one product after the other in ascending k, whatever the
+// element of a result is summed in f32, one product after the other in ascending k, whatever the
 // shape, so results repeat bit for bit on every machine.
 #pragma once
 
@@ -20,7 +20,7 @@ struct Matrix {
 };
 
 // D = epilogue(alpha * op(A) * op(B) + beta * C); C is not read where beta is 0.
-struct Product {
+struct Matmul {
   Matrix a, b, c, d;  // as they lie in memory
   bool transpose_a = false;
   bool transpose_b = false;
@@ -46,9 +46,9 @@ struct Product {
 [[nodiscard]] bool writes_bias(cublasLtEpilogue_t epilogue);
 [[nodiscard]] bool uses_aux(cublasLtEpilogue_t epilogue);
 
-void compute(const Product& product);
+void compute(const Matmul& matmul);
 
-// Whether Product computes this cublasLtEpilogue_t.
+// Whether Matmul computes this cublasLtEpilogue_t.
 [[nodiscard]] bool is_known(std::uint32_t epilogue);
 
 }  // namespace sluice::emulated

@@ -1,4 +1,4 @@
-#include "stages/cpu/row_products.hpp"
+#include "stages/cpu/row_matmuls.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -43,11 +43,11 @@ class RowCheck {
   bool passes(std::int64_t in, std::int64_t out, bool transposed) {
     a_ = numbers(blocks_.most * in);
     b_ = numbers(in * out);
-    const std::vector<float> whole = product(0, blocks_.most, in, out, transposed);
+    const std::vector<float> whole = matmul(0, blocks_.most, in, out, transposed);
     const std::int64_t stride = blocks_.step * (in * out < 50'000 ? 1 : 7);
     for (std::int64_t rows = blocks_.step; rows < blocks_.most; rows += stride) {
       for (const std::int64_t first : {std::int64_t{0}, blocks_.most - rows}) {
-        const std::vector<float> part = product(first, rows, in, out, transposed);
+        const std::vector<float> part = matmul(first, rows, in, out, transposed);
         if (std::memcmp(part.data(), whole.data() + first * out, part.size() * 4) != 0)
           return false;
       }
@@ -71,21 +71,21 @@ class RowCheck {
     }
     return bytes;
   }
-  std::vector<float> product(std::int64_t first, std::int64_t rows, std::int64_t in,
-                             std::int64_t out, bool transposed) {
+  std::vector<float> matmul(std::int64_t first, std::int64_t rows, std::int64_t in,
+                            std::int64_t out, bool transposed) {
     LinearShape shape{.rows = rows, .in = in, .out = out, .operands = operands_};
     if (!transposed) std::swap(shape.in, shape.out);
-    MatMulSpec spec = transposed ? linear_product(shape) : linear_input_product(shape);
+    MatMulSpec spec = transposed ? linear_matmul(shape) : linear_input_matmul(shape);
     spec.result = DType::kF32;
     std::vector<float> result(static_cast<std::size_t>(rows * out));
-    products_.run(spec, a_.data() + first * in * static_cast<std::int64_t>(size_of(operands_)),
-                  b_.data(), nullptr, result.data());
+    matmuls_.run(spec, a_.data() + first * in * static_cast<std::int64_t>(size_of(operands_)),
+                 b_.data(), nullptr, result.data());
     return result;
   }
 
   DType operands_;
   RowBlocks blocks_;
-  MatMulCache products_{Device{}};
+  MatMulCache matmuls_{Device{}};
   std::vector<std::byte> a_, b_;
   std::uint64_t state_ = 1;
 };
@@ -131,13 +131,13 @@ RowBlocks row_blocks(const ComputeContext& ctx, DType operands) {
       .first->second;
 }
 
-const RowBlocks& RowProducts::blocks(const ComputeContext& ctx, DType operands) {
+const RowBlocks& RowMatmuls::blocks(const ComputeContext& ctx, DType operands) {
   const auto found = known_.find(operands);
   if (found != known_.end()) return found->second;
   return known_.emplace(operands, row_blocks(ctx, operands)).first->second;
 }
 
-std::string RowProducts::describe() const {
+std::string RowMatmuls::describe() const {
   std::vector<std::string> texts;
   for (const auto& [type, blocks] : known_) {
     texts.push_back(
@@ -148,12 +148,12 @@ std::string RowProducts::describe() const {
   return fmt::format("{}", fmt::join(texts, ", "));
 }
 
-void RowProducts::run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c) {
+void RowMatmuls::run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c) {
   const std::int64_t rows = spec.m, step = known_.at(spec.operands).step;
   spec.m = (rows + step - 1) / step * step;
   if (spec.m == rows || spec.k == 0) {
     spec.m = rows;
-    return products_.run(spec, a, b, bias, c);
+    return matmuls_.run(spec, a, b, bias, c);
   }
   const std::size_t a_bytes = bytes_of_rows(spec.m, spec.k, spec.operands);
   const std::size_t a_given = bytes_of_rows(rows, spec.k, spec.operands);
@@ -162,7 +162,7 @@ void RowProducts::run(MatMulSpec spec, const void* a, const void* b, const void*
   if (padded_.size() < needed) padded_ = Buffer(Device{}, needed);
   std::memcpy(padded_.data(), a, a_given);
   std::memset(padded_.data() + a_given, 0, a_bytes - a_given);
-  products_.run(spec, padded_.data(), b, bias, padded_.data() + c_place);
+  matmuls_.run(spec, padded_.data(), b, bias, padded_.data() + c_place);
   std::memcpy(c, padded_.data() + c_place, bytes_of_rows(rows, spec.n, spec.result));
 }
 
