@@ -1,4 +1,4 @@
-// A CUDA stage of your own: products by cuBLASLt with Sluice's stream, handle and scratch, and a
+// A CUDA stage of your own: matmuls by cuBLASLt with Sluice's stream, handle and scratch, and a
 // kernel for the loss. As many layers y = x Wᵀ as there are ranks (they may share a GPU) learn to
 // turn the order of eight numbers round.   mpirun -n 2 custom_cuda_stage
 #include <cublasLt.h>
@@ -12,7 +12,7 @@
 using namespace sluice;
 using Tensors = std::span<const Tensor>;
 constexpr int kWidth = 8, kThreads = 128;
-constexpr std::size_t kScratch = std::size_t{32} << 20;  // that a product may use
+constexpr std::size_t kScratch = std::size_t{32} << 20;  // that a matmul may use
 
 void need(cublasStatus_t s) {
   if (s != CUBLAS_STATUS_SUCCESS) throw Error(ErrorCode::kDevice, cublasLtGetStatusName(s));
@@ -26,8 +26,8 @@ cublasLtMatrixLayout_t layout_of(const Tensor& t) {
 }
 // c = a b + beta c in the library's words, a and b transposed where op says so. A stage that is to
 // be fast keeps the descriptors and an algorithm from prepare() on.
-void product(ComputeContext& ctx, cublasOperation_t op_a, const Tensor& a, cublasOperation_t op_b,
-             const Tensor& b, float beta, const Tensor& c) {
+void matmul(ComputeContext& ctx, cublasOperation_t op_a, const Tensor& a, cublasOperation_t op_b,
+            const Tensor& b, float beta, const Tensor& c) {
   cublasLtMatmulDesc_t what = nullptr;
   need(cublasLtMatmulDescCreate(&what, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   need(cublasLtMatmulDescSetAttribute(what, CUBLASLT_MATMUL_DESC_TRANSA, &op_a, sizeof op_a));
@@ -48,7 +48,7 @@ struct Layer : Stage {
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
     return {.outputs = {in[0]}, .operator_bytes = kScratch};
   }
-  // Runs each product once: a library loads its kernels then; later, while NCCL runs, that may
+  // Runs each matmul once: a library loads its kernels then; later, while NCCL runs, that may
   // wait for ever. Kernels of a source that includes <sluice/cuda.hpp> are loaded anyway.
   void prepare(const StageSetup& s) override {
     const DeviceMemory& memory = s.compute->memory();
@@ -67,11 +67,11 @@ struct Layer : Stage {
   }
   ParameterSet* parameters() override { return &set; }
   void forward(StageContext& ctx, Tensors x, Tensors y) override {
-    product(ctx.compute, CUBLAS_OP_T, w.value, CUBLAS_OP_N, x[0], 0, y[0]);
+    matmul(ctx.compute, CUBLAS_OP_T, w.value, CUBLAS_OP_N, x[0], 0, y[0]);
   }
   void backward(StageContext& ctx, Tensors dy, Tensors dx) override {
-    product(ctx.compute, CUBLAS_OP_N, ctx.inputs[0], CUBLAS_OP_T, dy[0], 1, w.grad);
-    if (!dx.empty()) product(ctx.compute, CUBLAS_OP_N, w.value, CUBLAS_OP_N, dy[0], 0, dx[0]);
+    matmul(ctx.compute, CUBLAS_OP_N, ctx.inputs[0], CUBLAS_OP_T, dy[0], 1, w.grad);
+    if (!dx.empty()) matmul(ctx.compute, CUBLAS_OP_N, w.value, CUBLAS_OP_N, dy[0], 0, dx[0]);
   }
 };
 // One block: *sum = the squared differences; y becomes their gradient times `scale`.

@@ -311,7 +311,7 @@ class Weights(unittest.TestCase):
             self.assertEqual(child.returncode, 0)
             return used.ru_maxrss << 10
 
-        spare = 12 << 20  # activations, logits, and the largest products' workspace
+        spare = 12 << 20  # activations, logits, and the largest matmuls' workspace
         self.assertLess(peak(large) - peak(small), 4 * (elements + vocabulary * width) + spare)
 
     def test_a_changed_file_beside_the_weights_is_found(self):

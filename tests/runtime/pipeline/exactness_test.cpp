@@ -211,7 +211,7 @@ TEST_P(ExactnessTest, EveryMicroBatchSizeGivesTheBitsOfSingleSamples) {
   });
 }
 
-TEST_P(ExactnessTest, LargeProductsGiveTheBitsOfOneRank) {
+TEST_P(ExactnessTest, LargeMatmulsGiveTheBitsOfOneRank) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TrainingCase what = large_case();
     const TrainingOutcome expected = alone(comm, what);

@@ -497,7 +497,7 @@ TEST(PipelineTest, ReplicasThatDriftApartAreNamed) {
 }
 
 // The whole step: loading, stages, messages, tied sums, replicas, norm, optimizer. The stages are
-// hand-written: the matmul library allocates inside its products.
+// hand-written: the matmul library allocates inside its matmuls.
 TEST(PipelineTest, AStepInSteadyStateAllocatesNothing) {
   const auto source = counting_source(8);
   const StageFactory tied = [](int stage, int) {

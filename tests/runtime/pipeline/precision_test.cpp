@@ -30,7 +30,7 @@ using ::testing::Not;
 
 constexpr std::int64_t kSamples = 8, kSide = 16;
 const TensorSpec kPicture{DType::kF32, {1, kSide, kSide}};
-constexpr ModelOptions kBf16Products{.precision = DType::kBf16};
+constexpr ModelOptions kBf16Matmuls{.precision = DType::kBf16};
 constexpr ModelOptions kBf16{.precision = DType::kBf16, .stream_precision = DType::kBf16};
 constexpr ModelOptions kBf16Recomputed{
     .precision = DType::kBf16, .stream_precision = DType::kBf16, .recompute = true};
@@ -118,8 +118,7 @@ TEST_P(PrecisionTest, PicturesInBf16HaveTheSameBitsAtEveryLayout) {
     const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
     for (const auto& model : {resnet, vit}) {
       const Result wide = trained(*self, model({}));
-      const Result kept = trained(*self, model(kBf16)),
-                   mixed = trained(*self, model(kBf16Products));
+      const Result kept = trained(*self, model(kBf16)), mixed = trained(*self, model(kBf16Matmuls));
       EXPECT_LT(kept.losses[5], 0.8 * kept.losses[0]);
       for (std::size_t step = 0; step < 6; ++step) {
         EXPECT_NEAR(kept.losses[step], wide.losses[step], 0.05) << step;
@@ -128,7 +127,7 @@ TEST_P(PrecisionTest, PicturesInBf16HaveTheSameBitsAtEveryLayout) {
       EXPECT_NE(kept.losses, wide.losses);
       EXPECT_EQ(trained(*self, model(kBf16Recomputed)), kept);
       EXPECT_EQ(trained(comm, model(kBf16)), kept);
-      EXPECT_EQ(trained(comm, model(kBf16Products), {"zb-h1"}), mixed);
+      EXPECT_EQ(trained(comm, model(kBf16Matmuls), {"zb-h1"}), mixed);
       EXPECT_EQ(trained(comm, model(kBf16Recomputed)), kept);
       EXPECT_EQ(trained(comm, model(kBf16Recomputed), {"zb-h1"}), kept);
       if (comm.size() == 2) {
@@ -228,7 +227,7 @@ StageDescription described(const Sequential& model, std::int64_t samples = 4) {
 
 TEST(PrecisionOptionsTest, ALayerThatSaysNothingComputesInF32AndTheReportNamesIt) {
   EXPECT_EQ(described(own_layers({})).note, "");
-  for (const ModelOptions& options : {kBf16, kBf16Products}) {
+  for (const ModelOptions& options : {kBf16, kBf16Matmuls}) {
     EXPECT_EQ(described(own_layers(options)).note,
               "scale computes in f32: it does not say what it takes of bf16");
   }
@@ -263,7 +262,7 @@ TEST(PrecisionOptionsTest, OwnLayersAndLossesTrainInBf16) {
       for (int step = 0; step < 4; ++step) all.push_back(made.train_step(batch).loss);
       return all;
     };
-    for (const ModelOptions& options : {kBf16, kBf16Products}) {
+    for (const ModelOptions& options : {kBf16, kBf16Matmuls}) {
       const std::vector<double> wide = losses(*self, {}), kept = losses(*self, options);
       EXPECT_NEAR(kept[3], wide[3], 0.02 * wide[0]);
       EXPECT_EQ(losses(comm, options), kept);
@@ -379,7 +378,7 @@ TEST(PrecisionOptionsTest, MistakesOfOwnLayersAndLossesAreFoundInBf16Too) {
                       mse_loss(), options);
   };
   const LossSpec idle = loss<IdleLoss>("idle");
-  for (const ModelOptions& options : {ModelOptions{}, kBf16Products, kBf16}) {
+  for (const ModelOptions& options : {ModelOptions{}, kBf16Matmuls, kBf16}) {
     EXPECT_THAT(refusal(leaves(false, options)),
                 HasSubstr("leaves 1 of the 4 numbers of its output"));
     EXPECT_THAT(refusal(leaves(true, options)),
@@ -416,7 +415,7 @@ TEST(PrecisionOptionsTest, ARefusalSaysThatTheInputWasConverted) {
       {"layer 0 (linear): the input is bf16 [1, 3]; legal: bf16 [samples, ..., 2] "
        "(converted from f32)"},
       [] {
-        (void)Sequential({linear(2, 2)}, mse_loss(), kBf16Products).with_input({DType::kF32, {3}});
+        (void)Sequential({linear(2, 2)}, mse_loss(), kBf16Matmuls).with_input({DType::kF32, {3}});
       });
 }
 
@@ -432,7 +431,7 @@ TEST(PrecisionOptionsTest, Bf16KeepsHalfAndTakesThePlannedBytes) {
     EXPECT_LE(static_cast<double>(kept_bytes(model(kBf16))), 0.6 * wide);
     EXPECT_LE(static_cast<double>(kept_bytes(model({.recompute = true}))), 0.5 * wide);
     EXPECT_LE(static_cast<double>(kept_bytes(model(kBf16Recomputed))), 0.3 * wide);
-    for (const ModelOptions& options : {kBf16, kBf16Products, kBf16Recomputed}) {
+    for (const ModelOptions& options : {kBf16, kBf16Matmuls, kBf16Recomputed}) {
       for (const bool split : {false, true}) {
         const StageDescription planned = described(model(options));
         ComputeContext compute({}, 1);
@@ -471,7 +470,7 @@ TEST(PrecisionOptionsTest, IllegalTypesAreRefused) {
 
 TEST(PrecisionOptionsTest, RanksOfOneModelHaveOnePrecision) {
   with_ranks(2, [&](Communicator& comm) {
-    const Sequential model = vit(comm.rank() == 0 ? kBf16Products : ModelOptions{});
+    const Sequential model = vit(comm.rank() == 0 ? kBf16Matmuls : ModelOptions{});
     try {
       (void)trained(comm, model);
       ADD_FAILURE() << "nothing was refused";

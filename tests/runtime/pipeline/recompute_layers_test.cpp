@@ -176,7 +176,7 @@ TEST_P(RecomputeLayersTest, ConnectionsPassRecomputedLayersAndStages) {
   });
 }
 
-// A block whose products read a copy in bf16 of the gradient that comes to it: from the next layer,
+// A block whose matmuls read a copy in bf16 of the gradient that comes to it: from the next layer,
 // from a message, from residual(), or from recompute().
 TEST_P(RecomputeLayersTest, BlocksInBf16TakeTheirGradientsFromAnyNeighbour) {
   with_ranks(GetParam(), [&](Communicator& comm) {

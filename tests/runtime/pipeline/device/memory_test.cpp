@@ -135,7 +135,7 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
     EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.arena()) << where;
     EXPECT_EQ(mine(comm), before + 1) << where;
     const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
-    // A rank that multiplies nothing, one of an embedding alone, leaves the products' scratch.
+    // A rank that multiplies nothing, one of an embedding alone, leaves the matmuls' scratch.
     const std::size_t idle = planned.arena() - figures.used;
     if (layout.place.rank > 0 || idle != library_bytes(DeviceKind::kCuda)) {
       EXPECT_EQ(idle, 0U) << where;
@@ -397,8 +397,8 @@ TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfPageLockedMemory) {
   EXPECT_THAT(blamed, ::testing::IsSupersetOf({"messages", "the batches", "step 1"}));
 }
 
-TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfTheLibraryOfProducts) {
-  const Job each = job("products", model_with(TransformerKind::kGpt2, DType::kF32), 1, "1f1b");
+TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfTheMatmulLibrary) {
+  const Job each = job("matmuls", model_with(TransformerKind::kGpt2, DType::kF32), 1, "1f1b");
   run(each, [&](Communicator& comm, const DataSource& source) {
     emulated::set_cublas_status(CUBLAS_STATUS_NOT_INITIALIZED);
     expect_error(ErrorCode::kDevice,
@@ -432,7 +432,7 @@ TEST(DeviceMemoryPlanTest, SoDoesAKernelThatCannotBeLoaded) {
   });
 }
 
-// Runs out of memory in describe(), as a matmul library may that plans its products.
+// Runs out of memory in describe(), as a matmul library may that plans its matmuls.
 class StartledStage : public ChangedStage {
  public:
   using ChangedStage::ChangedStage;

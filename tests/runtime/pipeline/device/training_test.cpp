@@ -68,7 +68,7 @@ std::vector<TrainingCase> cases() {
   all.back().model.kind = TransformerKind::kLlama;
   all.back().model.kv_heads = 1;
   all.back().model.recompute = Recompute::kBlock;
-  all.push_back(short_case("bf16 stream"));  // the last product of a branch adds to the residual
+  all.push_back(short_case("bf16 stream"));  // the last matmul of a branch adds to the residual
   all.back().model.precision = all.back().model.stream_precision = DType::kBf16;
   all.push_back(short_case("bf16 stream, dropout"));
   all.back().model.precision = all.back().model.stream_precision = DType::kBf16;

@@ -75,7 +75,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"UnknownOption", small("--layer 2"), 2, "'--layers'"},
         Refusal{"UnknownKey", small("--config bad.conf"), 2, "bad.conf"},
         Refusal{"UnknownSchedule", small("--schedule 2f2b"), 2, "2f2b"},
-        Refusal{"StreamNarrowerThanProducts", small("--stream-precision bf16"), 2,
+        Refusal{"StreamNarrowerThanMatmuls", small("--stream-precision bf16"), 2,
                 "--stream-precision"},
         Refusal{"UnknownModel", small("--model bert"), 2, "bert"},
         Refusal{"UnknownRecomputation", small("--recompute full"), 2, "none, attention, block"},

@@ -86,7 +86,7 @@ TEST(OptionsTest, ReadsEveryKindOfValue) {
   EXPECT_EQ(options.validation_samples, 7);
 }
 
-TEST(OptionsTest, ABf16StreamNeedsBf16Products) {
+TEST(OptionsTest, ABf16StreamNeedsBf16Matmuls) {
   EXPECT_EQ(parse({"--precision", "bf16"}).model.stream_precision, DType::kF32);
   EXPECT_EQ(parse({"--precision", "bf16", "--stream-precision", "bf16"}).model.stream_precision,
             DType::kBf16);
