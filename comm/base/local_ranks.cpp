@@ -1,7 +1,6 @@
 #include "comm/base/local_ranks.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <charconv>
@@ -14,6 +13,7 @@
 #include <system_error>
 
 #include "comm/base/cores.hpp"
+#include "comm/base/joined.hpp"
 
 namespace sluice {
 namespace {
@@ -89,7 +89,7 @@ std::string silence_on_host(const std::vector<LocalRank>& ranks, int size) {
   }
   add_missing(size);
   if (parts.empty()) return whole ? "all ranks are on this host, and none is stopped" : "";
-  return fmt::format("{}", fmt::join(parts, ", "));
+  return joined(parts, ", ");
 }
 
 }  // namespace sluice

@@ -1,7 +1,7 @@
 // Throws an Error with a formatted message.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 

@@ -1,6 +1,6 @@
 #include "comm/group/topology.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstddef>
 #include <string>

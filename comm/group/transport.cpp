@@ -1,10 +1,10 @@
 #include "comm/group/transport.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +12,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 
 namespace sluice {
 
@@ -21,13 +22,13 @@ namespace {
 std::string describe(const MessageHeader& header) {
   constexpr std::array kPhases = {"train", "evaluate", "generate"};
   constexpr std::array kDtypes = {"f32", "bf16", "i32", "u8", "f64", "f16", "i64"};
-  const auto* const last = header.shape.begin() + std::min<std::uint32_t>(header.rank, kMaxDims);
+  const auto shape = std::span(header.shape).first(std::min<std::size_t>(header.rank, kMaxDims));
   return fmt::format("channel {} micro-batch {} tensor {} of {} step {} ({}) {} [{}], {} bytes",
                      header.channel, header.micro_batch, header.tensor, header.tensor_count,
                      header.step,
                      header.phase < kPhases.size() ? kPhases[header.phase] : "unknown phase",
                      header.dtype < kDtypes.size() ? kDtypes[header.dtype] : "unknown type",
-                     fmt::join(header.shape.begin(), last, ", "), header.bytes);
+                     joined(shape, ", "), header.bytes);
 }
 
 // Why a message with header `got` may not arrive where `expected` is due; empty where it may. Shape

@@ -1,7 +1,6 @@
 #include "comm/mpi/first_contact.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +14,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/local_ranks.hpp"
 #include "comm/group/waiter.hpp"
 #include "comm/mpi/mpi_check.hpp"
@@ -98,8 +98,8 @@ std::optional<Refusal> judge(const std::vector<Greeting>& greetings, const std::
         ErrorCode::kPeer,
         fmt::format("no message from rank{} {} reached rank 0 on {} within {} s: {}. "
                     "SLUICE_START_TIMEOUT=SECONDS allows more time",
-                    silent.size() == 1 ? "" : "s", fmt::join(silent, ", "),
-                    greetings[0].host.data(), seconds(limit),
+                    silent.size() == 1 ? "" : "s", joined(silent, ", "), greetings[0].host.data(),
+                    seconds(limit),
                     cause.empty() ? "their hosts do not reach it, or their processes do not run: "
                                     "name the network that joins all hosts ('--mca "
                                     "btl_tcp_if_include NETWORK'), and open its ports"

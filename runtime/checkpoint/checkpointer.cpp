@@ -1,7 +1,5 @@
 // Saving while a pipeline trains: copy, write on a thread, publish in a later step.
-#include <fmt/chrono.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +15,7 @@
 #include <sluice/pipeline.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/rethrow_from.hpp"
 #include "runtime/checkpoint/background.hpp"
@@ -28,6 +27,7 @@
 #include "runtime/checkpoint/saved_tensors.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/sha256.hpp"
+#include "runtime/files/utc_text.hpp"
 #include "runtime/group/configuration.hpp"
 #include "runtime/group/host_mirror.hpp"
 #include "runtime/layout/save_shares.hpp"
@@ -215,7 +215,7 @@ void Checkpointer::Impl::require_sensible() const {
   const std::span<const std::string_view> legal = model_file_names();
   for (const auto& [name, text] : options.files) {
     if (std::find(legal.begin(), legal.end(), name) != legal.end()) continue;
-    throw_usage("a Checkpointer's file '{}'; legal are {}", name, fmt::join(legal, ", "));
+    throw_usage("a Checkpointer's file '{}'; legal are {}", name, joined(legal, ", "));
   }
   if (!options.run.empty() && !is_id(options.run)) {
     throw_usage(
@@ -349,7 +349,7 @@ void Checkpointer::Impl::require_visible() {
           "directory '{}' of host '{}' is not seen on host{} '{}'; all hosts need "
           "it (a shared file system), or --save-local (CheckpointOptions::local) for one on each",
           options.directory.string(), hosts.front(), blind.size() == 1 ? "" : "s",
-          fmt::join(blind, "', '")),
+          joined(blind, "', '")),
       0)};
 }
 
@@ -493,7 +493,7 @@ void Checkpointer::Impl::begin() {
     state.sequence = sequence;
     state.step = step;
     state.weights_only = options.weights_only;
-    state.time = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
+    state.time = utc_text(std::time(nullptr), "%Y-%m-%dT%H:%M:%SZ");
     writer.start([this, step] { write_share(step); });
   });
   saved_step = step;

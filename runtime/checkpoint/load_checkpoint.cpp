@@ -1,7 +1,6 @@
 #include "runtime/checkpoint/load_checkpoint.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstring>
@@ -16,6 +15,7 @@
 #include <sluice/pipeline.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/program_state.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
@@ -251,7 +251,7 @@ Chosen choose_save(Collectives& world, const Found& found, const fs::path& path,
   throw Refused{Error(
       ErrorCode::kWeights,
       fmt::format("{}'{}' holds no save that can be used{}{}", found.one_step ? "" : "directory ",
-                  path.string(), notes.empty() ? "" : ": ", fmt::join(notes, "; ")),
+                  path.string(), notes.empty() ? "" : ": ", joined(notes, "; ")),
       0)};
 }
 
@@ -321,7 +321,7 @@ std::uint64_t require_fitting_save(const JobLayout& layout, const fs::path& path
   const SaveSelection selection = select_saves(path);
   if (selection.candidates.empty()) {
     throw_error(ErrorCode::kWeights, "'{}' holds no save{}{}", path.string(),
-                selection.broken.empty() ? "" : ": ", fmt::join(selection.broken, "; "));
+                selection.broken.empty() ? "" : ": ", joined(selection.broken, "; "));
   }
   const Save& save = newest_resumable(selection);
   require_fitting(SavedTensors(save.directory, save.state), layout, save.directory);

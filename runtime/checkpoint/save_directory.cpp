@@ -1,7 +1,6 @@
 #include "runtime/checkpoint/save_directory.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 #include <sys/statvfs.h>
 
 #include <algorithm>
@@ -17,6 +16,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/verify.hpp"
 #include "runtime/engine/steady_seconds.hpp"
@@ -308,7 +308,7 @@ fs::path newest_save(const fs::path& path) {
       "'{}' {}; what 'sluice train --save' wrote, or a directory of Hugging Face, is needed",
       path.string(),
       !selection.broken.empty()
-          ? fmt::format("holds no sound save: {}", fmt::join(selection.broken, "; "))
+          ? fmt::format("holds no sound save: {}", joined(selection.broken, "; "))
       : fs::exists(path, error) ? "holds no save"
                                 : "does not exist");
 }

@@ -1,8 +1,7 @@
 #include "runtime/checkpoint/save_lock.hpp"
 
 #include <fcntl.h>
-#include <fmt/chrono.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -22,6 +21,7 @@
 #include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/sha256.hpp"
+#include "runtime/files/utc_text.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;
@@ -78,8 +78,9 @@ Holder holder_in(const std::string& text) {
 
 std::string describe(const Holder& holder) {
   if (holder.host.empty()) return "a process that left no name";
-  return fmt::format("process {} on host '{}' since {:%Y-%m-%d %H:%M:%S} UTC", holder.process,
-                     holder.host, fmt::gmtime(std::clamp<std::time_t>(holder.since, 0, kLatest)));
+  return fmt::format(
+      "process {} on host '{}' since {} UTC", holder.process, holder.host,
+      utc_text(std::clamp<std::time_t>(holder.since, 0, kLatest), "%Y-%m-%d %H:%M:%S"));
 }
 
 // Whether the process can be seen to live, or else the lock is renewed within `watch`.

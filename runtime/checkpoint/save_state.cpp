@@ -1,7 +1,6 @@
 #include "runtime/checkpoint/save_state.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -11,6 +10,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/bounded_json.hpp"
 #include "runtime/files/checksum.hpp"
@@ -225,8 +225,8 @@ std::string arithmetic_change(const std::vector<std::string>& saved,
   std::vector<std::string> ours;
   for (const auto& [text, ranks] : now) ours.push_back(text);
   if (saved.empty() || ours.empty() || saved == ours) return "";
-  return fmt::format("arithmetic: {} -> {}; bits may differ", fmt::join(saved, " and "),
-                     fmt::join(ours, " and "));
+  return fmt::format("arithmetic: {} -> {}; bits may differ", joined(saved, " and "),
+                     joined(ours, " and "));
 }
 
 bool is_state_json(std::string_view text) {

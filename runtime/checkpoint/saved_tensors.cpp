@@ -1,6 +1,6 @@
 #include "runtime/checkpoint/saved_tensors.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <utility>

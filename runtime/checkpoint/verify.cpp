@@ -1,7 +1,6 @@
 #include "runtime/checkpoint/verify.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -14,6 +13,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/read_file.hpp"
@@ -103,7 +103,7 @@ std::string tensors_in(const fs::path& directory, const HashPiece& piece, std::u
   constexpr std::size_t kMost = 3;
   const std::size_t more = names.size() - std::min(names.size(), kMost);
   names.resize(std::min(names.size(), kMost));
-  return fmt::format(", in tensor {}{}", fmt::join(names, ", "),
+  return fmt::format(", in tensor {}{}", joined(names, ", "),
                      more > 0 ? fmt::format(" and {} more", more) : "");
 }
 

@@ -1,6 +1,6 @@
 // Files of arrays: IDX, as described on the page of the MNIST data set (LeCun, Cortes, Burges), and
 // NumPy's .npy (numpy.lib.format, versions 1.0 to 3.0).
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <unistd.h>
 #include <zlib.h>
 

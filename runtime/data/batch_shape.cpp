@@ -1,6 +1,6 @@
 #include "runtime/data/batch_shape.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <limits>

@@ -1,6 +1,6 @@
 // Batches in a ring of slots. Whoever works takes one item after the other, in the order of the
 // batches: the workers, or without workers the caller.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <atomic>

@@ -1,7 +1,7 @@
 // Calls of the program's own data. What they throw says which call it was.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstdint>
 #include <span>

@@ -1,6 +1,6 @@
 #include "runtime/engine/engine.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <deque>

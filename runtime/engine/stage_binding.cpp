@@ -1,6 +1,6 @@
 #include "runtime/engine/stage_binding.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>

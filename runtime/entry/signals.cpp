@@ -1,11 +1,13 @@
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <cinttypes>
 #include <csignal>
+#include <cstdio>
 #include <string_view>
 #include <thread>
 #include <vector>
@@ -111,17 +113,16 @@ void write_place(ActivityBoard& board, void* with) noexcept {
   std::array<char, 96> room{};
   const std::string_view doing = describe_doing(now, room);
   std::array<char, 512> line{};
-  try {
-    const auto end = fmt::format_to_n(
-        line.data(), line.size(),
-        "sluice: error: {} on rank {} on {} (stages {}), step {}: {}{}{}{}{}\n",
-        kFaultNames[place_of(fault.signal)], board.rank(), std::string_view(board.host()),
-        std::string_view(board.stages()), now.step, now.waits ? "waiting in " : "in ", doing,
-        fault.file.empty() ? "" : "; '", fault.file, fault.file.empty() ? "" : kShorter);
-    write_line(line.data(), std::min(end.size, line.size()));
-    ++fault.lines;
-  } catch (...) {  // a format that cannot fail
-  }
+  const bool has_file = !fault.file.empty();
+  const int size = std::snprintf(
+      line.data(), line.size(),
+      "sluice: error: %s on rank %d on %s (stages %s), step %" PRIu64 ": %s%.*s%s%.*s%s\n",
+      kFaultNames[place_of(fault.signal)], board.rank(), board.host(), board.stages(), now.step,
+      now.waits ? "waiting in " : "in ", static_cast<int>(doing.size()), doing.data(),
+      has_file ? "; '" : "", static_cast<int>(fault.file.size()), fault.file.data(),
+      has_file ? kShorter : "");
+  write_line(line.data(), std::min(static_cast<std::size_t>(size), line.size() - 1));
+  ++fault.lines;
 }
 
 }  // namespace
@@ -134,12 +135,11 @@ struct StopSignals::Impl {
     save.resize(std::min(save.size(), kMostOfPath));
     const int rank = launched_rank();
     for (std::size_t i = 0; i < into.size(); ++i) {
-      const auto result =
-          fmt::format_to_n(into[i].text.data(), into[i].text.size(),
-                           "sluice: {}{} {}; it stops once all ranks have ended the step{}{}\n",
-                           rank < 0 ? "" : fmt::format("rank {}: ", rank), kReported[i], when,
-                           save.empty() ? "" : "; last complete save: ", save);
-      into[i].size = std::min(result.size, into[i].text.size());
+      const std::string text =
+          fmt::format("sluice: {}{} {}; it stops once all ranks have ended the step{}{}\n",
+                      rank < 0 ? "" : fmt::format("rank {}: ", rank), kReported[i], when,
+                      save.empty() ? "" : "; last complete save: ", save);
+      into[i].size = text.copy(into[i].text.data(), into[i].text.size());
     }
   }
   // In the handler.
@@ -218,10 +218,10 @@ struct PlaceSignals::Impl {
     ActivityBoard::for_each(&write_place, &fault);
     if (fault.lines == 0) {
       std::array<char, 512> line{};
-      const auto end = fmt::format_to_n(
-          line.data(), line.size(), "sluice: error: {} on rank {} on {}, outside of pipelines\n",
-          kFaultNames[place_of(signal)], rank, std::string_view(host.data()));
-      write_line(line.data(), std::min(end.size, line.size()));
+      const int size = std::snprintf(line.data(), line.size(),
+                                     "sluice: error: %s on rank %d on %s, outside of pipelines\n",
+                                     kFaultNames[place_of(signal)], rank, host.data());
+      write_line(line.data(), std::min(static_cast<std::size_t>(size), line.size() - 1));
     }
     chain(signal, info, context);
   }

@@ -1,7 +1,6 @@
 #include "runtime/entry/start_limit.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 
 #include "comm/base/cores.hpp"
 #include "comm/base/host.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/local_ranks.hpp"
 #include "comm/base/threads.hpp"
 #include "runtime/process/process.hpp"
@@ -58,11 +58,11 @@ std::string network_advice(const NetworkFacts& facts) {
       unfit.empty() ? "a rank does not run, a firewall loses what MPI sends, or MPI has chosen an "
                       "interface that does not lead to the other hosts"
                     : fmt::format("MPI may have chosen {}, which does not lead to other hosts",
-                                  fmt::join(unfit, ", "));
+                                  joined(unfit, ", "));
   return fmt::format(
       "interfaces here: {}; {}. Name the network that joins all hosts: 'mpirun --mca "
       "btl_tcp_if_include {}'",
-      all.empty() ? "none" : fmt::format("{}", fmt::join(all, ", ")), blame, network);
+      all.empty() ? "none" : joined(all, ", "), blame, network);
 }
 
 StartLimit::StartLimit(std::string what, std::chrono::milliseconds limit) : what_(std::move(what)) {

@@ -1,7 +1,6 @@
 #include "runtime/files/sha256.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 #include <openssl/crypto.h>
 #include <openssl/evp.h>
 #include <openssl/hmac.h>
@@ -17,7 +16,9 @@ void require(bool done, const char* what) {
 }
 
 std::string hex(std::span<const unsigned char> bytes) {
-  return fmt::format("{:02x}", fmt::join(bytes, ""));
+  std::string text;
+  for (const unsigned char byte : bytes) text += fmt::format("{:02x}", byte);
+  return text;
 }
 
 void randomize(std::span<unsigned char> bytes) {

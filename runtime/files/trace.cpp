@@ -1,6 +1,6 @@
 #include "runtime/files/trace.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -69,14 +69,14 @@ class EventList {
   EventList(const std::function<void(std::string_view)>& put, std::string_view layers) : put_(put) {
     put_text(kTraceBegin);
     put_text("\"ms\",");
-    if (!layers.empty()) fmt::format_to(std::back_inserter(text_), "\"layers\":{},", layers);
+    if (!layers.empty()) text_ += fmt::format("\"layers\":{},", layers);
     put_text("\"traceEvents\":[");
   }
   template <typename... Args>
   void put(fmt::format_string<Args...> format, Args&&... args) {
     put_text(first_ ? "\n" : ",\n");
     first_ = false;
-    fmt::format_to(std::back_inserter(text_), format, std::forward<Args>(args)...);
+    text_ += fmt::format(format, std::forward<Args>(args)...);
     if (text_.size() >= kFlushBytes) flush();
   }
   void finish() {
@@ -87,14 +87,14 @@ class EventList {
  private:
   static constexpr std::size_t kFlushBytes = std::size_t{1} << 20;
 
-  void put_text(std::string_view text) { text_.append(text.data(), text.data() + text.size()); }
+  void put_text(std::string_view text) { text_ += text; }
   void flush() {
-    put_(std::string_view(text_.data(), text_.size()));
+    put_(text_);
     text_.clear();
   }
 
   const std::function<void(std::string_view)>& put_;
-  fmt::memory_buffer text_;
+  std::string text_;
   bool first_ = true;
 };
 

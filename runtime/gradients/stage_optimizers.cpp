@@ -1,6 +1,6 @@
 #include "runtime/gradients/stage_optimizers.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <iterator>

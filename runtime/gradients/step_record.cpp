@@ -1,6 +1,6 @@
 #include "runtime/gradients/step_record.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,8 +1,7 @@
 #include "runtime/group/activity.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <thread>
 #include <tuple>
@@ -47,21 +46,17 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<double>::is_always_lock_free);
 
 std::string_view describe_doing(const Activity& activity, std::array<char, 96>& into) noexcept {
-  std::string_view text = kDoings[static_cast<std::size_t>(activity.doing)];
-  if (activity.doing != Doing::kOperation) return text;
+  if (activity.doing != Doing::kOperation) return kDoings[static_cast<std::size_t>(activity.doing)];
   if (activity.kind == OpKind::kOptimizer) return "the update of parameters";
   if (activity.kind == OpKind::kReduceTied) return "the sum over tied parameters";
-  try {
-    const auto name = name_of(activity.action);
-    const auto result =
-        activity.micro_batch < 0
-            ? fmt::format_to_n(into.data(), into.size(), "{}{}", activity.stage, name)
-            : fmt::format_to_n(into.data(), into.size(), "{}{}{}", activity.stage, name,
-                               activity.micro_batch);
-    text = {into.data(), std::min(result.size, into.size())};
-  } catch (...) {  // a format that cannot fail
+  const std::string_view name = name_of(activity.action);
+  int size = std::snprintf(into.data(), into.size(), "%d%.*s", activity.stage,
+                           static_cast<int>(name.size()), name.data());
+  if (activity.micro_batch >= 0) {
+    size += std::snprintf(into.data() + size, into.size() - static_cast<std::size_t>(size), "%d",
+                          activity.micro_batch);
   }
-  return text;
+  return {into.data(), static_cast<std::size_t>(size)};
 }
 
 ActivityBoard::ActivityBoard(int rank, std::string_view host) : rank_(rank) {

@@ -1,7 +1,6 @@
 #include "runtime/group/configuration.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -18,6 +17,7 @@
 #include <sluice/error.hpp>
 #include <sluice/schedule_file.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/group/build_name.hpp"
@@ -38,9 +38,7 @@ std::string text_of(const Value& value) {
 std::string text_of(TransportChoice choice) { return name_of(choice); }
 std::string text_of(DType type) { return name_of(type); }
 std::string text_of(const std::vector<DeviceChoice>& choices) { return to_string(choices); }
-std::string text_of(const std::vector<std::int64_t>& numbers) {
-  return fmt::format("{}", fmt::join(numbers, ","));
-}
+std::string text_of(const std::vector<std::int64_t>& numbers) { return joined(numbers, ","); }
 // What it makes cannot be compared.
 std::string text_of(const OptimizerFactory& make) { return make ? "own" : "none"; }
 

@@ -1,7 +1,6 @@
 #include "runtime/group/job_context.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <exception>
@@ -17,6 +16,7 @@
 #include <sluice/schedule.hpp>
 
 #include "comm/base/host.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/transport.hpp"
 #include "runtime/group/configuration.hpp"
@@ -113,7 +113,7 @@ void JobContext::make_groups() {
   pipeline = RankGroup(world.ranks->split(place.replica, place.rank), pipeline_watch.get());
   messages = pipeline.ranks->duplicate();
   replicas = RankGroup(world.ranks->split(place.rank, place.replica), replicas_watch.get());
-  activity->set_stages(fmt::format("{}", fmt::join(stage_places.stages_of(place.rank), ", ")));
+  activity->set_stages(joined(stage_places.stages_of(place.rank), ", "));
 }
 
 void JobContext::join(const PipelineOptions& options) {

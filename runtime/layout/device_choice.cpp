@@ -1,13 +1,13 @@
 #include "runtime/layout/device_choice.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <fstream>
 #include <map>
+#include <span>
 #include <nlohmann/json.hpp>
 
 #include <sluice/error.hpp>
@@ -15,6 +15,7 @@
 
 #include "comm/base/host.hpp"
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 
@@ -151,7 +152,7 @@ std::string describe_devices(const std::vector<RankDevice>& ranks) {
     entries.push_back(
         fmt::format("{} {} on {}", rank, describe_device(ranks[rank]), ranks[rank].host));
   }
-  return fmt::format("  devices: {}\n", fmt::join(entries, ", "));
+  return fmt::format("  devices: {}\n", joined(entries, ", "));
 }
 
 std::string describe_different_drivers(const std::vector<RankDevice>& ranks) {
@@ -165,12 +166,11 @@ std::string describe_different_drivers(const std::vector<RankDevice>& ranks) {
   for (const auto& [driver, who] : having) {
     constexpr std::size_t kMost = 4;
     const std::size_t named = std::min(who.size(), kMost);
-    parts.push_back(fmt::format(
-        "{} (rank {}{})", driver,
-        fmt::join(who.begin(), who.begin() + static_cast<std::ptrdiff_t>(named), ", rank "),
-        named < who.size() ? fmt::format(" and {} more", who.size() - named) : ""));
+    parts.push_back(
+        fmt::format("{} (rank {}{})", driver, joined(std::span(who).first(named), ", rank "),
+                    named < who.size() ? fmt::format(" and {} more", who.size() - named) : ""));
   }
-  return fmt::format("  drivers of the GPUs differ: {}\n", fmt::join(parts, "; "));
+  return fmt::format("  drivers of the GPUs differ: {}\n", joined(parts, "; "));
 }
 
 std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,

@@ -1,7 +1,6 @@
 #include "runtime/layout/edge_route.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -11,6 +10,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/device/hardware_queues.hpp"
 #if SLUICE_WITH_NCCL
@@ -208,7 +208,7 @@ std::string describe_routes(const std::vector<EdgeRoute>& routes) {
   for (const auto& [route, stages] : group(routes)) {
     std::vector<std::string> edges;
     for (const std::size_t s : stages) edges.push_back(fmt::format("{}-{}", s - 1, s));
-    text += fmt::format("  stages {}: {}\n", fmt::join(edges, ", "),
+    text += fmt::format("  stages {}: {}\n", joined(edges, ", "),
                         describe_route({route.first, route.second}));
   }
   return text;
@@ -219,7 +219,7 @@ std::string describe_sums(const std::vector<EdgeRoute>& sums, bool all_reduce) {
   for (const auto& [route, ranks] : group(sums)) {
     const std::string where = ranks.size() == sums.size()
                                   ? ""
-                                  : fmt::format(" of pipeline ranks {}", fmt::join(ranks, ", "));
+                                  : fmt::format(" of pipeline ranks {}", joined(ranks, ", "));
     const std::string how =
         all_reduce && route.first == RouteKind::kNccl
             ? fmt::format("NCCL's all-reduce: not depth-invariant ({})", route.second)

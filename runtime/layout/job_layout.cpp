@@ -1,6 +1,6 @@
 #include "runtime/layout/job_layout.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 #include "runtime/layout/rank_arrangement.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

@@ -1,7 +1,6 @@
 #include "runtime/models/config_json.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +13,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/bounded_json.hpp"
 #include "runtime/files/read_file.hpp"
@@ -109,7 +109,7 @@ class Fields {
                const char* otherwise) const {
     const std::string found = text(name, otherwise);
     if (std::find(legal.begin(), legal.end(), found) != legal.end()) return;
-    refuse("'{}' is '{}'; legal: {}", name, found, fmt::join(legal, ", "));
+    refuse("'{}' is '{}'; legal: {}", name, found, joined(legal, ", "));
   }
   void require_absent(const char* name) const {
     if (find(name) != nullptr) refuse("'{}' is {}; Sluice lacks it", name, find(name)->dump());
@@ -129,7 +129,7 @@ const Architecture& find_architecture(const Fields& fields) {
   if (const Json* names = fields.find("architectures")) {
     if (!names->is_array() || names->size() != 1 || !names->front().is_string()) {
       fields.refuse("'architectures' is {}; legal is a list of one of {}", names->dump(),
-                    fmt::join(architecture_names(), ", "));
+                    joined(architecture_names(), ", "));
     }
     name = names->front().get<std::string>();
   }
@@ -139,10 +139,10 @@ const Architecture& find_architecture(const Fields& fields) {
   }
   if (name.empty() && type.empty()) {
     fields.refuse("neither 'architectures' nor 'model_type' is there; legal is a list of one of {}",
-                  fmt::join(architecture_names(), ", "));
+                  joined(architecture_names(), ", "));
   }
   fields.refuse("architecture '{}' is unknown; legal: {}", name.empty() ? type : name,
-                fmt::join(architecture_names(), ", "));
+                joined(architecture_names(), ", "));
 }
 
 // rope_scaling of transformers 4, or rope_parameters of transformers 5 without its base.

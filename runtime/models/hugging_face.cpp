@@ -1,6 +1,6 @@
 // A Hugging Face model's directory: which files it has, whether they are the model's, and what
 // their tensors are called.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

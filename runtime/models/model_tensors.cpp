@@ -1,6 +1,6 @@
 #include "runtime/models/model_tensors.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <sluice/hugging_face.hpp>
 

@@ -1,6 +1,6 @@
 #include "runtime/models/tokenizer_file.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstdint>
 #include <limits>

@@ -1,6 +1,6 @@
 #include "runtime/pipeline/batch_feed.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <array>
 #include <cstddef>

@@ -1,6 +1,6 @@
 #include "runtime/pipeline/pipeline_calls.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "comm/base/throw_error.hpp"
 

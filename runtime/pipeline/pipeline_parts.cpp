@@ -1,6 +1,6 @@
 #include "runtime/pipeline/pipeline_parts.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <map>

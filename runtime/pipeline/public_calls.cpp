@@ -1,5 +1,5 @@
 // The members of Pipeline and PipelineAccess: each calls the part that it belongs to.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <optional>
 #include <utility>

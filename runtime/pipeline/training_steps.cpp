@@ -1,6 +1,6 @@
 #include "runtime/pipeline/training_steps.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 

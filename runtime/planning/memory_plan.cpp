@@ -1,7 +1,6 @@
 #include "runtime/planning/memory_plan.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <limits>
@@ -18,6 +17,7 @@
 
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
@@ -241,7 +241,7 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
                             "in the pipeline{} or another schedule need less",
                             rank, first.host, on_cpu ? "the host" : to_string(first.device),
                             mebi(available), on_cpu ? "" : " free", mebi(needed),
-                            fmt::join(tables, "; "), on_cpu ? " on other hosts" : ""),
+                            joined(tables, "; "), on_cpu ? " on other hosts" : ""),
                 static_cast<int>(rank));
   }
 }

@@ -1,7 +1,6 @@
 #include "runtime/planning/stage_report.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -13,6 +12,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/transport.hpp"
 #include "runtime/group/guard.hpp"
@@ -102,7 +102,7 @@ void require_legal_outputs(const std::vector<TensorSpec>& outputs, int index) {
 std::string to_text(const std::vector<TensorSpec>& specs) {
   std::vector<std::string> texts;
   for (const TensorSpec& spec : specs) texts.push_back(to_string(spec));
-  return specs.empty() ? "none" : fmt::format("{}", fmt::join(texts, ", "));
+  return specs.empty() ? "none" : joined(texts, ", ");
 }
 
 void require_targets(const std::vector<TensorSpec>& given, const StageDescription& description,

@@ -1,6 +1,6 @@
 #include "runtime/planning/transport_plan.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <string>

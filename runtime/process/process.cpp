@@ -1,6 +1,6 @@
 #include "runtime/process/process.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <array>

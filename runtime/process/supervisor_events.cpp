@@ -1,6 +1,6 @@
 #include "runtime/process/supervisor_events.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <charconv>

@@ -1,6 +1,6 @@
 #include "runtime/report/job_gpus.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

@@ -1,7 +1,6 @@
 #include "runtime/report/layout_report.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "comm/base/cores.hpp"
+#include "comm/base/joined.hpp"
 #include "runtime/entry/network_facts.hpp"
 
 namespace sluice {
@@ -70,7 +70,7 @@ std::string describe_arithmetic(const JobLayout& layout) {
   for (const auto& [arithmetic, ranks] : layout.arithmetic) {
     const bool all = static_cast<int>(ranks.size()) == layout.place.topology.ranks();
     text += all ? fmt::format("  arithmetic: {}\n", arithmetic)
-                : fmt::format("  arithmetic of ranks {}: {}\n", fmt::join(ranks, ","), arithmetic);
+                : fmt::format("  arithmetic of ranks {}: {}\n", joined(ranks, ","), arithmetic);
   }
   return text;
 }
@@ -87,7 +87,7 @@ std::string describe_notes(const JobLayout& layout) {
     const bool all = stages.size() == layout.parameters.stages.size();
     const char* name = stages.size() == 1 ? "stage" : "stages";
     text += all ? fmt::format("  {}\n", note)
-                : fmt::format("  {} {}, {}\n", name, fmt::join(stages, ","), note);
+                : fmt::format("  {} {}, {}\n", name, joined(stages, ","), note);
   }
   return text;
 }
@@ -178,11 +178,9 @@ std::string rank_table(const std::vector<RankRow>& ranks, std::string_view inden
       {"rank", "host", "device", "replica", "stages", "cores", "threads", "interface"}};
   for (std::size_t rank = 0; rank < shown; ++rank) {
     const RankRow& row = ranks[rank];
-    lines.push_back(
-        {std::to_string(rank), row.host, row.device, std::to_string(row.replica),
-         fmt::format("{}", fmt::join(row.stages, ",")), cores_text(row),
-         std::to_string(row.threads),
-         row.interfaces.empty() ? "-" : fmt::format("{}", fmt::join(row.interfaces, ","))});
+    lines.push_back({std::to_string(rank), row.host, row.device, std::to_string(row.replica),
+                     joined(row.stages, ","), cores_text(row), std::to_string(row.threads),
+                     row.interfaces.empty() ? "-" : joined(row.interfaces, ",")});
   }
   std::vector<std::size_t> widths(lines.front().size());
   for (const auto& line : lines) {

@@ -1,6 +1,6 @@
 #include "runtime/report/metrics.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cerrno>

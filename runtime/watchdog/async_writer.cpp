@@ -1,7 +1,7 @@
 #include "runtime/watchdog/async_writer.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <poll.h>
 #include <unistd.h>
 

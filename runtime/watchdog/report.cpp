@@ -1,7 +1,6 @@
 #include "runtime/watchdog/report.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 
 namespace sluice {
 namespace {
@@ -22,8 +22,7 @@ std::string seconds_text(double seconds) {
 }
 
 std::string stages_text(const WatchedRank& rank) {
-  return fmt::format("stage{} {}", rank.stages.size() == 1 ? "" : "s",
-                     fmt::join(rank.stages, ", "));
+  return fmt::format("stage{} {}", rank.stages.size() == 1 ? "" : "s", joined(rank.stages, ", "));
 }
 
 // [WaitGroup]
@@ -101,8 +100,7 @@ std::vector<std::string> hosts_of(const WatchView& view, const std::vector<int>&
 // "ranks 2, 3 on node2 (stages 2 and 3)": short also for hundreds of ranks.
 std::string culprits_text(const WatchView& view, const std::vector<int>& ranks) {
   if (ranks.size() == 1) return describe_rank(view, ranks.front());
-  return fmt::format("ranks {} on {}", fmt::join(ranks, ", "),
-                     fmt::join(hosts_of(view, ranks), ", "));
+  return fmt::format("ranks {} on {}", joined(ranks, ", "), joined(hosts_of(view, ranks), ", "));
 }
 
 std::string lost_headline(const WatchView& view, const Verdict& verdict) {
@@ -141,8 +139,8 @@ std::string deadlock_headline(const WatchView& view, const Verdict& verdict) {
           fmt::format("{} waits for {}", describe_rank(view, rank), wait_text(view, each.status)));
     }
   }
-  return fmt::format("deadlock: {}; all ranks wait, none has computed for {}",
-                     fmt::join(waits, "; "), seconds_text(still));
+  return fmt::format("deadlock: {}; all ranks wait, none has computed for {}", joined(waits, "; "),
+                     seconds_text(still));
 }
 
 }  // namespace
@@ -184,14 +182,14 @@ std::string rank_lines(const WatchView& view, const WatchLimits& limits) {
   std::size_t host_width = 4, stage_width = 5;
   for (const WatchedRank& each : view.ranks) {
     host_width = std::max(host_width, each.host.size());
-    stage_width = std::max(stage_width, fmt::format("{}", fmt::join(each.stages, ",")).size());
+    stage_width = std::max(stage_width, joined(each.stages, ",").size());
   }
   std::string text =
       fmt::format("  {:>4}  {:<{}}  {:<{}}\n", "rank", "host", host_width, "stage", stage_width);
   for (std::size_t rank = 0; rank < view.ranks.size(); ++rank) {
     const WatchedRank& each = view.ranks[rank];
     text += fmt::format("  {:>4}  {:<{}}  {:<{}}  {}\n", rank, each.host, host_width,
-                        fmt::format("{}", fmt::join(each.stages, ",")), stage_width,
+                        joined(each.stages, ","), stage_width,
                         state_text(view, limits, static_cast<int>(rank)));
   }
   return text;

@@ -1,6 +1,6 @@
 #include "runtime/watchdog/watchdog.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <boost/asio/executor_work_guard.hpp>

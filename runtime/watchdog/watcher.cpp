@@ -1,17 +1,17 @@
 #include "runtime/watchdog/watcher.hpp"
 
-#include <fmt/chrono.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
+#include <ctime>
 #include <chrono>
 #include <cstring>
 #include <exception>
 #include <filesystem>
 #include <limits>
+#include <span>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -19,8 +19,10 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/group/communicator.hpp"
 #include "runtime/engine/steady_seconds.hpp"
+#include "runtime/files/utc_text.hpp"
 #include "runtime/process/supervisor_events.hpp"
 
 namespace sluice {
@@ -46,11 +48,7 @@ bool is_rare(Doing doing) {
   return doing == Doing::kSettingUp || doing == Doing::kSaving || doing == Doing::kRestoring;
 }
 
-std::string time_name() {
-  return fmt::format(
-      "{:%Y%m%dT%H%M%SZ}",
-      fmt::gmtime(std::chrono::system_clock::to_time_t(std::chrono::system_clock::now())));
-}
+std::string time_name() { return utc_text(std::time(nullptr), "%Y%m%dT%H%M%SZ"); }
 
 // One more than the step of the newest save in a directory, 0 where there is none. A save is
 // complete before it gets its name. Blocks as long as the disk does; throws nothing.
@@ -300,15 +298,14 @@ void Watcher::note_busy(double now) {
     each.next_busy = now + status.still;  // at twice the time
     constexpr std::size_t kMostShown = 8;
     const std::size_t shown = std::min(waiting.size(), kMostShown);
-    note(fmt::format(
-        "{} is in {} since {:.0f} s, and is heard{}{}{}",
-        describe_rank(view(), static_cast<int>(rank)), describe_place(status.activity),
-        status.still,
-        waiting.empty()       ? ""
-        : waiting.size() == 1 ? "; this rank waits: "
-                              : "; these ranks wait: ",
-        fmt::join(waiting.begin(), waiting.begin() + static_cast<std::ptrdiff_t>(shown), ", "),
-        shown < waiting.size() ? ", ..." : ""));
+    note(fmt::format("{} is in {} since {:.0f} s, and is heard{}{}{}",
+                     describe_rank(view(), static_cast<int>(rank)), describe_place(status.activity),
+                     status.still,
+                     waiting.empty()       ? ""
+                     : waiting.size() == 1 ? "; this rank waits: "
+                                           : "; these ranks wait: ",
+                     joined(std::span(waiting).first(shown), ", "),
+                     shown < waiting.size() ? ", ..." : ""));
   }
 }
 

@@ -1,5 +1,4 @@
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <bit>
@@ -15,6 +14,7 @@
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/mapped_file.hpp"
@@ -148,11 +148,11 @@ HeaderEntry checked_entry(const std::string& name, const Json& tensor) {
   const TensorSpec spec = {*dtype, checked_shape(shape, name)};
   if (offsets.size() != 2 || offsets[0] > offsets[1]) {
     refuse(fmt::format("data_offsets [{}] of tensor '{}' are no begin and end",
-                       fmt::join(offsets, ", "), name));
+                       joined(offsets, ", "), name));
   }
   if (offsets[1] - offsets[0] != spec.bytes()) {
     refuse(fmt::format("data_offsets [{}] of tensor '{}' hold {} bytes, but {} takes {}",
-                       fmt::join(offsets, ", "), name, offsets[1] - offsets[0], to_string(spec),
+                       joined(offsets, ", "), name, offsets[1] - offsets[0], to_string(spec),
                        spec.bytes()));
   }
   return {name, spec, offsets[0], offsets[1]};

@@ -1,6 +1,6 @@
 #include "stages/compute/matmul_spec.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace sluice {
 

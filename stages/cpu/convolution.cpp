@@ -1,6 +1,6 @@
 #include "stages/cpu/convolution.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <dnnl.hpp>

@@ -3,7 +3,7 @@
 // device().kind == kCpu.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <string>
 

@@ -1,6 +1,6 @@
 #include "stages/cpu/cpu_report.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstdlib>
 #include <dnnl.hpp>

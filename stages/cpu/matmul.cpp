@@ -1,6 +1,6 @@
 #include "stages/cpu/matmul.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <omp.h>
 
 #include <algorithm>

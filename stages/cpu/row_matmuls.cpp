@@ -1,7 +1,6 @@
 #include "stages/cpu/row_matmuls.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/base/joined.hpp"
 #include "stages/compute/thread_team.hpp"
 
 namespace sluice {
@@ -145,7 +145,7 @@ std::string RowMatmuls::describe() const {
             ? fmt::format("{} rows in blocks of {} by {}", name_of(type), blocks.most, blocks.step)
             : fmt::format("{} rows whose bits depend on their place", name_of(type)));
   }
-  return fmt::format("{}", fmt::join(texts, ", "));
+  return joined(texts, ", ");
 }
 
 void RowMatmuls::run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c) {

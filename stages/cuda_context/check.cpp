@@ -1,6 +1,6 @@
 #include "stages/cuda_context/check.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

@@ -1,6 +1,6 @@
 #include "stages/cuda_context/context.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "comm/device/device_cuda.hpp"
 #include "stages/cuda_context/check.hpp"

@@ -1,7 +1,7 @@
 #include "stages/cuda_context/cublas_lt.hpp"
 
 #include <dlfcn.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstring>
 

@@ -1,5 +1,5 @@
 // check_gradients() of a layer.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

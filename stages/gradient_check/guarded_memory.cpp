@@ -1,6 +1,6 @@
 #include "stages/gradient_check/guarded_memory.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 #include "stages/network/converted.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 

@@ -1,6 +1,6 @@
 #include "stages/network/layer_run.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <utility>

@@ -1,5 +1,4 @@
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <iterator>
@@ -9,6 +8,7 @@
 #include <sluice/layers.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/converted.hpp"
 #include "stages/network/network_stage.hpp"
@@ -46,8 +46,8 @@ struct Sequential::Model {
       all += fmt::format("precision {}, stream {}\n", name_of(precision.operands),
                          name_of(precision.stream));
     }
-    return all + fmt::format("cut() before layers {}\nloss {}({})\n", fmt::join(cuts, ", "),
-                             loss.kind, loss.settings);
+    return all + fmt::format("cut() before layers {}\nloss {}({})\n", joined(cuts, ", "), loss.kind,
+                             loss.settings);
   }
   // Null without a loss; an Error names it.
   [[nodiscard]] std::unique_ptr<nn::Loss> make_loss() const {
@@ -81,7 +81,7 @@ nn::Precision precision_of(const ModelOptions& options) {
 }  // namespace
 
 std::string nn::settings_of(std::initializer_list<double> numbers) {
-  return fmt::format("{}", fmt::join(numbers, ", "));
+  return sluice::joined(std::span(numbers.begin(), numbers.size()), ", ");
 }
 
 Sequential::Sequential(std::initializer_list<nn::LayerSpec> layers, nn::LossSpec loss,
@@ -188,7 +188,7 @@ std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stag
       !std::is_sorted(first.begin(), first.end()) || first[1] == 0) {
     throw_usage(
         "the partition [{}] does not cut layers 0 to {} into stages, ascending from 0 to {}",
-        fmt::join(first, ", "), count - 1, count);
+        joined(first, ", "), count - 1, count);
   }
   const int stages = partition.stages();
   if (stage < 0 || stage >= stages) {

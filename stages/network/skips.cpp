@@ -1,6 +1,6 @@
 #include "stages/network/skips.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstdint>

@@ -2,7 +2,7 @@
 // that is. Internal to stages/.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstdint>
 #include <limits>

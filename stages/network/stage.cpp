@@ -1,5 +1,5 @@
 // Partitions of layers into stages.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <bit>

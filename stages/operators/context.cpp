@@ -1,7 +1,7 @@
 // Creates compute contexts, and ends them: chooses the backend of a device.
 #include "stages/operators/context.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <latch>
 #include <thread>

@@ -5,7 +5,7 @@
 // operand that does not fit, those that it has to fit, with type and shape, and what would be
 // legal. An operand with elements has data. Contents, alignment and the size of memory behind a
 // pointer are not checked. A check that returns allocates nothing and formats nothing.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

@@ -1,5 +1,4 @@
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <bit>
 #include <limits>
@@ -7,6 +6,7 @@
 #include <sluice/error.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #define SLUICE_KERNEL_NAMESPACE scalar
 #include "stages/tensor/kernel_lane.hpp"
@@ -86,7 +86,7 @@ Shape::Shape(std::span<const std::int64_t> dims) {
       throw_usage("a dimension of {}; at least 0 is legal", dim);
     }
     if (dim > 0 && elements > std::numeric_limits<std::int64_t>::max() / 8 / dim) {
-      throw_usage("a shape of more than 2^60 elements ([{}])", fmt::join(dims, ", "));
+      throw_usage("a shape of more than 2^60 elements ([{}])", joined(dims, ", "));
     }
     elements *= dim;
     dims_[static_cast<std::size_t>(rank_++)] = dim;

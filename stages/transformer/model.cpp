@@ -1,6 +1,5 @@
 // From a transformer's configuration to its layers, and what they compute, for partitions.
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>

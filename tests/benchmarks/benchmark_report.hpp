@@ -2,7 +2,7 @@
 // Every benchmark prints and saves by it alone.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>

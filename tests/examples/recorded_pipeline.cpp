@@ -7,7 +7,7 @@
 // ranks, once for each. A program with a main of its own has one order. When a pipeline ends, rank
 // 0 of its communicator prints "recorded N calls DIGEST": of losses, gradient norms and outputs of
 // all calls, and of the parameters and buffers at the end.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstdio>
 #include <cstdlib>

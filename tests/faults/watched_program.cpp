@@ -9,7 +9,7 @@
 //             the end of the pipeline takes
 //   many      makes and destroys <number> pipelines; prints threads and descriptors
 //   segv, bus, fpe, abort, terminate, bad_alloc   in step 3 the last stage fails so
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/mman.h>
 #include <unistd.h>
 

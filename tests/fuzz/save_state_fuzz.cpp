@@ -1,6 +1,6 @@
 // Feeds arbitrary bytes to the reader of state.json: as they are, and as the text before the hash
 // that such a file ends with. What it accepts must read back equal after to_json_text.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstddef>
 #include <cstdint>

@@ -2,7 +2,6 @@
 // are: 'F' a file; 'H' its header; 'D' an index and the headers of two parts, separated by lines
 // "--". A header gets its length in front and, after it, as many bytes of data as the largest
 // number in it says. What is accepted is read to the last byte, written, and must read back equal.
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <array>

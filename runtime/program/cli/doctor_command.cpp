@@ -1,4 +1,4 @@
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -297,7 +297,7 @@ std::string lines_of(Pipeline& pipeline) {
     const Tensor& value = owned.parameter->value;
     std::vector<std::byte> bytes(value.spec.bytes());
     copy_now(pipeline.compute().device(), bytes.data(), value.data, bytes.size());
-    fmt::format_to(std::back_inserter(lines), "{} {}\n", owned.parameter->name, sha256_hex(bytes));
+    lines += fmt::format("{} {}\n", owned.parameter->name, sha256_hex(bytes));
   }
   return lines;
 }

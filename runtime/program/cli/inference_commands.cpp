@@ -1,6 +1,5 @@
 // `sluice generate` and `sluice evaluate`: what runs saved weights forward alone.
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -20,6 +19,7 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
@@ -208,9 +208,9 @@ PipelineOptions pipeline_options(const GenerateOptions& options, const Request& 
   result.shape.batch_size = 1;
   const SamplingOptions& sampling = options.sampling;
   result.expert.configuration = {{"weights", options.weights},
-                                 {"prompt", fmt::format("{}", fmt::join(request.prompt, " "))},
+                                 {"prompt", joined(request.prompt, " ")},
                                  {"prompt-ids", options.prompt_ids},
-                                 {"stop-ids", fmt::format("{}", fmt::join(request.stop_ids, " "))},
+                                 {"stop-ids", joined(request.stop_ids, " ")},
                                  {"tokens", fmt::format("{}", options.tokens)},
                                  {"temperature", fmt::format("{}", sampling.temperature)},
                                  {"top-k", fmt::format("{}", sampling.top_k)},

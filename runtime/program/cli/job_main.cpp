@@ -1,7 +1,6 @@
 // The program `sluice-job`: every command of `sluice`, which becomes this program for all but
 // `sluice schedule` and `sluice run` (runtime/program/dispatch/main.cpp).
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <array>
 #include <cstdio>
@@ -9,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "comm/base/joined.hpp"
 #include "runtime/entry/command.hpp"
 #include "runtime/group/build_name.hpp"
 #include "runtime/process/process.hpp"
@@ -62,7 +62,7 @@ std::string unknown_command(const std::string& name) {
   std::vector<std::string> names;
   for (const Command& command : kCommands) names.emplace_back(command.name);
   return fmt::format("unknown command '{}'{} commands: {}", name, suggestion(name, names, ";"),
-                     fmt::join(names, ", "));
+                     joined(names, ", "));
 }
 
 // The whole manual page ("man") or completion ("bash"), for the build; the commands print their

@@ -1,6 +1,6 @@
 #include "runtime/program/cli/sampling.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,13 +1,12 @@
 #include "runtime/program/doctor/diagnosis.hpp"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <cmath>
 #include <iterator>
 #include <map>
 #include <set>
 
+#include "comm/base/joined.hpp"
 #include "runtime/layout/edge_route.hpp"
 
 namespace sluice {
@@ -72,7 +71,7 @@ void check_double_binding(const Ranks& ranks, Findings& findings) {
           "{}: ranks {} and {} are both bound to core {}, although the host has {} cores for {} "
           "ranks: start with 'mpirun --map-by slot:PE={}' (Slurm: 'srun --cpus-per-task={}'), or "
           "'--bind-to none'",
-          one.mpi.host, one.rank, two.rank, fmt::join(common, ", "), one.host_cores,
+          one.mpi.host, one.rank, two.rank, joined(common, ", "), one.host_cores,
           one.mpi.local_size, one.threads, one.threads);
     }
   }
@@ -261,7 +260,7 @@ void check_gpus(const Ranks& ranks, Findings& findings) {
     if (sharers.size() < 2) continue;
     findings.note(
         "{}: ranks {} share the GPU at {}: NCCL refuses that, so their messages pass host memory",
-        gpu.first, fmt::join(sharers, ", "), gpu.second);
+        gpu.first, joined(sharers, ", "), gpu.second);
   }
   const std::string& why_not = ranks.front().no_device_messages;
   if (!sharing.empty() && !why_not.empty() && why_not != kDeviceMessagesNotTried) {

@@ -2,7 +2,7 @@
 // launcher where it is the launcher's matter.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <string>
 #include <utility>

@@ -1,7 +1,7 @@
 #include "runtime/program/doctor/facts.hpp"
 
 #include <dlfcn.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>
 

@@ -1,6 +1,6 @@
 #include "runtime/program/doctor/host_check.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/wait.h>
 
 #include <algorithm>

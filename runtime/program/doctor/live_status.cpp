@@ -1,6 +1,6 @@
 #include "runtime/program/doctor/live_status.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstdint>

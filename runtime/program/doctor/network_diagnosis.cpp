@@ -1,13 +1,14 @@
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <map>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "runtime/program/doctor/diagnosis.hpp"
 #include "runtime/program/options/option_table.hpp"
 
@@ -62,8 +63,7 @@ bool interface_chosen(const RankFacts& rank) {
 // The first few, and how many more there are.
 std::string few(const std::vector<std::string>& all) {
   const std::size_t shown = std::min(all.size(), kMostNamed);
-  std::string text =
-      fmt::format("{}", fmt::join(all.begin(), all.begin() + static_cast<int>(shown), ", "));
+  std::string text = joined(std::span(all).first(shown), ", ");
   if (shown < all.size()) text += fmt::format(" and {} more", all.size() - shown);
   return text;
 }

@@ -1,6 +1,6 @@
 #include "runtime/program/doctor/network_probe.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

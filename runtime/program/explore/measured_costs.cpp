@@ -1,6 +1,6 @@
 #include "runtime/program/explore/measured_costs.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

@@ -1,7 +1,6 @@
 #include "runtime/program/explore/schedule_command.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -14,6 +13,7 @@
 #include <sluice/schedule.hpp>
 #include <sluice/search.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/process/process.hpp"
 #include "runtime/program/explore/schedule_output.hpp"
@@ -295,7 +295,7 @@ std::vector<std::string> names_of(const CompareOptions& options, bool given) {
   for (const std::string& name : names) {
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
     throw_usage("option --schedules: '{}' is no schedule{} legal: all, or of {}, with commas", name,
-                suggestion(name, known, ";"), fmt::join(known, ", "));
+                suggestion(name, known, ";"), joined(known, ", "));
   }
   return names;
 }

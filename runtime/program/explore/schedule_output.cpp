@@ -1,7 +1,6 @@
 #include "runtime/program/explore/schedule_output.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,6 +17,7 @@
 #include <sluice/plan.hpp>
 #include <sluice/simulate.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/trace.hpp"
@@ -118,7 +118,7 @@ std::string text_of(const OrderedJson& value) {
   if (value.size() > kMostListed) return text_of(*least) + " to " + text_of(*most);
   std::vector<std::string> words;
   for (const OrderedJson& each : value) words.push_back(text_of(each));
-  return fmt::format("{}", fmt::join(words, value.front().is_string() ? ", " : " "));
+  return joined(words, value.front().is_string() ? ", " : " ");
 }
 
 // A line per row, columns as wide as their widest cell. Of several numbers a cell has the most.
@@ -228,7 +228,7 @@ std::string layers_text(const std::vector<int>& first) {
     ranges.push_back(first[s] == last ? fmt::format("{}", last)
                                       : fmt::format("{}-{}", first[s], last));
   }
-  return fmt::format("layers by stage: {}\n", fmt::join(ranges, ", "));
+  return fmt::format("layers by stage: {}\n", joined(ranges, ", "));
 }
 
 std::string search_text(const OrderedJson& json) {

@@ -1,13 +1,14 @@
 #include "runtime/program/options/option_pages.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cctype>
 #include <iterator>
 #include <sstream>
 #include <vector>
+
+#include "comm/base/joined.hpp"
 
 namespace sluice {
 namespace {
@@ -81,13 +82,13 @@ std::string man_section(std::string_view program, std::string_view usage, std::s
   for (const OptionLine& option : options) {
     if (option.heading != heading) {
       heading = option.heading;
-      fmt::format_to(std::back_inserter(result), ".SS {}\n", roff_text(heading));
+      result += fmt::format(".SS {}\n", roff_text(heading));
     }
-    fmt::format_to(std::back_inserter(result), ".TP\n\\fB\\-\\-{}\\fR", roff_text(option.name));
+    result += fmt::format(".TP\n\\fB\\-\\-{}\\fR", roff_text(option.name));
     if (!option.placeholder.empty()) {
-      fmt::format_to(std::back_inserter(result), " \\fI{}\\fR", roff_text(option.placeholder));
+      result += fmt::format(" \\fI{}\\fR", roff_text(option.placeholder));
     }
-    fmt::format_to(std::back_inserter(result), "\n{}\n", roff_text(option.help));
+    result += fmt::format("\n{}\n", roff_text(option.help));
   }
   return result;
 }
@@ -102,19 +103,17 @@ std::string bash_branch(std::string_view program, bool argument,
     valued.push_back(names.back());
     const std::vector<std::string> words = words_of(option.placeholder);
     if (words.empty()) continue;
-    fmt::format_to(std::back_inserter(choices), "        {}) words='{}' ;;\n", names.back(),
-                   fmt::join(words, " "));
+    choices += fmt::format("        {}) words='{}' ;;\n", names.back(), joined(words, " "));
   }
   std::string result =
       fmt::format("    '{}')\n      options='{}' argument={}\n",
-                  program.substr(program.find(' ') + 1), fmt::join(names, " "), argument ? 1 : 0);
+                  program.substr(program.find(' ') + 1), joined(names, " "), argument ? 1 : 0);
   if (!valued.empty()) {
-    fmt::format_to(std::back_inserter(result),
-                   "      case $previous in\n        {}) value=1 ;;\n      esac\n",
-                   fmt::join(valued, " | "));
+    result += fmt::format("      case $previous in\n        {}) value=1 ;;\n      esac\n",
+                          joined(valued, " | "));
   }
   if (!choices.empty()) {
-    fmt::format_to(std::back_inserter(result), "      case $previous in\n{}      esac\n", choices);
+    result += fmt::format("      case $previous in\n{}      esac\n", choices);
   }
   return result + "      ;;\n";
 }
@@ -135,7 +134,7 @@ Sluice plans, checks and executes pipeline\-parallel training. Its commands are:
 )",
                                  version);
   for (const auto& [name, summary] : commands) {
-    fmt::format_to(std::back_inserter(text), ".TP\n.B {}\n{}\n", name, roff_text(summary));
+    text += fmt::format(".TP\n.B {}\n{}\n", name, roff_text(summary));
   }
   return text +
          ".PP\n\\fBsluice\\fR \\fIcommand\\fR \\fB\\-\\-help\\fR lists the options of a command.\n";

@@ -1,7 +1,5 @@
 #include "runtime/program/options/option_table.hpp"
 
-#include <fmt/ranges.h>
-
 #include <array>
 #include <boost/program_options.hpp>
 #include <filesystem>
@@ -11,6 +9,7 @@
 #include <optional>
 #include <sstream>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/process/process.hpp"
 #include "runtime/program/options/option_pages.hpp"
@@ -253,12 +252,12 @@ OptionTable& OptionTable::add_choice(const std::string& name, std::string& targe
 OptionTable& OptionTable::add_words(const std::string& name, std::vector<std::string> legal,
                                     std::string help, std::function<void(std::size_t index)> set,
                                     Get get) {
-  const std::string placeholder = fmt::format("{}", fmt::join(legal, "|"));
+  const std::string placeholder = joined(legal, "|");
   const auto set_word = [name, legal = std::move(legal),
                          set = std::move(set)](const std::string& text) -> std::string {
     const auto found = std::ranges::find(legal, text);
     if (found == legal.end()) {
-      return fmt::format("unknown {} '{}'; legal are {}{}", name, text, fmt::join(legal, ", "),
+      return fmt::format("unknown {} '{}'; legal are {}{}", name, text, joined(legal, ", "),
                          suggestion(text, legal, ""));
     }
     set(static_cast<std::size_t>(found - legal.begin()));

@@ -11,7 +11,7 @@
 // over the file, both win over what lay_under() sets.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <charconv>

@@ -1,5 +1,5 @@
 // `sluice export`: a model's files alone, in transformers' form.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <filesystem>
 #include <map>

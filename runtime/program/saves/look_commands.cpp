@@ -1,6 +1,5 @@
 // `sluice digest`, `inspect` and `verify`: what a directory holds.
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <filesystem>
 #include <set>
@@ -12,6 +11,7 @@
 #include <sluice/error.hpp>
 #include <sluice/hugging_face.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/checkpoint/verify.hpp"
@@ -57,7 +57,7 @@ class ByteCount {
   }
   [[nodiscard]] std::string text() const {
     return fmt::format("{} bytes{}{}", bytes_, types_.size() > 1 ? ", " : " of ",
-                       fmt::join(types_, ", "));
+                       joined(types_, ", "));
   }
 
  private:

@@ -1,6 +1,6 @@
 #include "runtime/program/supervise/hosts.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cctype>

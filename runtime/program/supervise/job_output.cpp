@@ -1,6 +1,6 @@
 #include "runtime/program/supervise/job_output.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <poll.h>
 #include <unistd.h>
 

@@ -1,12 +1,12 @@
 #include "runtime/program/supervise/restart_policy.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <csignal>
 #include <cstring>
 
+#include "comm/base/joined.hpp"
 #include "runtime/program/supervise/hosts.hpp"
 
 namespace sluice {
@@ -66,8 +66,8 @@ std::string describe_ranks(const JobEvent& report) {
   std::string who = report.ranks.empty()
                         ? "a rank"
                         : fmt::format("rank{} {}", report.ranks.size() == 1 ? "" : "s",
-                                      fmt::join(report.ranks, ", "));
-  if (!report.hosts.empty()) who += fmt::format(" on {}", fmt::join(report.hosts, ", "));
+                                      joined(report.ranks, ", "));
+  if (!report.hosts.empty()) who += fmt::format(" on {}", joined(report.hosts, ", "));
   return who;
 }
 

@@ -1,8 +1,7 @@
 #include "runtime/program/supervise/run_command.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/process/process.hpp"
 #include "runtime/program/options/option_table.hpp"
@@ -107,7 +107,7 @@ void require_use(const JobCommand& command, const char* option, const std::strin
   }
   if (used == names.end() && !value.empty()) {
     throw_usage("option --{} has no effect: the command lacks {{{}}}", option,
-                fmt::join(names, "}, {"));
+                joined(names, "}, {"));
   }
 }
 
@@ -178,7 +178,7 @@ class Supervisor {
 
   bool leave_out(const std::vector<std::string>& hosts) {
     const std::optional<Layout> before = places_.layout();
-    out_.say(fmt::format("leaving out {} from now on", fmt::join(hosts, ", ")));
+    out_.say(fmt::format("leaving out {} from now on", joined(hosts, ", ")));
     if (!places_.leave_out(hosts)) return false;
     const std::optional<Layout>& now = places_.layout();
     if (now && *now != *before) {

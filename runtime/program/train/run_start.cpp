@@ -1,6 +1,6 @@
 #include "runtime/program/train/run_start.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <filesystem>

@@ -1,12 +1,12 @@
 #include "runtime/program/train/saved_run.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 
 #include <sluice/error.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
@@ -34,7 +34,7 @@ std::optional<SavedRun> find_saved_run(const fs::path& path) {
   if (found.candidates.empty()) {
     if (found.broken.empty()) return std::nullopt;
     throw_error(ErrorCode::kWeights, "'{}' holds no save that can be read: {}", path.string(),
-                fmt::join(found.broken, "; "));
+                joined(found.broken, "; "));
   }
   const auto& [directory, state] = newest_resumable(found);
   if (state.weights_only) {
@@ -98,7 +98,7 @@ std::string data_difference(const OptionValues& saved, const OptionValues& now) 
     if (other == now.end() || other->second == value) continue;
     parts.push_back(fmt::format("{} {} -> {}", name, value, other->second));
   }
-  return fmt::format("{}", fmt::join(parts, ", "));
+  return joined(parts, ", ");
 }
 
 }  // namespace sluice

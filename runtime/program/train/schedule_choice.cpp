@@ -1,6 +1,6 @@
 #include "runtime/program/train/schedule_choice.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>

@@ -1,6 +1,6 @@
 #include "runtime/program/train/step_reports.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstdio>

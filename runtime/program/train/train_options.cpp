@@ -1,7 +1,6 @@
 #include "runtime/program/train/train_options.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +13,7 @@
 #include <sluice/compute.hpp>
 #include <sluice/schedule.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/data/batch_shape.hpp"
@@ -125,7 +125,7 @@ std::string text_of(const std::vector<int>& layers) {
     parts.push_back(range_text(layers[i], layers[end - 1]));
     i = end;
   }
-  return fmt::format("{}", fmt::join(parts, ","));
+  return joined(parts, ",");
 }
 
 std::vector<std::string> training_schedules() {
@@ -345,7 +345,7 @@ std::vector<std::string> parse_changes(const std::string& text,
   std::vector<std::string> keys = parts_of(text);
   for (const std::string& key : keys) {
     if (contains(legal, key)) continue;
-    throw_usage("option --change: unknown key '{}'; legal are {}", key, fmt::join(legal, ", "));
+    throw_usage("option --change: unknown key '{}'; legal are {}", key, joined(legal, ", "));
   }
   return keys;
 }
@@ -385,11 +385,11 @@ void add_save_options(OptionTable& table, TrainOptions& options) {
   const std::vector<std::string> legal = table.marked(kModel | kFunction);
   table.add_parsed(
       "change", "KEY[,KEY...]",
-      fmt::format("options that may differ from those of the save: {}", fmt::join(legal, ", ")),
+      fmt::format("options that may differ from those of the save: {}", joined(legal, ", ")),
       [&options, legal](const std::string& text) {
         options.resume.allow = parse_changes(text, legal);
       },
-      [&options] { return fmt::format("{}", fmt::join(options.resume.allow, ",")); });
+      [&options] { return joined(options.resume.allow, ","); });
 }
 
 // The options of `sluice train` with their targets.
@@ -800,9 +800,9 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
     throw_usage(
         "option --resume: {} since '{}' would train another function; leave the options as they "
         "were saved, or give --change {}",
-        fmt::join(refused, ", "), saved.directory.string(), fmt::join(keys, ","));
+        joined(refused, ", "), saved.directory.string(), joined(keys, ","));
   }
-  return fmt::format("{}", fmt::join(changes, ", "));
+  return joined(changes, ", ");
 }
 
 std::string rate_jump_since(const SavedRun& saved, const TrainOptions& options) {

@@ -1,6 +1,6 @@
 #include "runtime/program/train/training.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <atomic>

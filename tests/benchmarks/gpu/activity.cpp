@@ -14,7 +14,7 @@
 #if SLUICE_WITH_CUPTI
 #include <cupti.h>
 #include <dlfcn.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <array>
 #include <cstring>

@@ -1,10 +1,10 @@
 #include "tests/benchmarks/gpu/sampler.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
+
+#include "comm/base/joined.hpp"
 
 namespace sluice::benchmarks {
 
@@ -40,9 +40,7 @@ GpuSampler::Figures GpuSampler::figures() const {
   figures.watts /= figures.samples;
   figures.limit_watts /= figures.samples;
   figures.sm_mhz /= figures.samples;
-  figures.held_back = held_back_ == 0
-                          ? "nothing"
-                          : fmt::format("{}", fmt::join(names_of_reasons(held_back_), ", "));
+  figures.held_back = held_back_ == 0 ? "nothing" : joined(names_of_reasons(held_back_), ", ");
   return figures;
 }
 

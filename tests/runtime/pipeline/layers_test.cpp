@@ -1,6 +1,6 @@
 // Models of layers: every cut and schedule has the bits of one rank, and what does not fit is
 // named.
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <omp.h>

@@ -1,6 +1,5 @@
 // ModelOptions: a model of any layers in bf16, recomputed or not. Half the memory, the same bits at
 // every layout, and f32 for layers that know nothing of it.
-#include <fmt/ranges.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -15,6 +14,7 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/transformer.hpp>
 
+#include "comm/base/joined.hpp"
 #include "stages/network/network_stage.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
@@ -255,7 +255,7 @@ TEST(PrecisionOptionsTest, OwnLayersAndLossesTrainInBf16) {
                  .targets = {view(y, {kSamples, 3})}};
       }
       EXPECT_EQ(made.notes().size(), static_cast<std::size_t>(ranks.size()));
-      const std::string notes = fmt::format("{}", fmt::join(made.notes(), ""));
+      const std::string notes = joined(made.notes(), "");
       const bool falls_back = notes.find("scale computes in f32") != std::string::npos;
       EXPECT_EQ(falls_back, precision.precision == DType::kBf16);
       std::vector<double> all;

@@ -2,7 +2,7 @@
 // where no GPU answers and where the library at hand is known to be wrong for a shape.
 #include "stages/cuda/attention_cudnn.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "stages/cuda/cuda_backend.hpp"
 #include "tests/stages/cuda/gpu_compare.hpp"

@@ -2,7 +2,7 @@
 // are only described. Its kernels are compiled by way of the driver's library; the toolkit's stub
 // of it is enough for the question.
 #include <dlfcn.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 
 #include "stages/cuda/attention_cudnn.hpp"

@@ -1,7 +1,7 @@
 // What the comparisons of a GPU's operators with double precision share.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,7 @@
 // Runs an operator on the CPU and on the GPU over the same operands and compares what it leaves.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstring>
 #include <functional>

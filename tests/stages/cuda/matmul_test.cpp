@@ -2,7 +2,7 @@
 // and activation, and their cache of plans.
 #include "stages/cuda/matmul.hpp"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <gmock/gmock.h>
 
 #include "stages/cpu/cpu_backend.hpp"

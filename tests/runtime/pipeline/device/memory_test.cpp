@@ -1,6 +1,6 @@
 // The memory of a GPU's rank: planned to the byte, taken in one piece. On the emulated CUDA, which
 // knows every cudaMalloc.
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>

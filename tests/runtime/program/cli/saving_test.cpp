@@ -1,5 +1,5 @@
 // Saves, resumed runs and runs that are asked to stop, as a user meets them.
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -1,5 +1,5 @@
 // `sluice schedule`, its `compare` and `auto`, as a user meets them.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstdint>
