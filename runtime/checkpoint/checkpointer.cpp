@@ -26,6 +26,7 @@
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/checkpoint/saved_tensors.hpp"
 #include "runtime/files/checksum.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/files/utc_text.hpp"
 #include "runtime/group/configuration.hpp"
@@ -298,10 +299,9 @@ void Checkpointer::Impl::open_directory() {
 
 // Leaders of other hosts get rank 0's files.
 void Checkpointer::Impl::share_files() {
-  const std::vector<std::uint8_t> mine = nlohmann::json::to_cbor(options.files);  // not all UTF-8
-  const std::string all = world().broadcast_string({mine.begin(), mine.end()}, 0);
+  const std::string all = world().broadcast_string(to_cbor(options.files), 0);  // not all UTF-8
   if (!leader) options.files.clear();
-  if (leader) nlohmann::json::from_cbor(all).get_to(options.files);
+  if (leader) from_cbor(all).get_to(options.files);
 }
 
 // The newest save has to be of this run. Older ones of another run are what an --overwrite that

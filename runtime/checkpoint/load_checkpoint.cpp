@@ -22,6 +22,7 @@
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/checkpoint/saved_tensors.hpp"
 #include "runtime/checkpoint/verify.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/group/host_mirror.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/call.hpp"
@@ -146,9 +147,9 @@ Found find_saves(Collectives& world, const fs::path& path, bool resumable) {
     }
     found.broken = selection.broken;
     found.one_step = selection.one_step;
-    nlohmann::json::to_cbor(found, text);  // paths may not be UTF-8
+    text = to_cbor(found);  // paths may not be UTF-8
   });
-  return nlohmann::json::from_cbor(world.broadcast_string(text, 0)).get<Found>();
+  return from_cbor(world.broadcast_string(text, 0)).get<Found>();
 }
 
 // The pieces that this rank hashes: ranks that see the same files share them.

@@ -20,6 +20,7 @@
 #include "comm/base/host.hpp"
 #include "comm/base/threads.hpp"
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/files/utc_text.hpp"
 
@@ -68,7 +69,7 @@ Holder this_process() {
 }
 
 Holder holder_in(const std::string& text) {
-  const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+  const nlohmann::json json = parse_json(text, NoJson::kDiscard);
   try {
     return json.get<Holder>();
   } catch (const nlohmann::json::exception&) {
@@ -143,7 +144,7 @@ SaveLock::SaveLock(const fs::path& directory, std::chrono::milliseconds watch,
                    const std::function<void(const std::string&)>& note)
     : path_(directory / "lock") {
   const Holder me = this_process();
-  text_ = nlohmann::json(me).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  text_ = dump_json(nlohmann::json(me), -1, InvalidUtf8::replace) + "\n";
   while (!create(path_, text_)) {
     std::error_code error;
     const fs::file_status there = fs::symlink_status(path_, error);

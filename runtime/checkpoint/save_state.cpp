@@ -12,8 +12,8 @@
 
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
-#include "runtime/files/bounded_json.hpp"
 #include "runtime/files/checksum.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/read_file.hpp"
 
 namespace sluice {
@@ -246,12 +246,12 @@ std::string to_json_text(const SaveState& state) {
   json["arithmetic"] = state.arithmetic;
   json["options"] = Json::object();
   for (const auto& [name, value] : state.options) json["options"][name] = value;
-  json["model"] = state.model.empty() ? Json() : Json::parse(state.model);
+  json["model"] = state.model.empty() ? Json() : parse_ordered_json(state.model);
   json["data"] = Json::object();
   for (const auto& [name, value] : state.data) json["data"][name] = value;
   json["skipped"] = state.skipped;
   json["user"] = Json::object();
-  for (const auto& [name, text] : state.user) json["user"][name] = Json::parse(text);
+  for (const auto& [name, text] : state.user) json["user"][name] = parse_ordered_json(text);
   json["files"] = Json::array();
   for (const SavedFile& file : state.files) {
     json["files"].push_back(Json{
@@ -273,7 +273,7 @@ std::string to_json_text(const SaveState& state) {
     }
     json["tensors"].push_back(std::move(each));
   }
-  std::string text = json.dump(1, ' ', false, Json::error_handler_t::replace);
+  std::string text = dump_json(json, 1, InvalidUtf8::replace);
   text.resize(text.rfind('\n'));  // "\n}"
   return text + fmt::format("{}{}\"\n}}\n", kCheck, checksum_hex(std::as_bytes(std::span(text))));
 }
@@ -321,14 +321,14 @@ SaveState parse_save_state(std::string_view text, const std::filesystem::path& p
   }
   state.options = reader.values(json, "options");
   const Json& model = reader.field(json, "model");
-  if (!model.is_null()) state.model = model.dump();
+  if (!model.is_null()) state.model = dump_json(model);
   state.data = reader.values(json, "data");
   for (const Json& step : reader.array(json, "skipped")) {
     if (!step.is_number_unsigned()) reader.refuse("'skipped' holds what is no step");
     state.skipped.push_back(step.get<std::uint64_t>());
   }
   for (const auto& [name, value] : reader.object(json, "user").items()) {
-    state.user[name] = value.dump();
+    state.user[name] = dump_json(value);
   }
   read_lists(reader, json, state);
   return state;

@@ -19,6 +19,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/read_file.hpp"
 
 namespace sluice {
@@ -230,7 +231,7 @@ struct NpyHeader {
 
 // {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }
 NpyHeader read_npy_header(std::string_view text) {
-  const nlohmann::json json = nlohmann::json::parse(json_of(text), nullptr, false);
+  const nlohmann::json json = parse_json(json_of(text), NoJson::kDiscard);
   const auto require = [](bool legal) {
     if (!legal) refuse("has a header that is no Python dictionary");
   };

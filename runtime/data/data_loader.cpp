@@ -27,6 +27,7 @@
 #include "runtime/data/draw_below.hpp"
 #include "runtime/data/named_calls.hpp"
 #include "runtime/data/sample_specs.hpp"
+#include "runtime/files/json_text.hpp"
 
 namespace sluice {
 namespace {
@@ -395,16 +396,15 @@ std::int64_t DataLoader::batches() const {
 }
 
 std::string DataLoader::state() const {
-  return nlohmann::json{{"epoch", impl().coming.epoch},
-                        {"first", impl().coming.first},
-                        {"items", impl().size},
-                        {"shuffle", impl().options.shuffle},
-                        {"seed", impl().options.seed}}
-      .dump();
+  return dump_json(nlohmann::json{{"epoch", impl().coming.epoch},
+                                  {"first", impl().coming.first},
+                                  {"items", impl().size},
+                                  {"shuffle", impl().options.shuffle},
+                                  {"seed", impl().options.seed}});
 }
 
 void DataLoader::set_state(const std::string& state) {
-  const auto json = nlohmann::json::parse(state, nullptr, /*allow_exceptions=*/false);
+  const auto json = parse_json(state, NoJson::kDiscard);
   const auto is = [&](const char* key, auto test) {
     return json.is_object() && json.contains(key) && test(json[key]);
   };

@@ -11,6 +11,7 @@
 #include <sluice/schedule.hpp>
 
 #include "runtime/files/atomic_file.hpp"
+#include "runtime/files/json_text.hpp"
 
 namespace sluice {
 namespace {
@@ -101,7 +102,7 @@ class EventList {
 void put_metadata(EventList& out, int pid, std::size_t tid, const char* what,
                   const nlohmann::json& args) {
   out.put("{{\"ph\":\"M\",\"pid\":{},\"tid\":{},\"name\":\"{}\",\"args\":{}}}", pid, tid, what,
-          args.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+          dump_json(args, -1, InvalidUtf8::replace));
 }
 
 void put_slice(EventList& out, int pid, std::size_t tid, const Slice& slice) {
@@ -167,7 +168,7 @@ void put_counter(EventList& out, const std::vector<RankTrace>& ranks, const Trac
   const nlohmann::json name = counter.name;
   for (const auto& [time, value] : counter.values) {
     out.put("{{\"ph\":\"C\",\"pid\":{},\"ts\":{},\"name\":{},\"args\":{{\"value\":{}}}}}", rank,
-            microseconds(nanoseconds(time)), name.dump(), value);
+            microseconds(nanoseconds(time)), dump_json(name), value);
   }
 }
 

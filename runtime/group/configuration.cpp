@@ -19,6 +19,7 @@
 
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/group/build_name.hpp"
 #include "stages/operators/optimizer.hpp"
@@ -196,12 +197,11 @@ Facts agreed_values(const PipelineOptions& options) {
 
 void require_same_configuration(Collectives& comm, const Facts& values) {
   // CBOR carries any bytes: a path is not always UTF-8.
-  const std::vector<std::uint8_t> mine = Json::to_cbor(Json(values));
-  const auto all = comm.all_gather_strings(std::string(mine.begin(), mine.end()));
+  const auto all = comm.all_gather_strings(to_cbor(Json(values)));
   for (std::size_t rank = 1; rank < all.size(); ++rank) {
     if (all[rank] == all[0]) continue;
-    const Json first = Json::from_cbor(all[0]);
-    const Json other = Json::from_cbor(all[rank]);
+    const Json first = from_cbor(all[0]);
+    const Json other = from_cbor(all[rank]);
     for (std::size_t i = 0; i < std::min(first.size(), other.size()); ++i) {
       if (first[i] == other[i]) continue;
       throw_error(ErrorCode::kMismatch,

@@ -7,8 +7,8 @@
 #include <array>
 #include <fstream>
 #include <map>
-#include <span>
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include <sluice/error.hpp>
 #include <sluice/options.hpp>
@@ -18,6 +18,7 @@
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
+#include "runtime/files/json_text.hpp"
 
 namespace sluice {
 
@@ -200,8 +201,8 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     report.code = error.code();
   }
   std::vector<RankDevice> devices;
-  for (const std::string& text : world.all_gather_strings(Json(report).dump())) {
-    const auto other = Json::parse(text).get<DeviceReport>();
+  for (const std::string& text : world.all_gather_strings(dump_json(Json(report)))) {
+    const auto other = parse_json(text).get<DeviceReport>();
     const int rank = static_cast<int>(devices.size());
     if (!other.refusal.empty()) throw Error(other.code, other.refusal, rank);
     devices.push_back(other.rank);

@@ -15,7 +15,7 @@
 
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
-#include "runtime/files/bounded_json.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/read_file.hpp"
 
 namespace sluice {
@@ -79,7 +79,8 @@ class Fields {
     if (value == nullptr) return otherwise;
     if (!value->is_number_integer() || value->get<std::int64_t>() < least ||
         value->get<std::int64_t>() > most) {
-      refuse("'{}' is {}; legal are whole numbers from {} to {}", name, value->dump(), least, most);
+      refuse("'{}' is {}; legal are whole numbers from {} to {}", name, dump_json(*value), least,
+             most);
     }
     return value->get<int>();
   }
@@ -88,20 +89,21 @@ class Fields {
     if (value == nullptr) return otherwise;
     if (!value->is_number() || !(value->get<double>() > 0) ||
         value->get<double>() > double{std::numeric_limits<float>::max()}) {
-      refuse("'{}' is {}; legal are numbers above 0", name, value->dump());
+      refuse("'{}' is {}; legal are numbers above 0", name, dump_json(*value));
     }
     return value->get<double>();
   }
   [[nodiscard]] bool flag(const char* name, bool otherwise) const {
     const Json* value = find(name);
     if (value == nullptr) return otherwise;
-    if (!value->is_boolean()) refuse("'{}' is {}; legal are true and false", name, value->dump());
+    if (!value->is_boolean())
+      refuse("'{}' is {}; legal are true and false", name, dump_json(*value));
     return value->get<bool>();
   }
   [[nodiscard]] std::string text(const char* name, const char* otherwise) const {
     const Json* value = find(name);
     if (value == nullptr) return otherwise;
-    if (!value->is_string()) refuse("'{}' is {}; legal is a string", name, value->dump());
+    if (!value->is_string()) refuse("'{}' is {}; legal is a string", name, dump_json(*value));
     return value->get<std::string>();
   }
   // What Sluice computes in one way only.
@@ -112,7 +114,7 @@ class Fields {
     refuse("'{}' is '{}'; legal: {}", name, found, joined(legal, ", "));
   }
   void require_absent(const char* name) const {
-    if (find(name) != nullptr) refuse("'{}' is {}; Sluice lacks it", name, find(name)->dump());
+    if (find(name) != nullptr) refuse("'{}' is {}; Sluice lacks it", name, dump_json(*find(name)));
   }
   void require_flag(const char* name, bool legal, bool otherwise) const {
     if (flag(name, otherwise) != legal) refuse("'{}' is {}; legal: {}", name, !legal, legal);
@@ -128,7 +130,7 @@ const Architecture& find_architecture(const Fields& fields) {
   std::string name;
   if (const Json* names = fields.find("architectures")) {
     if (!names->is_array() || names->size() != 1 || !names->front().is_string()) {
-      fields.refuse("'architectures' is {}; legal is a list of one of {}", names->dump(),
+      fields.refuse("'architectures' is {}; legal is a list of one of {}", dump_json(*names),
                     joined(architecture_names(), ", "));
     }
     name = names->front().get<std::string>();
@@ -147,7 +149,7 @@ const Architecture& find_architecture(const Fields& fields) {
 
 // rope_scaling of transformers 4, or rope_parameters of transformers 5 without its base.
 RotaryScaling scaling_of(const Json& json, const char* name, const Fields& fields) {
-  if (!json.is_object()) fields.refuse("'{}' is {}; legal is an object", name, json.dump());
+  if (!json.is_object()) fields.refuse("'{}' is {}; legal is an object", name, dump_json(json));
   const Fields inner(json, fields.path());
   const std::string type = inner.text("rope_type", inner.text("type", "default").c_str());
   RotaryScaling scaling;
@@ -214,7 +216,7 @@ void read_window(const Architecture& architecture, const Fields& fields, Transfo
     if (types != nullptr) {
       const Json& each = (*types)[static_cast<std::size_t>(layer)];
       if (each != kSliding && each != kFull) {
-        fields.refuse("'layer_types' has {}; legal: {}, {}", each.dump(), kSliding, kFull);
+        fields.refuse("'layer_types' has {}; legal: {}, {}", dump_json(each), kSliding, kFull);
       }
       slides = each == kSliding;
     }
@@ -450,7 +452,7 @@ std::string hugging_face_config_text(const TransformerConfig& model, DType dtype
     json.update(window_fields(model, *found));
   }
   json["dtype"] = json["torch_dtype"] = dtype == DType::kBf16 ? "bfloat16" : "float32";
-  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+  return dump_json(json, 2, InvalidUtf8::replace) + "\n";
 }
 
 std::string generation_config_text(std::string_view config) {
@@ -459,7 +461,7 @@ std::string generation_config_text(std::string_view config) {
   for (const char* ids : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
     if (from.is_object() && from.contains(ids)) json[ids] = from[ids];
   }
-  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+  return dump_json(json, 2, InvalidUtf8::replace) + "\n";
 }
 
 std::vector<int> stop_ids_of(std::string_view text) {

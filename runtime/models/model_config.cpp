@@ -11,6 +11,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_state.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/models/config_json.hpp"
 
 namespace sluice {
@@ -100,7 +101,7 @@ std::string model_config_text(const TransformerConfig& config) {
   }
   model["precision"] = name_of(config.precision);
   model["stream_precision"] = name_of(config.stream_precision);
-  return model.dump();
+  return dump_json(model);
 }
 
 TransformerConfig read_model_config(const std::filesystem::path& directory) {
@@ -123,7 +124,7 @@ TransformerConfig read_model_config(const std::filesystem::path& directory) {
     throw_error(ErrorCode::kWeights, "'{}' names no model; 'sluice train --save' writes one",
                 path.string());
   }
-  return config_from(Json::parse(text), path);
+  return config_from(parse_ordered_json(text), path);
 }
 
 }  // namespace sluice

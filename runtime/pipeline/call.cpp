@@ -6,6 +6,7 @@
 
 #include "comm/base/caught_error.hpp"
 #include "comm/group/rethrow_from.hpp"
+#include "runtime/files/json_text.hpp"
 
 namespace sluice {
 namespace {
@@ -15,8 +16,8 @@ using Json = nlohmann::json;
 // Empty for no error.
 std::string pack(const std::optional<Error>& error) {
   if (!error) return {};
-  return Json::array({static_cast<int>(error->code()), error->what()})
-      .dump(-1, ' ', false, Json::error_handler_t::replace);
+  return dump_json(Json::array({static_cast<int>(error->code()), error->what()}), -1,
+                   InvalidUtf8::replace);
 }
 
 }  // namespace
@@ -34,7 +35,7 @@ void on_all_ranks(Collectives& world, const std::function<void()>& body) {
   const std::vector<std::string> all = world.all_gather_strings(pack(error_of(body)));
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty()) continue;
-    const Json error = Json::parse(all[rank]);
+    const Json error = parse_json(all[rank]);
     throw Refused{Error(static_cast<ErrorCode>(error[0].get<int>()), error[1].get<std::string>(),
                         static_cast<int>(rank))};
   }

@@ -6,6 +6,7 @@
 #include <sluice/pipeline.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/group/host_mirror.hpp"
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -26,11 +27,11 @@ std::vector<Parameter*> owned_values(Pipeline& pipeline) {
 std::string describe(const Parameter& parameter) {
   nlohmann::json dims = nlohmann::json::array();
   for (int d = 0; d < parameter.shape.rank(); ++d) dims.push_back(parameter.shape[d]);
-  return nlohmann::json::array({parameter.name, dims}).dump();
+  return dump_json(nlohmann::json::array({parameter.name, dims}));
 }
 
 HostTensor& add(std::map<std::string, HostTensor>& to, const std::string& described) {
-  const auto json = nlohmann::json::parse(described);
+  const auto json = parse_json(described);
   HostTensor& tensor = to[json[0].get<std::string>()];
   tensor.spec = {DType::kF32, Shape(json[1].get<std::vector<std::int64_t>>())};
   tensor.bytes.resize(tensor.spec.bytes());

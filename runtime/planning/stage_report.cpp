@@ -15,6 +15,7 @@
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/transport.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/group/guard.hpp"
 
 namespace sluice {
@@ -42,11 +43,11 @@ namespace {
 
 // `text` with U+FFFD in place of bytes that are not UTF-8.
 std::string quoted(const std::string& text) {
-  return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
+  return dump_json(Json(text), -1, InvalidUtf8::replace);
 }
 
 bool is_utf8(const std::string& text) {
-  return quoted(text) == Json(text).dump(-1, ' ', false, Json::error_handler_t::ignore);
+  return quoted(text) == dump_json(Json(text), -1, InvalidUtf8::ignore);
 }
 
 // One that is a key in files, and fits into a message of one line.
@@ -244,9 +245,9 @@ void require_prepared(const StageBinding& binding, const StageEntry& described, 
 }
 
 std::string to_text(const StageReport& report) {
-  return Json(report).dump(-1, ' ', false, Json::error_handler_t::replace);
+  return dump_json(Json(report), -1, InvalidUtf8::replace);
 }
 
-StageReport report_from(const std::string& text) { return Json::parse(text).get<StageReport>(); }
+StageReport report_from(const std::string& text) { return parse_json(text).get<StageReport>(); }
 
 }  // namespace sluice

@@ -10,6 +10,7 @@
 #include <span>
 
 #include "comm/base/index.hpp"
+#include "runtime/files/json_text.hpp"
 
 namespace sluice {
 
@@ -113,8 +114,8 @@ std::vector<GpuState> JobGpus::read() {
 std::vector<OperatorTime> sum_operator_times(Collectives& world,
                                              const std::vector<OperatorTime>& mine) {
   std::map<std::string, OperatorTime> sums;
-  for (const std::string& rank : world.all_gather_strings(nlohmann::json(mine).dump())) {
-    for (const auto& each : nlohmann::json::parse(rank).get<std::vector<OperatorTime>>()) {
+  for (const std::string& rank : world.all_gather_strings(dump_json(nlohmann::json(mine)))) {
+    for (const auto& each : parse_json(rank).get<std::vector<OperatorTime>>()) {
       OperatorTime& sum = sums[each.name];
       sum.name = each.name;
       sum.calls += each.calls;

@@ -11,6 +11,7 @@
 #include "comm/base/cores.hpp"
 #include "comm/base/joined.hpp"
 #include "runtime/entry/network_facts.hpp"
+#include "runtime/files/json_text.hpp"
 
 namespace sluice {
 
@@ -219,8 +220,8 @@ std::string gather_rank_table(Collectives& world, const JobLayout& layout, int t
                         .interfaces = interfaces_used(network)};
   std::vector<RankRow> rows;
   for (const std::string& text :
-       world.all_gather_strings(Json(mine).dump(-1, ' ', false, Json::error_handler_t::replace))) {
-    rows.push_back(Json::parse(text).get<RankRow>());
+       world.all_gather_strings(dump_json(Json(mine), -1, InvalidUtf8::replace))) {
+    rows.push_back(parse_json(text).get<RankRow>());
   }
   return rank_table(rows, indent);
 }

@@ -14,6 +14,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/engine/steady_seconds.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/writable.hpp"
 
 namespace sluice {
@@ -26,7 +27,7 @@ nlohmann::ordered_json number(double value) {
 
 // Whether `line` is one of MetricsWriter's; its step.
 bool is_metrics_line(const std::string& line, std::uint64_t* step) {
-  const auto json = nlohmann::json::parse(line, nullptr, false);
+  const auto json = parse_json(line, NoJson::kDiscard);
   if (!json.is_object()) return false;
   const auto found = json.find("step");
   if (found == json.end() || !found->is_number_unsigned()) return false;
@@ -94,7 +95,7 @@ std::string clock_text(double seconds) {
 MetricsWriter::MetricsWriter(const std::filesystem::path& path, const std::string& run,
                              std::optional<std::uint64_t> resumed)
     : path_(path), run_(run) {
-  if (!nlohmann::json::parse(run, nullptr, false).is_object()) {
+  if (!parse_json(run, NoJson::kDiscard).is_object()) {
     throw Error(ErrorCode::kInternal, "what describes the run is no JSON object: " + run);
   }
   require_writable_file(path);
@@ -123,14 +124,14 @@ void MetricsWriter::step(const StepRecord& record) {
   if (record.skipped) json["skipped"] = true;
   if (!record.stragglers.empty()) json["stragglers"] = record.stragglers;
   if (!record.gpus.empty()) json["gpus"] = gpus_json(record.gpus);
-  line(json.dump());
+  line(dump_json(json));
 }
 
 void MetricsWriter::validation(std::uint64_t step, double val_loss) {
   nlohmann::ordered_json json;
   json["step"] = step;
   json["val_loss"] = number(val_loss);
-  line(json.dump());
+  line(dump_json(json));
 }
 
 void MetricsWriter::line(std::string json) {

@@ -21,6 +21,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/engine/engine.hpp"
 #include "runtime/engine/steady_seconds.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -290,7 +291,7 @@ std::string to_json_text(const LayerTable& table, std::span<const StageTimes> st
   for (const StageTimes& each : stages.empty() ? table.costs : divided(table, stages)) {
     json["times"].push_back({each.forward, each.backward_input, each.backward_weight});
   }
-  return json.dump();
+  return dump_json(json);
 }
 
 void Timeline::begin(Pipeline& pipeline) {

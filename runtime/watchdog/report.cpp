@@ -12,6 +12,7 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
+#include "runtime/files/json_text.hpp"
 
 namespace sluice {
 namespace {
@@ -230,7 +231,7 @@ std::string hang_event(const WatchView& view, const Verdict& verdict) {
                                                      : hosts_of(view, verdict.ranks)},
       {"ranks", verdict.ranks},
       {"step", step_of(view)}};
-  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return dump_json(json, -1, InvalidUtf8::replace);
 }
 
 std::string status_json(const WatchView& view, const WatchLimits& limits,
@@ -254,7 +255,7 @@ std::string status_json(const WatchView& view, const WatchLimits& limits,
          {"replica", each.replica},
          {"state", over ? "ended" : state_text(view, limits, static_cast<int>(rank))}});
   }
-  return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  return dump_json(json, 1, InvalidUtf8::replace) + "\n";
 }
 
 }  // namespace sluice

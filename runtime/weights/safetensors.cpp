@@ -17,6 +17,7 @@
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/mapped_file.hpp"
 #include "runtime/weights/weights.hpp"
 
@@ -216,7 +217,7 @@ std::string header_text(const std::filesystem::path& path,
   }
   std::string text;
   try {
-    text = nlohmann::ordered_json(std::move(entries)).dump();
+    text = dump_json(nlohmann::ordered_json(std::move(entries)));
   } catch (const nlohmann::json::exception&) {
     refuse(ErrorCode::kIo, path, "a name or metadata value is not valid UTF-8");
   }

@@ -15,6 +15,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/mapped_file.hpp"
 
 namespace sluice {
@@ -29,9 +30,9 @@ namespace {
 // directory.
 std::map<std::string, std::string> read_index(const fs::path& path) {
   const MappedFile file(path, ErrorCode::kWeights);
-  const auto* text = reinterpret_cast<const char*>(file.bytes().data());
-  const nlohmann::json index =
-      nlohmann::json::parse(text, text + file.bytes().size(), nullptr, false);
+  const std::string_view text(reinterpret_cast<const char*>(file.bytes().data()),
+                              file.bytes().size());
+  const nlohmann::json index = parse_json(text, NoJson::kDiscard);
   if (index.is_discarded()) refuse(path, "is no JSON");
   const auto map = index.is_object() ? index.find("weight_map") : index.end();
   if (!index.is_object() || map == index.end() || !map->is_object()) {
@@ -97,7 +98,7 @@ std::string write_weights_index(const fs::path& directory, const std::string& ki
   const fs::path path = directory / weights_index_name(kind);
   std::string text;
   try {
-    text = index.dump(2) + "\n";
+    text = dump_json(index, 2) + "\n";
   } catch (const nlohmann::json::exception&) {
     throw_error(ErrorCode::kIo, "cannot write '{}': a tensor's name is not valid UTF-8",
                 path.string());

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "comm/base/cores.hpp"
+#include "runtime/files/json_text.hpp"
 #include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {
@@ -138,11 +139,11 @@ RankFacts local_facts() {
 }
 
 std::string to_json_text(const RankFacts& facts) {
-  return nlohmann::json(facts).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return dump_json(nlohmann::json(facts), -1, InvalidUtf8::replace);
 }
 
 RankFacts rank_facts_from_json(const std::string& text) {
-  return nlohmann::json::parse(text).get<RankFacts>();
+  return parse_json(text).get<RankFacts>();
 }
 
 }  // namespace sluice

@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/read_file.hpp"
 
 namespace sluice {
@@ -66,7 +67,7 @@ std::string live_status(const std::filesystem::path& directory, double now) {
                 path.string());
   }
   try {
-    return table_of(Json::parse(read_text(path, kMostBytes, ErrorCode::kData)), now);
+    return table_of(parse_json(read_text(path, kMostBytes, ErrorCode::kData)), now);
   } catch (const Json::exception& fault) {
     throw_error(ErrorCode::kData, "'{}' is no status of a job: {}", path.string(), fault.what());
   }

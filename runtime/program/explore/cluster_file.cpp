@@ -16,6 +16,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/mapped_file.hpp"
 
 namespace sluice {
@@ -97,7 +98,7 @@ class Reader {
   }
   static std::string shown(const OrderedJson& value) {
     if (value.is_structured()) return value.is_array() ? "a list" : "an object";
-    std::string text = value.dump(-1, ' ', true);
+    std::string text = dump_json(value, -1, InvalidUtf8::strict, true);
     if (text.size() > kShown) text = text.substr(0, kShown) + "...";
     return text;
   }
@@ -199,11 +200,11 @@ std::string to_json_text(const Cluster& cluster) {
                              {"advanced_while_computing", link.advanced},
                              {"over", link.over}});
   }
-  return json.dump(1, ' ', false, OrderedJson::error_handler_t::replace) + "\n";
+  return dump_json(json, 1, InvalidUtf8::replace) + "\n";
 }
 
 Cluster parse_cluster(std::string_view text, const std::string& name) {
-  const OrderedJson json = OrderedJson::parse(text, nullptr, false);
+  const OrderedJson json = parse_ordered_json(text, NoJson::kDiscard);
   if (json.is_discarded()) {
     throw_error(ErrorCode::kData, "cluster file '{}': it is not JSON, or it is cut off", name);
   }

@@ -17,6 +17,7 @@
 #include <sluice/schedule.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/mapped_file.hpp"
 
 namespace sluice {
@@ -74,7 +75,7 @@ const Json& field(const Json& json, const char* key) {
 double number(const Json& event, const char* key) {
   const Json& found = field(event, key);
   if (!found.is_number() || !std::isfinite(found.get<double>())) {
-    fail("has an event without the number '{}': {}", key, event.dump());
+    fail("has an event without the number '{}': {}", key, dump_json(event));
   }
   return found.get<double>();
 }
@@ -87,7 +88,8 @@ struct Layers {
 
 double time_of(const Json& json) {
   const double time = json.is_number() ? json.get<double>() : -1;
-  if (!std::isfinite(time) || time < 0) fail("has a time of a layer that is none: {}", json.dump());
+  if (!std::isfinite(time) || time < 0)
+    fail("has a time of a layer that is none: {}", dump_json(json));
   return time;
 }
 
@@ -95,7 +97,9 @@ Layers layers_of(const Json& json) {
   Layers layers;
   if (json.is_null()) return layers;
   const Json &first = field(json, "first"), &times = field(json, "times");
-  const auto wrong = [&] { fail("has layers without their stages and times: {}", json.dump()); };
+  const auto wrong = [&] {
+    fail("has layers without their stages and times: {}", dump_json(json));
+  };
   if (!first.is_array() || !times.is_array() || first.size() < 2 || times.empty()) wrong();
   for (const Json& each : first) {
     const std::int64_t layer = each.is_number_integer() ? each.get<std::int64_t>() : -1;
@@ -115,7 +119,7 @@ Layers layers_of(const Json& json) {
 class TraceReader {
  public:
   MeasuredCosts read(std::string_view text, double input_share) {
-    const Json json = Json::parse(text, nullptr, false);
+    const Json json = parse_json(text, NoJson::kDiscard);
     const Json& events = field(json, "traceEvents");
     if (!events.is_array()) {
       fail("is no trace; legal is what 'sluice train' writes for --trace");
@@ -149,7 +153,7 @@ class TraceReader {
     try {
       return parse_action(field(event, "name").get<std::string>());
     } catch (const std::exception&) {  // no string, or no action
-      fail("has an event that is no action: {}", event.dump());
+      fail("has an event that is no action: {}", dump_json(event));
     }
   }
 
@@ -159,7 +163,7 @@ class TraceReader {
     const double start = number(event, "ts") / 1000;
     const double time = number(event, "dur") / 1000;
     const Action action = action_of(event);
-    if (time < 0) fail("has an event that is no action: {}", event.dump());
+    if (time < 0) fail("has an event that is no action: {}", dump_json(event));
     const Json& pid = field(event, "pid");
     const auto found = replicas_.find(pid.is_number_integer() ? pid.get<std::int64_t>() : -1);
     const int replica = found == replicas_.end() ? 0 : found->second;

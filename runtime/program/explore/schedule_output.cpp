@@ -20,6 +20,7 @@
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/process/process.hpp"
 
@@ -112,7 +113,7 @@ std::string text_of(const OrderedJson& value) {
     return fmt::format("{:.6g}", std::abs(number) < 1e-12 ? 0 : number);
   }
   if (value.is_string()) return value.get<std::string>();
-  if (!value.is_array()) return value.dump();
+  if (!value.is_array()) return dump_json(value);
   const auto [least, most] = std::minmax_element(value.begin(), value.end());
   if (value.size() > 1 && *least == *most) return text_of(*least);
   if (value.size() > kMostListed) return text_of(*least) + " to " + text_of(*most);
@@ -169,7 +170,7 @@ std::string note_on(const std::string& key, const OrderedJson& value) {
 }
 
 std::string count(const OrderedJson& number, const char* what, const char* plural = "s") {
-  return fmt::format("{} {}{}", number.dump(), what, number == 1 ? "" : plural);
+  return fmt::format("{} {}{}", dump_json(number), what, number == 1 ? "" : plural);
 }
 
 std::string grid_of(const Schedule& schedule) {
@@ -324,7 +325,7 @@ std::string to_text(const OrderedJson& json, const Schedule* drawn) {
 }
 
 std::string to_json_line(const OrderedJson& json) {
-  return json.dump(-1, ' ', false, OrderedJson::error_handler_t::replace) + "\n";
+  return dump_json(json, -1, InvalidUtf8::replace) + "\n";
 }
 
 }  // namespace sluice

@@ -11,6 +11,7 @@
 
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/process/process.hpp"
 #include "runtime/program/options/option_pages.hpp"
 
@@ -101,7 +102,7 @@ std::optional<std::string> value_of(std::string_view text) {
   while (end < text.size() && text[end] != '"') end += text[end] == '\\' ? 2 : 1;
   if (end >= text.size()) return std::nullopt;
   const std::string_view rest = trimmed(text.substr(end + 1));
-  const auto value = nlohmann::json::parse(text.substr(0, end + 1), nullptr, false);
+  const auto value = parse_json(text.substr(0, end + 1), NoJson::kDiscard);
   if (value.is_discarded() || !(rest.empty() || rest.front() == '#')) return std::nullopt;
   return value.get<std::string>();
 }
@@ -166,9 +167,8 @@ std::string to_config_text(const OptionValues& options) {
   for (const auto& [name, value] : options) {
     if (value.empty()) continue;
     const bool plain = value_of(value) == value && value.find('\n') == std::string::npos;
-    constexpr auto kReplace = nlohmann::json::error_handler_t::replace;
     text += fmt::format("{} = {}\n", name,
-                        plain ? value : nlohmann::json(value).dump(-1, ' ', false, kReplace));
+                        plain ? value : dump_json(nlohmann::json(value), -1, InvalidUtf8::replace));
   }
   return text;
 }

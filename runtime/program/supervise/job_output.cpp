@@ -11,6 +11,8 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "runtime/files/json_text.hpp"
+
 namespace sluice {
 namespace {
 
@@ -48,7 +50,7 @@ JobEvent event_of(const json& object) {
 
 std::optional<JobEvent> parse_event(std::string_view text) {
   try {
-    const json object = json::parse(text);
+    const json object = parse_json(text);
     JobEvent event = event_of(object);
     // nlohmann-json converts any number to an unsigned one.
     const auto step = object.find("step");

@@ -11,6 +11,7 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/json_text.hpp"
 
 namespace sluice {
 namespace {
@@ -52,10 +53,9 @@ std::string searched(const TrainOptions& options, int ranks) {
       "bound (a heuristic search, within the micro-batches in flight of 1f1b)",
       result.chosen.origin, result.chosen.placement, result.chosen.chunks,
       100 * (result.ratio - 1));
-  return Json{{"order", to_schedule_json(result.schedule)},
-              {"first", result.first_layer},
-              {"remark", remark}}
-      .dump();
+  return dump_json(Json{{"order", to_schedule_json(result.schedule)},
+                        {"first", result.first_layer},
+                        {"remark", remark}});
 }
 
 // Simulated with the costs of layers: messages take no time.
@@ -78,7 +78,7 @@ StepPromise promise_of(const TrainOptions& options, const Schedule& order,
 ScheduleChoice search(const TrainOptions& options, int ranks, Collectives& world) {
   std::string text;
   if (world.communicator().rank() == 0) text = searched(options, ranks);
-  const Json json = Json::parse(world.broadcast_string(text, 0));
+  const Json json = parse_json(world.broadcast_string(text, 0));
   ScheduleChoice choice{.order = std::make_shared<const Schedule>(
                             parse_schedule_json(json.at("order").get<std::string>()).schedule),
                         .partition = {json.at("first").get<std::vector<int>>()},

@@ -22,6 +22,7 @@
 #include "comm/base/cores.hpp"
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/entry/command.hpp"
+#include "runtime/files/json_text.hpp"
 #include "runtime/group/activity.hpp"
 #include "runtime/group/configuration.hpp"
 #include "runtime/group/guard.hpp"
@@ -378,12 +379,12 @@ void Training::open_metrics() {
     for (const auto& [key, value] : options_.pipeline.expert.configuration) {
       run["options"][key] = value;
     }
-    run["layers"] = nlohmann::ordered_json::parse(to_json_text(layers()));
+    run["layers"] = parse_ordered_json(to_json_text(layers()));
     run["ranks"] = world_.size();
     run["kernels"] = kernel_set();
     run["matmul"] = matmul_library();
     run["mpi"] = mpi_info().library;
-    reports_->open_metrics(run.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+    reports_->open_metrics(dump_json(run, -1, InvalidUtf8::replace),
                            start_.resumed ? std::optional(start_.resumed->step) : std::nullopt);
   });
 }
