@@ -12,8 +12,8 @@
 #include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 
+#include "tests/golden.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
-#include "tests/stages/network/golden_file.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -99,7 +99,7 @@ class GoldenTrainingTest : public ::testing::TestWithParam<int> {};
 
 TEST_P(GoldenTrainingTest, LossesOfTwentyStepsAreTorchs) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    const nlohmann::json golden = read_golden().at("networks");
+    const nlohmann::json golden = read_golden(SLUICE_GOLDEN_FILE).at("networks");
     expect_same_names(golden, networks());
     for (const auto& [name, network] : networks()) {
       SCOPED_TRACE(name);
