@@ -10,7 +10,6 @@ are within a tenth of the tests' tolerances of them, or the script stops. golden
 golden_training_test.cpp compare. The names of the cases are the names there.
 """
 
-import json
 import pathlib
 import sys
 
@@ -18,6 +17,9 @@ import numpy
 import torch
 from torch import nn
 from torch.nn import functional
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from golden_files import need, text_of, write_or_check  # noqa: E402
 
 VERSIONS = {"torch": "2.15.0", "numpy": "2.4.6"}
 FILE = pathlib.Path(__file__).with_name("golden.json")
@@ -176,11 +178,11 @@ def networks():
 
 
 def tensor(values):
-    """A tensor for the file: integers, or numbers rounded to f32."""
-    array = values.detach().numpy()
-    if array.dtype.kind == "f":
-        array = array.astype(numpy.float32)
-    return {"shape": list(array.shape), "values": array.reshape(-1)}
+    """A tensor for the file: integers, or numbers rounded to f32, in the fewest digits that name them."""
+    flat = values.detach().numpy().reshape(-1)
+    if flat.dtype.kind == "f":
+        return {"shape": list(values.shape), "values": [float(str(v)) for v in flat.astype(numpy.float32)]}
+    return {"shape": list(values.shape), "values": flat.tolist()}
 
 
 def tensors(named):
@@ -307,20 +309,8 @@ def network_case(name, model, x, targets, *rest):
     return case
 
 
-def text_of(value, indent="\n"):
-    """JSON with a line for each tensor; f32 numbers in the fewest digits that name them."""
-    if isinstance(value, dict) and set(value) != {"shape", "values"}:
-        lines = [f"{indent} {json.dumps(key)}: {text_of(each, indent + ' ')}" for key, each in value.items()]
-        return "{" + ",".join(lines) + indent + "}"
-    if isinstance(value, dict):
-        return f'{{"shape": {value["shape"]}, "values": [{",".join(str(v) for v in value["values"])}]}}'
-    return json.dumps(value)
-
-
 def main():
-    found = {"torch": torch.__version__.split("+")[0], "numpy": numpy.__version__}
-    if found != VERSIONS:
-        sys.exit(f"golden.py: found {found}; the file is made with {VERSIONS}")
+    need(VERSIONS)
     torch.manual_seed(20)
     torch.set_num_threads(1)
     everything = {
@@ -331,14 +321,7 @@ def main():
         "rates": {name: rate_case(*case) for name, case in rates().items()},
         "networks": {name: network_case(name, *case) for name, case in networks().items()},
     }
-    text = text_of(everything) + "\n"
-    if sys.argv[1:] == ["--check"]:
-        if FILE.read_text(encoding="utf-8") != text:
-            sys.exit(f"golden.py: {FILE} has other numbers")
-    elif not sys.argv[1:]:
-        FILE.write_text(text, encoding="utf-8")
-    else:
-        sys.exit(__doc__)
+    write_or_check({FILE: text_of(everything) + "\n"}, __doc__)
 
 
 if __name__ == "__main__":
