@@ -76,10 +76,10 @@ Trained train(Communicator& comm, const Sequential& model, int pipeline, int siz
   options.order = {.schedule = schedule, .chunks = chunks};
   options.training.optimizer = OptimizerConfig::sgd(0.9F);
   options.training.learning_rate = {.peak = 0.05};
-  const std::vector<float> pictures = numbers(kSamples * kPixels, 1), wanted = numbers(kSamples, 2);
+  const std::vector<float> images = numbers(kSamples * kPixels, 1), wanted = numbers(kSamples, 2);
   std::vector<float> x, y;
   for (const int sample : order_of(replicas, size)) {
-    const auto first = pictures.begin() + sample * kPixels;
+    const auto first = images.begin() + sample * kPixels;
     x.insert(x.end(), first, first + kPixels);
     y.insert(y.end(), {wanted[static_cast<std::size_t>(sample)], 1});
   }
