@@ -26,7 +26,7 @@ std::string decoded(TokenDecoder& decoder, const std::vector<int>& ids) {
   return text + decoder.finish();
 }
 
-// --- the package's texts: golden.py ---
+// --- the package's texts: token_golden.py ---
 
 TEST(TokenDecoderTest, GivesThePackagesTextsOfEveryBlockAndOfRandomIds) {
   const std::string data = SLUICE_TOKENIZER_DATA;
