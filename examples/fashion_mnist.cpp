@@ -1,6 +1,6 @@
 // A convolutional network tells ten kinds of clothes apart: two stages, times two replicas.
 //   mpirun -n 4 fashion_mnist [epochs] [training images] [folder of the data set]
-// The data set is Debian's package dataset-fashion-mnist: 60,000 pictures of 28 x 28 to train on
+// The data set is Debian's package dataset-fashion-mnist: 60,000 images of 28 x 28 to train on
 // and 10,000 to test. Rank 0 writes accuracy.svg and confusion.svg.   (-n 1 and -n 2: one replica.)
 #include <algorithm>
 #include <chrono>
@@ -20,17 +20,17 @@ const std::vector<std::string> kClasses = {"T-shirt", "trousers", "pullover", "d
 
 // Bytes in memory; a worker makes numbers of them when a batch needs them.
 struct Clothes : Dataset {
-  HostTensor pictures, classes;
+  HostTensor images, classes;
   std::int64_t count;
   bool training;
   Clothes(const std::filesystem::path& folder, const std::string& part, std::int64_t most)
-      : pictures(read_idx(folder / (part + "-images-idx3-ubyte.gz"))),
+      : images(read_idx(folder / (part + "-images-idx3-ubyte.gz"))),
         classes(read_idx(folder / (part + "-labels-idx1-ubyte.gz"))),
-        count(std::min(most, pictures.spec.shape[0])),
+        count(std::min(most, images.spec.shape[0])),
         training(part == "train") {
-    if (pictures.spec.shape != Shape{pictures.spec.shape[0], kSide, kSide} ||
-        classes.spec.shape != Shape{pictures.spec.shape[0]}) {
-      throw Error(ErrorCode::kData, folder.string() + ": not 28 x 28 pictures, each with a class");
+    if (images.spec.shape != Shape{images.spec.shape[0], kSide, kSide} ||
+        classes.spec.shape != Shape{images.spec.shape[0]}) {
+      throw Error(ErrorCode::kData, folder.string() + ": not 28 x 28 images, each with a class");
     }
   }
   std::int64_t size() const override { return count; }
@@ -42,9 +42,9 @@ struct Clothes : Dataset {
            std::span<const Tensor> targets) const override {
     if (!targets.empty()) targets[0].as<std::int32_t>()[0] = class_of(item.index);
     if (inputs.empty()) return;
-    // In training, half of the pictures are mirrored.
+    // In training, half of the images are mirrored.
     const bool mirror = training && (philox(item.random, std::uint64_t(item.index), 0)[0] & 1) != 0;
-    const std::byte* const from = pictures.bytes.data() + item.index * kPixels;
+    const std::byte* const from = images.bytes.data() + item.index * kPixels;
     for (int i = 0; i < kPixels; ++i) {
       const int column = i % kSide, first = i - column;  // of the row
       const std::byte pixel = from[first + (mirror ? kSide - 1 - column : column)];
@@ -107,7 +107,7 @@ int main(int argc, char** argv) {
       std::fflush(stdout);
     }
     if (world.rank() != 0) return;
-    figures::curve("accuracy.svg", "right answers on the test pictures", accuracy);
+    figures::curve("accuracy.svg", "right answers on the test images", accuracy);
     figures::confusion("confusion.svg", kClasses, counts);
   });
 }

@@ -1,4 +1,4 @@
-// Pictures whose pixels have classes, over replicas: each computes on its share, and the gradients
+// Images whose pixels have classes, over replicas: each computes on its share, and the gradients
 // are summed. They are those of one replica with the whole batch, unless a layer looks at other
 // samples, as batch_norm2d() does.   mpirun -n 2 segmentation_data_parallel     (-n 4: two stages)
 // A number as an argument is that of the steps in the end, 16.

@@ -115,8 +115,8 @@ Desc plain(const Dims& dims, Tag tag) { return {dims, dnnl::memory::data_type::f
 // The operands of all three primitives, in plain layouts and in those the library may choose.
 struct Descs {
   explicit Descs(const ConvolutionShape& shape)
-      : x(picture(shape.samples, shape.in, shape.size[0], shape.size[1])),
-        y(picture(shape.samples, shape.out, shape.out_size(0), shape.out_size(1))),
+      : x(image(shape.samples, shape.in, shape.size[0], shape.size[1])),
+        y(image(shape.samples, shape.out, shape.out_size(0), shape.out_size(1))),
         bias(plain({shape.out}, Tag::a)),
         strides{shape.stride[0], shape.stride[1]},
         padding{shape.padding[0], shape.padding[1]} {
@@ -135,7 +135,7 @@ struct Descs {
   static Both both(const Dims& dims, Tag tag) {
     return {sluice::plain(dims, tag), sluice::plain(dims, Tag::any)};
   }
-  static Both picture(std::int64_t n, std::int64_t c, std::int64_t h, std::int64_t w) {
+  static Both image(std::int64_t n, std::int64_t c, std::int64_t h, std::int64_t w) {
     return both({n, c, h, w}, Tag::nchw);
   }
 

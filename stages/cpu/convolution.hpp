@@ -1,4 +1,4 @@
-// Convolutions of pictures by oneDNN, made once for a shape. Pictures are f32 [samples, channels,
+// Convolutions of images by oneDNN, made once for a shape. Images are f32 [samples, channels,
 // height, width], weights [out, in / groups, kernel height, kernel width]: the library's own
 // layouts are made in scratch. A call allocates nothing in Sluice. Internal to stages/.
 #pragma once

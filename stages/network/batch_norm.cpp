@@ -12,7 +12,7 @@
 #include <sluice/layers.hpp>
 
 #include "stages/cpu/parallel.hpp"
-#include "stages/network/picture.hpp"
+#include "stages/network/image.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice::nn {
@@ -42,7 +42,7 @@ class BatchNormLayer final : public OwnLayer<kOnCpus> {
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_picture(input, channels_);
+    require_image(input, channels_);
     return input;
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
@@ -181,7 +181,7 @@ class BatchNormLayer final : public OwnLayer<kOnCpus> {
     if (count < 2) {
       throw Error(ErrorCode::kData,
                   "a micro-batch with one number a channel has no variance; legal in training: "
-                  "more samples or larger pictures");
+                  "more samples or larger images");
     }
     *count_of(call) = count;
     auto* const kept = reinterpret_cast<Pair*>(call.lasting);

@@ -12,7 +12,7 @@
 #include <sluice/operators.hpp>
 
 #include "stages/cpu/parallel.hpp"
-#include "stages/network/picture.hpp"
+#include "stages/network/image.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice::nn {
@@ -37,7 +37,7 @@ class ConvolutionLayer final : public OwnLayer<kOnCpus> {
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_picture(input, in_);
+    require_image(input, in_);
     return window_.places(input, out_);
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
@@ -82,7 +82,7 @@ class ConvolutionLayer final : public OwnLayer<kOnCpus> {
   }
 
  private:
-  // Not by the library, whose sums in f32 lose digits over large pictures.
+  // Not by the library, whose sums in f32 lose digits over large images.
   void write_bias_gradient(const LayerCall& call, const Tensor& dy, Write write) const {
     const Shape& shape = dy.shape();
     const std::int64_t size = shape[2] * shape[3];

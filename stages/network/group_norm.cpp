@@ -5,7 +5,7 @@
 #include <sluice/layers.hpp>
 
 #include "stages/cpu/parallel.hpp"
-#include "stages/network/picture.hpp"
+#include "stages/network/image.hpp"
 
 namespace sluice::nn {
 namespace {
@@ -24,7 +24,7 @@ class GroupNormLayer final : public OwnLayer<kOnCpus> {
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_picture(input, channels_);
+    require_image(input, channels_);
     return input;
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {

@@ -6,7 +6,7 @@
 #include <sluice/layers.hpp>
 
 #include "stages/cpu/parallel.hpp"
-#include "stages/network/picture.hpp"
+#include "stages/network/image.hpp"
 
 namespace sluice::nn {
 namespace {
@@ -60,7 +60,7 @@ class PoolingLayer : public OwnLayer<kOnCpus> {
     }
   }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_picture(input, 0);
+    require_image(input, 0);
     return window_.places(input, input.shape[1]);
   }
 
@@ -96,7 +96,7 @@ class MaxPooling final : public PoolingLayer {
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
                                  ComputeContext& /*compute*/) const override {
     if (input.shape[2] * input.shape[3] > std::numeric_limits<std::int32_t>::max()) {
-      throw_usage("the input is {}; legal: pictures of less than 2^31 numbers", to_string(input));
+      throw_usage("the input is {}; legal: images of less than 2^31 numbers", to_string(input));
     }
     return {.memory = {.until_input = TensorSpec{DType::kI32, output(input).shape}.bytes()}};
   }
@@ -159,7 +159,7 @@ class AveragePooling final : public PoolingLayer {
 class GlobalAverage final : public OwnLayer<kOnCpus> {
  public:
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_picture(input, 0);
+    require_image(input, 0);
     return {DType::kF32, {input.shape[0], input.shape[1]}};
   }
   void forward(LayerCall& call, const Tensor& y) override {

@@ -19,7 +19,7 @@ using namespace sluice;
 using namespace sluice::nn;
 
 constexpr std::int64_t kSamples = 32, kMicroBatch = 8;
-const TensorSpec kPicture{DType::kF32, {3, 32, 32}};
+const TensorSpec kImage{DType::kF32, {3, 32, 32}};
 
 LayerSpec block(std::int64_t in, std::int64_t out, std::int64_t stride) {
   std::vector<LayerSpec> shortcut;
@@ -99,9 +99,9 @@ int main(int argc, char** argv) {
     std::vector<std::unique_ptr<Pipeline>> pipelines;
     for (const auto& [name, how] : modes) {
       models.push_back(
-          Sequential(layers_of(argv[1]), cross_entropy_loss(), how).with_input(kPicture));
+          Sequential(layers_of(argv[1]), cross_entropy_loss(), how).with_input(kImage));
       const BatchSpec spec{
-          .inputs = {kPicture}, .targets = {{DType::kI32, {}}}, .feed = Feed::kRank0};
+          .inputs = {kImage}, .targets = {{DType::kI32, {}}}, .feed = Feed::kRank0};
       pipelines.push_back(std::make_unique<Pipeline>(world, models.back(), spec, options));
     }
     std::vector<std::vector<double>> seconds(modes.size());

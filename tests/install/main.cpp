@@ -42,12 +42,8 @@ class Ones : public sluice::DataSource {
 };
 
 bool train(sluice::World& world) {
-  sluice::TransformerConfig model;
-  model.layers = 4;
-  model.heads = 1;
-  model.width = 8;
-  model.context = 4;
-  model.vocabulary = 8;
+  const sluice::TransformerConfig model{
+      .layers = 4, .heads = 1, .width = 8, .context = 4, .vocabulary = 8};
   const Ones data(model.context);
   sluice::PipelineOptions options;
   options.shape.micro_batches = 2;

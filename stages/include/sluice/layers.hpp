@@ -288,7 +288,7 @@ struct AttentionOptions {
 [[nodiscard]] LayerSpec attention(std::int64_t width, int heads,
                                   const AttentionOptions& options = {});
 
-// --- layers of pictures: f32 [samples, channels, height, width]; on CPUs alone. In a model with a
+// --- layers of images: f32 [samples, channels, height, width]; on CPUs alone. In a model with a
 // precision they compute in f32 on copies (Edges::kWidened). ---
 // One number for height and width, or two.
 struct HeightWidth {

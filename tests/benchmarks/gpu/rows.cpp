@@ -17,14 +17,12 @@ namespace sluice::benchmarks {
 namespace {
 
 TransformerConfig gpt2(int layers, int heads, int width) {
-  TransformerConfig model;
-  model.layers = layers;
-  model.heads = heads;
-  model.width = width;
-  model.context = 1024;
-  model.vocabulary = 50304;  // 50257 rounded up to a multiple of 128
-  model.precision = DType::kBf16;
-  return model;
+  return {.layers = layers,
+          .heads = heads,
+          .width = width,
+          .context = 1024,
+          .vocabulary = 50304,  // 50257 rounded up to a multiple of 128
+          .precision = DType::kBf16};
 }
 
 [[noreturn]] void refuse(const std::string& text) { throw Error(ErrorCode::kUsage, text); }

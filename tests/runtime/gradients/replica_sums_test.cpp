@@ -23,6 +23,7 @@
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
+#include "tests/runtime/engine/copying_stage.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #ifdef SLUICE_EMULATED
 #include "tests/emulated_cuda/control.hpp"
@@ -209,7 +210,7 @@ INSTANTIATE_TEST_SUITE_P(Jobs, MixedReplicaSumsTest, ::testing::Values(Job{2, 2}
 
 // A whole model with two parameters of one bucket each, whose gradients are the replica's number
 // from 1 on. Its last backward finishes the second one, calls `meanwhile` and goes on.
-class TwoBucketStage : public Stage, public LossStage {
+class TwoBucketStage : public CopyingStage {
  public:
   static constexpr std::size_t kFloats = kBufferAlignment / sizeof(float);
   using Meanwhile = std::function<void(StageContext&, std::span<float> second)>;
@@ -220,34 +221,17 @@ class TwoBucketStage : public Stage, public LossStage {
         ones_(kFloats, static_cast<float>(replica + 1)),
         meanwhile_(std::move(meanwhile)) {}
 
-  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
-    return {{inputs[0]}};
-  }
-  void prepare(const StageSetup& setup) override {
-    set_.allocate(setup.compute->memory(), setup.seed);
-  }
-  ParameterSet* parameters() override { return &set_; }
-  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
-    copy_async(y[0].data, x[0].data, y[0].spec.bytes(), ctx.compute.stream());
-  }
   void backward(StageContext& ctx, std::span<const Tensor>, std::span<const Tensor>) override {
     write(ctx, *second_);
     if (ctx.final_gradients != nullptr) meanwhile_(ctx, second_->grad.floats());
     write(ctx, *first_);
   }
-  void loss(StageContext& ctx, std::span<const Tensor> y, std::span<const Tensor>,
-            double* sum) override {
-    *sum = 1;
-    fill_zero_async(y[0].data, y[0].spec.bytes(), ctx.compute.stream());
-  }
-  double target_weight(std::span<const Tensor>) const override { return 1; }
 
  private:
   void write(StageContext& ctx, const Parameter& parameter) {
     copy_now(ctx.compute.device(), parameter.grad.data, ones_.data(), kFloats * sizeof(float));
   }
 
-  ParameterSet set_;
   Parameter *first_, *second_;
   std::vector<float> ones_;
   Meanwhile meanwhile_;
@@ -320,28 +304,17 @@ TEST_P(BucketOrderTest, ARankThatFailsBetweenBucketsEndsAll) {
 INSTANTIATE_TEST_SUITE_P(Jobs, BucketOrderTest, ::testing::Values(Job{1, 2}, Job{1, 3}), job_name);
 
 // Copies its input to its output; its forward calls `act`, which makes `sums` sums over replicas.
-class PassingStage : public Stage, public LossStage {
+class PassingStage : public CopyingStage {
  public:
   using Act = std::function<void(StageContext&)>;
   PassingStage(int sums, Act act) : sums_(sums), act_(std::move(act)) {}
   StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {.outputs = {inputs[0]}, .forward_sums = sums_};
   }
-  void prepare(const StageSetup&) override {}
   void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
     act_(ctx);
-    copy_async(y[0].data, x[0].data, y[0].spec.bytes(), ctx.compute.stream());
+    CopyingStage::forward(ctx, x, y);
   }
-  void backward(StageContext& ctx, std::span<const Tensor> dy,
-                std::span<const Tensor> dx) override {
-    if (!dx.empty()) copy_async(dx[0].data, dy[0].data, dy[0].spec.bytes(), ctx.compute.stream());
-  }
-  void loss(StageContext& ctx, std::span<const Tensor> y, std::span<const Tensor>,
-            double* sum) override {
-    *sum = 1;
-    fill_zero_async(y[0].data, y[0].spec.bytes(), ctx.compute.stream());
-  }
-  double target_weight(std::span<const Tensor>) const override { return 1; }
 
  private:
   int sums_;

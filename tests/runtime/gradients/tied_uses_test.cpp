@@ -14,41 +14,24 @@
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
+#include "tests/runtime/engine/copying_stage.hpp"
 
 namespace sluice::testing {
 namespace {
 
 // Three stages use "all", the first and the last use "ends"; a backward writes the gradients.
-class TiedStage : public Stage, public LossStage {
+class TiedStage : public CopyingStage {
  public:
   static constexpr std::int64_t kFloats = 65;
   explicit TiedStage(int index)
       : index_(index), all_(&add("all")), ends_(index == 1 ? nullptr : &add("ends")) {}
 
-  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
-    return {{inputs[0]}};
-  }
-  void prepare(const StageSetup& setup) override {
-    set_.allocate(setup.compute->memory(), setup.seed);
-  }
-  ParameterSet* parameters() override { return &set_; }
-  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
-    copy_async(y[0].data, x[0].data, y[0].spec.bytes(), ctx.compute.stream());
-  }
   void backward(StageContext& ctx, std::span<const Tensor> dy,
                 std::span<const Tensor> dx) override {
-    if (!dx.empty()) {
-      copy_async(dx[0].data, dy[0].data, dx[0].spec.bytes(), ctx.compute.stream());
-    }
+    CopyingStage::backward(ctx, dy, dx);
     write(ctx, *all_, static_cast<float>(1 + index_));
     if (ends_ != nullptr) write(ctx, *ends_, static_cast<float>(10 * (1 + index_)));
   }
-  void loss(StageContext& ctx, std::span<const Tensor> y, std::span<const Tensor>,
-            double* sum) override {
-    *sum = 1;
-    fill_zero_async(y[0].data, y[0].spec.bytes(), ctx.compute.stream());
-  }
-  double target_weight(std::span<const Tensor>) const override { return 1; }
 
  private:
   Parameter& add(const char* name) {
@@ -60,7 +43,6 @@ class TiedStage : public Stage, public LossStage {
     copy_now(ctx.compute.device(), parameter.grad.data, values.data(), kFloats * sizeof(float));
   }
 
-  ParameterSet set_;
   int index_;
   Parameter *all_, *ends_;
 };

@@ -13,16 +13,13 @@
 #include <sluice/tensor.hpp>
 
 #include "runtime/weights/file_layout.hpp"
+#include "tests/golden.hpp"
 #include "tests/runtime/named_tensors.hpp"
-#include "tests/stages/transformer/golden_values.hpp"
 
 namespace sluice::testing {
 
 [[nodiscard]] inline const nlohmann::json& golden_models() {
-  static const nlohmann::json golden = [] {
-    std::ifstream file(SLUICE_GOLDEN_MODELS);
-    return nlohmann::json::parse(file);
-  }();
+  static const nlohmann::json golden = read_golden(SLUICE_GOLDEN_MODELS);
   return golden;
 }
 
@@ -32,16 +29,16 @@ class ModelFiles {
   explicit ModelFiles(const nlohmann::json& golden) : config(golden.at("config")) {
     const std::string type = golden.at("dtype");
     dtype_ = type == "f32" ? DType::kF32 : type == "f16" ? DType::kF16 : DType::kBf16;
-    for (const auto& [name, shape] : golden.at("tensors").items()) {
-      const auto dims = shape.get<std::vector<std::int64_t>>();
-      add(name, Shape(std::span(dims)));
-    }
+    for (const auto& [name, shape] : golden.at("tensors").items()) add(name, golden_shape(shape));
   }
 
   void add(const std::string& name, const Shape& shape) {
     HostTensor& tensor = tensors_[name];
     std::vector<float> values(static_cast<std::size_t>(shape.elements()));
-    fill(name, values);
+    // values() of golden.py, whose formula knows a gain by "norm".
+    const std::size_t norm = name.ends_with(".weight") ? name.find("ln_") : std::string::npos;
+    fill_by_name(norm == std::string::npos ? name : std::string(name).replace(norm, 3, "norm_"),
+                 values);
     tensor.spec = {dtype_, shape};
     tensor.bytes.resize(tensor.spec.bytes());
     for (std::size_t i = 0; i < values.size(); ++i) {
@@ -79,15 +76,6 @@ class ModelFiles {
   nlohmann::json config;
 
  private:
-  // values() of golden.py.
-  static void fill(std::string name, std::span<float> values) {
-    const bool layer_norm = name.find("ln_") != std::string::npos;
-    const bool gain =
-        (layer_norm || name.find("norm") != std::string::npos) && name.ends_with(".weight");
-    if (gain && layer_norm) name.replace(name.find("ln_"), 3, "norm_");
-    fill_by_name(name, gain, values);
-  }
-
   DType dtype_ = DType::kF32;
   std::map<std::string, HostTensor> tensors_;
 };

@@ -3,13 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include <sluice/data.hpp>
 
+#include "tests/golden.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 
@@ -26,12 +26,11 @@ std::string decoded(TokenDecoder& decoder, const std::vector<int>& ids) {
   return text + decoder.finish();
 }
 
-// --- the package's texts: golden.py ---
+// --- the package's texts: token_golden.py ---
 
 TEST(TokenDecoderTest, GivesThePackagesTextsOfEveryBlockAndOfRandomIds) {
   const std::string data = SLUICE_TOKENIZER_DATA;
-  std::ifstream in(data + "/golden.json");
-  const Json cases = Json::parse(in);
+  const Json cases = testing::read_golden(data + "/golden.json");
   EXPECT_GT(cases.size(), 100U);
   for (const Json& golden : cases) {
     const auto file =

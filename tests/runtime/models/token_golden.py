@@ -15,8 +15,10 @@ import random
 import sys
 import unicodedata
 
-import tokenizers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from golden_files import need, write_or_check  # noqa: E402
 
 VERSION, UNICODE = "0.23.3", "14.0.0"
 DATA = pathlib.Path(__file__).parent / "data"
@@ -78,8 +80,7 @@ def lists_of(tokenizer, text, draw):
 
 
 def make():
-    if tokenizers.__version__ != VERSION:
-        sys.exit(f"token_golden.py: tokenizers {tokenizers.__version__} is installed, {VERSION} is needed")
+    need({"tokenizers": VERSION})
     if unicodedata.unidata_version != UNICODE:
         sys.exit(f"token_golden.py: this Python has Unicode {unicodedata.unidata_version}, {UNICODE} is needed")
     draw = random.Random(5)
@@ -95,25 +96,15 @@ def make():
     }
     files, cases = {}, []
     for name, (tokenizer, sample) in made.items():
-        files[f"{name}.json"] = tokenizer.to_str(pretty=False) + "\n"
+        files[DATA / f"{name}.json"] = tokenizer.to_str(pretty=False) + "\n"
         for ids in lists_of(tokenizer, sample, draw):
             shown, skipped = (tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True))
             case = {"tokenizer": name, "ids": ids, "text": shown}
             if skipped != shown:
                 case["without_special"] = skipped
             cases.append(json.dumps(case, ensure_ascii=False, separators=(",", ":")))
-    files["golden.json"] = "[\n" + ",\n".join(cases) + "\n]\n"
+    files[DATA / "golden.json"] = "[\n" + ",\n".join(cases) + "\n]\n"
     return files
 
 
-def main():
-    files = make()
-    if sys.argv[1:] == ["--check"]:
-        wrong = [name for name, text in files.items() if (DATA / name).read_bytes() != text.encode()]
-        sys.exit(f"token_golden.py: not as the script makes them: {', '.join(wrong)}" if wrong else 0)
-    DATA.mkdir(exist_ok=True)
-    for name, text in files.items():
-        (DATA / name).write_bytes(text.encode())
-
-
-main()
+write_or_check(make(), __doc__)

@@ -28,6 +28,8 @@
 #include <sluice/transformer.hpp>
 
 #include "comm/group/collectives.hpp"
+#include "tests/runtime/engine/arithmetic_stage.hpp"
+#include "tests/runtime/engine/copying_stage.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {
@@ -465,36 +467,21 @@ TEST_P(BatchTest, AMissingCheckpointLeavesThePipelineUsable) {
   });
 }
 
-// y = x + mean(x), with a running mean of what it saw, and a count of its calls.
-struct Tracking : Stage, LossStage {
-  ParameterSet set;
-  Parameter& weight = set.add("w", {1}, Init::constant(1));
+// y = w x, with a running sum of what it saw, and a count of its calls.
+struct Tracking : ArithmeticStage {
+  Tracking() : ArithmeticStage(0) {}
+  ParameterSet& set = *parameters();
   Parameter& mean = set.add_buffer("mean", {1}, Init::constant(0));
   Parameter& calls = set.add_buffer("calls", {1}, Init::constant(0), ReplicaRule::kNothing);
   Parameter& first = set.add_buffer("first", {1}, Init::constant(7), ReplicaRule::kFirst);
 
-  StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
-    return {.outputs = {in[0]}};
-  }
-  void prepare(const StageSetup& setup) override {
-    set.allocate(setup.compute->memory(), setup.seed);
-  }
-  ParameterSet* parameters() override { return &set; }
   void forward(StageContext& ctx, std::span<const Tensor> in,
                std::span<const Tensor> out) override {
-    for (std::int64_t i = 0; i < in[0].elements(); ++i) {
-      out[0].at(i) = weight.value.at(0) * in[0].at(i);
-    }
+    ArithmeticStage::forward(ctx, in, out);
     if (ctx.phase != Phase::kTrain) return;
     mean.value.at(0) += in[0].at(0);
     calls.value.at(0) += 1;
     first.value.at(0) += in[0].at(0);
-  }
-  void backward(StageContext& ctx, std::span<const Tensor> grad_out,
-                std::span<const Tensor>) override {
-    for (std::int64_t i = 0; i < grad_out[0].elements(); ++i) {
-      weight.grad.at(0) += grad_out[0].at(i) * ctx.inputs[0].at(i);
-    }
   }
   void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> targets,
             double* sum) override {
@@ -504,9 +491,6 @@ struct Tracking : Stage, LossStage {
       *sum += off * off;
       outputs[0].at(i) = static_cast<float>(2 * off * ctx.loss_scale.value);
     }
-  }
-  double target_weight(std::span<const Tensor> targets) const override {
-    return static_cast<double>(targets[0].elements());
   }
 };
 
@@ -664,12 +648,12 @@ TEST_P(BatchTest, ASaveInTheMiddleOfAStepHasTheBuffersOfTheStepBefore) {
 TEST_P(BatchTest, ABufferNeedsANameOfItsOwn) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     struct Twice : Tracking {
-      Parameter& again = set.add_buffer("w", {1}, Init::constant(0));
+      Parameter& again = set.add_buffer("w0", {1}, Init::constant(0));
     };
     PipelineOptions options;
     options.shape.replicas = comm.size();
     const BatchSpec numbers{.inputs = {{DType::kF32, {}}}, .targets = {{DType::kF32, {}}}};
-    expect_refusal("buffer 'w' of stage 0", [&] {
+    expect_refusal("buffer 'w0' of stage 0", [&] {
       const Pipeline pipeline(
           comm, [](int, int) { return std::make_unique<Twice>(); }, numbers, options);
     });
@@ -677,37 +661,19 @@ TEST_P(BatchTest, ABufferNeedsANameOfItsOwn) {
 }
 
 // Hands every tensor on as it is.
-struct PassOn : Stage, LossStage, SplitBackward {
-  StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
-    return {.outputs = {in.begin(), in.end()}};
-  }
-  void prepare(const StageSetup&) override {}
-  void forward(StageContext&, std::span<const Tensor> in, std::span<const Tensor> out) override {
-    for (std::size_t i = 0; i < in.size(); ++i) {
-      std::memcpy(out[i].data, in[i].data, in[i].spec.bytes());
-    }
-  }
-  void backward(StageContext&, std::span<const Tensor> grad_out,
+struct PassOn : CopyingStage, SplitBackward {
+  void backward(StageContext& ctx, std::span<const Tensor> grad_out,
                 std::span<const Tensor> grad_in) override {
-    for (std::size_t i = 0; i < grad_in.size(); ++i) {
-      EXPECT_EQ(grad_in[i].data != nullptr, is_float(grad_in[i].spec.dtype));
-      if (grad_in[i].data == nullptr) continue;
-      std::memcpy(grad_in[i].data, grad_out[i].data, grad_in[i].spec.bytes());
+    for (const Tensor& each : grad_in) {
+      EXPECT_EQ(each.data != nullptr, is_float(each.spec.dtype));
     }
+    CopyingStage::backward(ctx, grad_out, grad_in);
   }
   void backward_input(StageContext& ctx, std::span<const Tensor> grad_out,
                       std::span<const Tensor> grad_in) override {
     backward(ctx, grad_out, grad_in);
   }
   void backward_weight(StageContext&, std::span<const Tensor>) override {}
-  void loss(StageContext&, std::span<const Tensor> outputs, std::span<const Tensor>,
-            double* sum) override {
-    *sum = 1;
-    for (const Tensor& each : outputs) {
-      if (is_float(each.spec.dtype)) std::memset(each.data, 0, each.spec.bytes());
-    }
-  }
-  double target_weight(std::span<const Tensor>) const override { return 1; }
 };
 
 TEST_P(BatchTest, EveryTypeAndNumberOfDimensionsTravels) {
@@ -964,27 +930,21 @@ struct Link : Stage, SplitBackward {
     backward_weight(ctx, grad_out);
   }
 };
-struct Sum : Stage, SplitBackward, LossStage {
+struct Sum : PassOn {
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
     EXPECT_EQ(in.size(), 2U);
     return {.outputs = {in[0]}};
   }
-  void prepare(const StageSetup&) override {}
   void forward(StageContext&, std::span<const Tensor> in, std::span<const Tensor> out) override {
     for (std::int64_t i = 0; i < in[0].elements(); ++i) {
       out[0].at(i) = in[0].at(i) + in[1].at(i);
     }
   }
-  void backward_input(StageContext&, std::span<const Tensor> grad_out,
-                      std::span<const Tensor> grad_in) override {
+  void backward(StageContext&, std::span<const Tensor> grad_out,
+                std::span<const Tensor> grad_in) override {
     for (const Tensor& grad : grad_in) {
       std::memcpy(grad.data, grad_out[0].data, grad.spec.bytes());
     }
-  }
-  void backward_weight(StageContext&, std::span<const Tensor>) override {}
-  void backward(StageContext& ctx, std::span<const Tensor> grad_out,
-                std::span<const Tensor> grad_in) override {
-    backward_input(ctx, grad_out, grad_in);
   }
   void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> targets,
             double* sum) override {

@@ -14,23 +14,19 @@
 
 #include "runtime/program/explore/schedule_report.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
+#include "tests/stages/transformer/small_models.hpp"
 
 namespace sluice::testing {
 namespace {
 
-// All options of llama at once.
-void set_options_of_llama(TransformerConfig& model) {
-  model.kind = TransformerKind::kLlama;
-  model.kv_heads = 1;
+// With sizes of no multiples.
+void make_odd_llama(TransformerConfig& model) {
+  set_options_of_llama(model);
   model.width = 31;
   model.vocabulary = 47;
-  model.head_dim = 10;
   model.norm_epsilon = 1e-6F;
   model.rotary_scaling = {
       .kind = RotaryScaling::Kind::kLlama3, .factor = 4, .original_context = 10};
-  model.qkv_bias = model.attention_output_bias = model.mlp_bias = model.qk_norm = true;
-  model.window = 5;
-  model.full_layers = {1};
 }
 
 std::vector<TrainingCase> cases() {
@@ -55,7 +51,7 @@ std::vector<TrainingCase> cases() {
   all.back().model.kind = TransformerKind::kLlama;
   all.back().model.kv_heads = 1;
   all.push_back(named("llama with all its options"));
-  set_options_of_llama(all.back().model);
+  make_odd_llama(all.back().model);
   all.push_back(named("bf16, moments too"));
   all.back().model.precision = DType::kBf16;
   all.back().moments = DType::kBf16;
@@ -63,7 +59,7 @@ std::vector<TrainingCase> cases() {
   all.back().model.precision = all.back().model.stream_precision = DType::kBf16;
   all.back().model.dropout = 0.2F;
   all.push_back(named("llama with all its options, bf16 stream"));
-  set_options_of_llama(all.back().model);
+  make_odd_llama(all.back().model);
   all.back().model.precision = all.back().model.stream_precision = DType::kBf16;
   all.back().model.recompute = Recompute::kBlock;
   return all;
@@ -144,7 +140,7 @@ TEST_P(ExactnessTest, RecomputationGivesTheBitsOfOneRankThatKeeps) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     for (const bool llama : {false, true}) {
       TrainingCase what = named(llama ? "recomputation of llama" : "recomputation");
-      if (llama) set_options_of_llama(what.model);
+      if (llama) make_odd_llama(what.model);
       what.model.layers = 3;
       what.model.dropout = 0.2F;
       what.micro_batches = 8;
@@ -180,10 +176,10 @@ std::vector<TrainingCase> cases_of_any_micro_batch() {
     return added.model;
   };
   add("gpt2 of 7 positions", 7, DType::kF32).dropout = 0.2F;
-  set_options_of_llama(add("llama of 96 positions", 96, DType::kF32));
+  make_odd_llama(add("llama of 96 positions", 96, DType::kF32));
   add("gpt2 of 257 positions in bf16", 257, DType::kBf16).logit_chunks = 2;
   TransformerConfig& llama = add("llama of 320 positions, bf16 stream", 320, DType::kBf16);
-  set_options_of_llama(llama);
+  make_odd_llama(llama);
   llama.stream_precision = DType::kBf16;
   llama.recompute = Recompute::kBlock;
   add("gpt2 of 1000 positions", 1000, DType::kF32).logit_chunks = 2;

@@ -12,8 +12,8 @@
 #include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 
+#include "tests/golden.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
-#include "tests/stages/network/golden_file.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -32,10 +32,10 @@ std::map<std::string, Network> networks() {
   using Decay = LearningRate::Decay;
   const Sequential numbers({linear(10, 24), relu(), linear(24, 12), gelu(), linear(12, 1)},
                            mse_loss());
-  const Sequential pictures({conv2d(1, 4, 3, {.padding = 1}), batch_norm2d(4), relu(),
-                             max_pool2d(2), conv2d(4, 6, 3, {.groups = 2}), group_norm(2, 6),
-                             silu(), avg_pool2d(2, {.stride = 1}), flatten(), linear(6, 3)},
-                            cross_entropy_loss());
+  const Sequential images({conv2d(1, 4, 3, {.padding = 1}), batch_norm2d(4), relu(), max_pool2d(2),
+                           conv2d(4, 6, 3, {.groups = 2}), group_norm(2, 6), silu(),
+                           avg_pool2d(2, {.stride = 1}), flatten(), linear(6, 3)},
+                          cross_entropy_loss());
   const Sequential rows(
       {embedding(11, 6), residual({layer_norm(6), linear(6, 12), gelu_tanh(), linear(12, 6)}),
        rms_norm(6), flatten(), linear(24, 5)},
@@ -47,8 +47,8 @@ std::map<std::string, Network> networks() {
         .rate = {.peak = 0.02, .decay = Decay::kStep, .factor = 0.5, .every = 8},
         .targets = DType::kF32}},
       // One micro-batch: its statistics are the batch's.
-      {"pictures",
-       {.model = pictures,
+      {"images",
+       {.model = images,
         .optimizer = OptimizerConfig::adam(),
         .rate = {.peak = 0.01},
         .micro_batches = 1}},
@@ -99,7 +99,7 @@ class GoldenTrainingTest : public ::testing::TestWithParam<int> {};
 
 TEST_P(GoldenTrainingTest, LossesOfTwentyStepsAreTorchs) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    const nlohmann::json golden = read_golden().at("networks");
+    const nlohmann::json golden = read_golden(SLUICE_GOLDEN_FILE).at("networks");
     expect_same_names(golden, networks());
     for (const auto& [name, network] : networks()) {
       SCOPED_TRACE(name);

@@ -114,21 +114,21 @@ TEST_P(LayersTest, EveryCutAndScheduleHasTheBitsOfOneRank) {
   });
 }
 
-// Pictures: batch statistics too, which each micro-batch has its own of.
+// Images: batch statistics too, which each micro-batch has its own of.
 TEST_P(LayersTest, PicturesHaveTheBitsOfOneRank) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    const TensorSpec picture{DType::kF32, {1, 6, 11}};
+    const TensorSpec image{DType::kF32, {1, 6, 11}};
     const Sequential model =
         Sequential({conv2d(1, 4, 3, {.padding = 1}), batch_norm2d(4), relu(),
                     residual({conv2d(4, 4, 3, {.padding = 1}), dropout(0.1), batch_norm2d(4)}),
                     max_pool2d(2), conv2d(4, 6, 2, {.groups = 2}), group_norm(2, 6), silu(),
                     avg_pool2d(2, {.stride = 1}), global_avg_pool2d(), linear(6, 3)},
                    cross_entropy_loss())
-            .with_input(picture);
+            .with_input(image);
     const std::vector<float> x = numbers(11 * 66, 3);
     const std::vector<std::int32_t> y = {0, 1, 2, 0, 1, 2, 0, 1, 2, 0, -1};
     const Batch batch{.inputs = {view(x, {11, 1, 6, 11})}, .targets = {view(y, {11})}};
-    const BatchSpec batches{.inputs = {picture}, .targets = {{DType::kI32, {}}}};
+    const BatchSpec batches{.inputs = {image}, .targets = {{DType::kI32, {}}}};
     const auto train = [&](Communicator& over, const std::string& schedule, int chunks) {
       Pipeline pipeline(over, model, batches, options_of(over.size(), schedule, chunks));
       Result result;
@@ -337,16 +337,16 @@ TEST_P(LayersTest, WithoutALossAPipelineOnlyInfers) {
 // The classes of pixels are in dimension 1, in 64 bits, and some do not count.
 TEST_P(LayersTest, PixelsHaveClassesAndWrongOnesAreNamed) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    const TensorSpec picture{DType::kF32, {1, 4, 6}};
+    const TensorSpec image{DType::kF32, {1, 4, 6}};
     const Sequential model =
         Sequential(
             {conv2d(1, 4, 3, {.padding = 1}), relu(), conv2d(4, 3, 1)},
             cross_entropy_loss({.axis = 1, .targets = DType::kI64, .ignored = 2, .smoothing = 0.1}))
-            .with_input(picture);
+            .with_input(image);
     const std::vector<float> x = numbers(8 * 24, 3);
     std::vector<std::int64_t> y(8 * 24);
     for (std::size_t i = 0; i < y.size(); ++i) y[i] = static_cast<std::int64_t>(i % 3);
-    const BatchSpec batches{.inputs = {picture}, .targets = {{DType::kI64, {4, 6}}}};
+    const BatchSpec batches{.inputs = {image}, .targets = {{DType::kI64, {4, 6}}}};
     const Batch batch{.inputs = {view(x, {8, 1, 4, 6})}, .targets = {view(y, {8, 4, 6})}};
     const auto train = [&](Communicator& over) {
       Pipeline pipeline(over, model, batches, options_of(over.size(), "zb-h1", 1));

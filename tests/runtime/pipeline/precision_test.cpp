@@ -29,7 +29,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 constexpr std::int64_t kSamples = 8, kSide = 16;
-const TensorSpec kPicture{DType::kF32, {1, kSide, kSide}};
+const TensorSpec kImage{DType::kF32, {1, kSide, kSide}};
 constexpr ModelOptions kBf16Matmuls{.precision = DType::kBf16};
 constexpr ModelOptions kBf16{.precision = DType::kBf16, .stream_precision = DType::kBf16};
 constexpr ModelOptions kBf16Recomputed{
@@ -51,10 +51,10 @@ Sequential resnet(const ModelOptions& options = {}) {
                      relu(), block(16, 16, 1), group_norm(2, 16), relu(), avg_pool2d(2),
                      global_avg_pool2d(), linear(16, 3)},
                     cross_entropy_loss({.smoothing = 0.1}), options)
-      .with_input(kPicture);
+      .with_input(kImage);
 }
 
-// Rows of a picture are its patches.
+// Rows of an image are its patches.
 Sequential vit(const ModelOptions& options = {}) {
   constexpr std::int64_t kWidth = 32;
   std::vector<LayerSpec> layers = {unflatten({kSide, kSide}), linear(kSide, kWidth)};
@@ -66,7 +66,7 @@ Sequential vit(const ModelOptions& options = {}) {
   for (LayerSpec& each : std::vector<LayerSpec>{rms_norm(kWidth), flatten(), linear(512, 3)}) {
     layers.push_back(std::move(each));
   }
-  return Sequential(std::move(layers), cross_entropy_loss(), options).with_input(kPicture);
+  return Sequential(std::move(layers), cross_entropy_loss(), options).with_input(kImage);
 }
 
 struct Result {
@@ -80,7 +80,7 @@ struct Order {
   int chunks = 1;
 };
 
-std::vector<float> pictures() {
+std::vector<float> images() {
   std::vector<float> made(kSamples * kSide * kSide);
   for (std::size_t i = 0; i < made.size(); ++i) {
     const std::size_t sample = i / (kSide * kSide);
@@ -95,10 +95,10 @@ Result trained(Communicator& comm, const StageFactory& model, const Order& order
   options.shape = {.pipeline = comm.size(), .micro_batches = 4, .micro_batch_size = 2};
   options.order = {.schedule = order.schedule, .chunks = order.chunks};
   options.training.learning_rate = {.peak = 1e-2};
-  const std::vector<float> x = pictures();
+  const std::vector<float> x = images();
   std::vector<std::int32_t> y(kSamples);
   for (std::size_t i = 0; i < y.size(); ++i) y[i] = static_cast<std::int32_t>(i % 3);
-  const BatchSpec spec{.inputs = {kPicture}, .targets = {{DType::kI32, {}}}, .feed = Feed::kRank0};
+  const BatchSpec spec{.inputs = {kImage}, .targets = {{DType::kI32, {}}}, .feed = Feed::kRank0};
   Pipeline made(comm, model, spec, options);
   Batch batch;
   if (comm.rank() == 0) {
@@ -149,7 +149,7 @@ TEST_P(PrecisionTest, ConnectionsCarryBf16) {
                          skip(1, 3, Join::kConcatenate), skip(0, 4), flatten(),
                          linear(2 * kSide * kSide, 3)},
                         cross_entropy_loss(), options)
-          .with_input(kPicture);
+          .with_input(kImage);
     };
     const Result wide = trained(*self, model({})), kept = trained(*self, model(kBf16));
     EXPECT_NEAR(kept.losses[3], wide.losses[3], 0.05);
@@ -175,7 +175,7 @@ TEST_P(PrecisionTest, AnyLayerCanBeTheFirst) {
         for (const LayerSpec& each : {flatten(), linear(kSide * kSide, 8), relu(), linear(8, 3)}) {
           layers.push_back(each);
         }
-        return Sequential(layers, cross_entropy_loss(), options).with_input(kPicture);
+        return Sequential(layers, cross_entropy_loss(), options).with_input(kImage);
       };
       const Result wide = trained(*self, model({})), kept = trained(*self, model(kBf16));
       EXPECT_NEAR(kept.losses[3], wide.losses[3], 0.05) << begin[0].kind;
@@ -216,7 +216,7 @@ Sequential own_layers(const ModelOptions& options) {
                                        return {off * off / 2, off};
                                      }),
                     options)
-      .with_input(kPicture);
+      .with_input(kImage);
 }
 
 StageDescription described(const Sequential& model, std::int64_t samples = 4) {
@@ -240,14 +240,14 @@ TEST(PrecisionOptionsTest, ALayerThatSaysNothingComputesInF32AndTheReportNamesIt
 TEST(PrecisionOptionsTest, OwnLayersAndLossesTrainInBf16) {
   with_ranks(2, [&](Communicator& comm) {
     const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
-    const std::vector<float> x = pictures();
+    const std::vector<float> x = images();
     std::vector<float> y(kSamples * 3, 0.5F);
     const auto losses = [&](Communicator& ranks, const ModelOptions& precision) {
       PipelineOptions options;
       options.shape = {.pipeline = ranks.size(), .micro_batches = 4, .micro_batch_size = 2};
       options.training.learning_rate = {.peak = 1e-2};
       Pipeline made(ranks, own_layers(precision),
-                    {.inputs = {kPicture}, .targets = {{DType::kF32, {3}}}, .feed = Feed::kRank0},
+                    {.inputs = {kImage}, .targets = {{DType::kF32, {3}}}, .feed = Feed::kRank0},
                     options);
       Batch batch;
       if (ranks.rank() == 0) {

@@ -22,7 +22,7 @@ namespace {
 using namespace nn;
 
 constexpr std::int64_t kSamples = 12;
-const TensorSpec kPicture{DType::kF32, {2, 6, 7}}, kRows{DType::kF32, {6, 14}};  // of 84
+const TensorSpec kImage{DType::kF32, {2, 6, 7}}, kRows{DType::kF32, {6, 14}};  // of 84
 
 std::vector<float> numbers(std::size_t count, std::uint64_t site) {
   std::vector<float> made(count);
@@ -78,7 +78,7 @@ Sequential network(const Wrap& wrap, BatchStatistics statistics, bool drifts = f
               wrap(linear(6 * 2 * 2, 8)), wrap(residual({layer_norm(8), linear(8, 8), tanh()})),
               wrap(rms_norm(8)), linear(8, 3)},
              cross_entropy_loss())
-      .with_input(kPicture);
+      .with_input(kImage);
 }
 
 struct Result {
@@ -94,7 +94,7 @@ struct Layout {
 };
 
 Result trained(Communicator& comm, const Sequential& model, const Layout& layout,
-               const TensorSpec& input = kPicture) {
+               const TensorSpec& input = kImage) {
   const int pipeline = comm.size() / layout.replicas;
   PipelineOptions options;
   options.shape = {.pipeline = pipeline,
@@ -167,7 +167,7 @@ TEST_P(RecomputeLayersTest, ConnectionsPassRecomputedLayersAndStages) {
       return Sequential({block(), block(), block(), block(), skip(0, 3), skip(1, 4), skip(0, 4),
                          flatten(), linear(84, 3)},
                         cross_entropy_loss())
-          .with_input(kPicture);
+          .with_input(kImage);
     };
     const Result kept = trained(*self, model(kPlain), {});
     EXPECT_EQ(trained(comm, model(kPlain), {}), kept);

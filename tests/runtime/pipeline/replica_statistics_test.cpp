@@ -14,6 +14,7 @@
 #include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 
+#include "tests/runtime/engine/copying_stage.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
@@ -75,10 +76,10 @@ Trained train(Communicator& comm, const Sequential& model, int pipeline, int siz
   options.order = {.schedule = schedule, .chunks = chunks};
   options.training.optimizer = OptimizerConfig::sgd(0.9F);
   options.training.learning_rate = {.peak = 0.05};
-  const std::vector<float> pictures = numbers(kSamples * kPixels, 1), wanted = numbers(kSamples, 2);
+  const std::vector<float> images = numbers(kSamples * kPixels, 1), wanted = numbers(kSamples, 2);
   std::vector<float> x, y;
   for (const int sample : order_of(replicas, size)) {
-    const auto first = pictures.begin() + sample * kPixels;
+    const auto first = images.begin() + sample * kPixels;
     x.insert(x.end(), first, first + kPixels);
     y.insert(y.end(), {wanted[static_cast<std::size_t>(sample)], 1});
   }
@@ -149,7 +150,7 @@ TEST_P(ReplicaStatisticsTest, EveryDepthAndScheduleHasTheSameBits) {
 }
 
 // Sums over its replicas as often as it is told to; describes `described` for each.
-class Summing : public Stage, public LossStage {
+class Summing : public CopyingStage {
  public:
   Summing(int forward, int backward, int described)
       : forward_(forward), backward_(backward), described_(described) {
@@ -159,10 +160,6 @@ class Summing : public Stage, public LossStage {
                                           ComputeContext& /*compute*/) const override {
     return {.outputs = {inputs[0]}, .forward_sums = described_, .backward_sums = described_};
   }
-  void prepare(const StageSetup& setup) override {
-    set_.allocate(setup.compute->memory(), setup.seed);
-  }
-  ParameterSet* parameters() override { return &set_; }
   void forward(StageContext& ctx, std::span<const Tensor> in,
                std::span<const Tensor> out) override {
     double count = 0;
@@ -187,13 +184,9 @@ class Summing : public Stage, public LossStage {
     *sum = static_cast<double>(outputs[0].at(0));
     outputs[0].at(0) = static_cast<float>(ctx.loss_scale);
   }
-  [[nodiscard]] double target_weight(std::span<const Tensor> /*targets*/) const override {
-    return 1;
-  }
 
  private:
   int forward_, backward_, described_;
-  ParameterSet set_;
 };
 
 TEST_P(ReplicaStatisticsTest, SumsThatAStageDoesNotDescribeAreNamedOnAllRanks) {

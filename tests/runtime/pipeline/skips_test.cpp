@@ -102,17 +102,17 @@ TEST_P(SkipsTest, EveryCutAndScheduleHasTheBitsOfOneRank) {
 // A small U-Net: features of the way down are joined to those of the way up.
 TEST_P(SkipsTest, PicturesAreJoinedByChannels) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    const TensorSpec picture{DType::kF32, {1, 6, 5}};
+    const TensorSpec image{DType::kF32, {1, 6, 5}};
     const Sequential model =
         Sequential(
             {conv2d(1, 3, 3, {.padding = 1}), relu(), conv2d(3, 4, 3, {.padding = 1}),
              batch_norm2d(4), relu(), conv2d(7, 3, 3, {.padding = 1}), relu(), conv2d(6, 1, 1),
              skip(1, 5, Join::kConcatenate), skip(1, 7, Join::kConcatenate)},
             mse_loss())
-            .with_input(picture);
+            .with_input(image);
     const std::vector<float> x = numbers(11 * 30, 1), y = numbers(11 * 30, 2);
     const Batch batch{.inputs = {view(x, {11, 1, 6, 5})}, .targets = {view(y, {11, 1, 6, 5})}};
-    expect_bits_of_one_rank(comm, model, {.inputs = {picture}, .targets = {picture}}, batch);
+    expect_bits_of_one_rank(comm, model, {.inputs = {image}, .targets = {image}}, batch);
   });
 }
 

@@ -152,7 +152,7 @@ torch::Tensor normed(const torch::Tensor& x, Parameters& p, const std::string& n
 
 TEST(TorchLayersTest, EveryLayerOfPicturesHasTorchsOutputsAndGradients) {
   if (world().rank() > 0) return;
-  const TensorSpec pictures{DType::kF32, {3, 4, 9, 7}};
+  const TensorSpec images{DType::kF32, {3, 4, 9, 7}};
   const auto convolved = [](const std::vector<std::int64_t>& stride,
                             const std::vector<std::int64_t>& padding, std::int64_t groups) {
     return [=](const torch::Tensor& x, Parameters& p) {
@@ -160,25 +160,25 @@ TEST(TorchLayersTest, EveryLayerOfPicturesHasTorchsOutputsAndGradients) {
       return torch::conv2d(x, p["0.weight"], bias, stride, padding, 1, groups);
     };
   };
-  compare(conv2d(4, 6, 3), pictures, convolved({1, 1}, {0, 0}, 1));
-  compare(conv2d(4, 6, 3, {.stride = 2, .padding = 1}), pictures, convolved({2, 2}, {1, 1}, 1));
-  compare(conv2d(4, 6, {5, 2}, {.stride = {1, 3}, .padding = {2, 0}, .bias = false}), pictures,
+  compare(conv2d(4, 6, 3), images, convolved({1, 1}, {0, 0}, 1));
+  compare(conv2d(4, 6, 3, {.stride = 2, .padding = 1}), images, convolved({2, 2}, {1, 1}, 1));
+  compare(conv2d(4, 6, {5, 2}, {.stride = {1, 3}, .padding = {2, 0}, .bias = false}), images,
           convolved({1, 3}, {2, 0}, 1));
-  compare(conv2d(4, 6, 3, {.padding = 1, .groups = 2}), pictures, convolved({1, 1}, {1, 1}, 2));
-  compare(conv2d(4, 4, 3, {.groups = 4}), pictures, convolved({1, 1}, {0, 0}, 4));
+  compare(conv2d(4, 6, 3, {.padding = 1, .groups = 2}), images, convolved({1, 1}, {1, 1}, 2));
+  compare(conv2d(4, 4, 3, {.groups = 4}), images, convolved({1, 1}, {0, 0}, 4));
   compare(conv2d(32, 64, 3, {.padding = 1}), {DType::kF32, {2, 32, 14, 14}},
           convolved({1, 1}, {1, 1}, 1));
   compare(conv2d(1, 32, 5, {.padding = 2}), {DType::kF32, {2, 1, 28, 28}},
           convolved({1, 1}, {2, 2}, 1));
-  compare(batch_norm2d(4), pictures,
+  compare(batch_norm2d(4), images,
           [](const torch::Tensor& x, Parameters& p) { return normed(x, p, "0"); });
   for (const std::int64_t groups : {1, 2, 4}) {
-    compare(group_norm(groups, 4), pictures, [=](const torch::Tensor& x, Parameters& p) {
+    compare(group_norm(groups, 4), images, [=](const torch::Tensor& x, Parameters& p) {
       return torch::group_norm(x, groups, p["0.weight"], p["0.bias"], 1e-5);
     });
   }
   const auto pure = [&](const LayerSpec& spec, const Function& function) {
-    compare(spec, pictures, function);
+    compare(spec, images, function);
   };
   pure(max_pool2d(2), [](const torch::Tensor& x, Parameters&) {
     return torch::max_pool2d(x, {2, 2});
@@ -278,8 +278,8 @@ TEST(TorchLayersTest, RunningStatisticsMoveOncePerStepAsTorchsOverTheBatch) {
   const auto self = world().split(world().rank(), 0);
   if (world().rank() > 0) return;
   const std::vector<float> x = numbers(7 * 3 * 4 * 5, 9, 2), y(7 * 3 * 4 * 5);
-  const TensorSpec picture{DType::kF32, {3, 4, 5}};
-  const BatchSpec spec{.inputs = {picture}, .targets = {picture}};
+  const TensorSpec image{DType::kF32, {3, 4, 5}};
+  const BatchSpec spec{.inputs = {image}, .targets = {image}};
   const Batch batch{.inputs = {view(x, {7, 3, 4, 5})}, .targets = {view(y, {7, 3, 4, 5})}};
   torch::Tensor mean = torch::zeros({3}), variance = torch::ones({3});
   PipelineOptions options;

@@ -29,7 +29,7 @@ using ::testing::HasSubstr;
 
 constexpr int kMicroBatches = 4;
 constexpr std::int64_t kMicroBatchSize = 4, kBatch = kMicroBatches * kMicroBatchSize;
-constexpr std::int64_t kPixels = 36;  // of a picture of 6 x 6
+constexpr std::int64_t kPixels = 36;  // of an image of 6 x 6
 constexpr int kSteps = 3;
 constexpr float kRate = 0.01F;
 

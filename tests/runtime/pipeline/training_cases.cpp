@@ -72,14 +72,7 @@ TrainingCase named(const std::string& name) {
 }
 
 TransformerConfig small_model() {
-  TransformerConfig model;
-  model.layers = 2;
-  model.heads = 2;
-  model.kv_heads = 2;
-  model.width = 32;
-  model.context = 16;
-  model.vocabulary = 48;
-  return model;
+  return {.layers = 2, .heads = 2, .width = 32, .context = 16, .vocabulary = 48, .kv_heads = 2};
 }
 
 std::unique_ptr<DataSource> synthetic_tokens(const TransformerConfig& model) {

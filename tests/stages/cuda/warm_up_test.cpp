@@ -9,22 +9,10 @@
 
 #include "tests/emulated_cuda/modules.hpp"
 #include "tests/stages/cuda/gpu_tools.hpp"
+#include "tests/stages/transformer/small_models.hpp"
 
 namespace sluice {
 namespace {
-
-TransformerConfig model(TransformerKind kind) {
-  TransformerConfig config;
-  config.kind = kind;
-  config.layers = 2;
-  config.heads = 4;
-  if (kind == TransformerKind::kLlama) config.kv_heads = 2;
-  config.width = 24;
-  config.context = 13;
-  config.vocabulary = 19;
-  config.mlp_width = 40;
-  return config;
-}
 
 // A micro-batch forward and backward, whole or split.
 void run(ComputeContext& gpu, Stage& stage, const TensorSpec& input, bool first,
@@ -64,7 +52,7 @@ TEST_P(WarmUpTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
     for (int s = 0; s < 4; ++s) {
       emulated::forget_launches();
       ComputeContext gpu(kGpu, 1);
-      const auto stage = Transformer(model(kind)).stage_of({{0, 1, 2, 3, 4}}, s);
+      const auto stage = Transformer(testing::odd_model(kind)).stage_of({{0, 1, 2, 3, 4}}, s);
       const TensorSpec input = s == 0 ? TensorSpec{DType::kI32, Shape{2, 13}}
                                       : TensorSpec{DType::kF32, Shape{2, 13, 24}};
       StageSetup setup{.compute = &gpu};

@@ -67,7 +67,7 @@ TEST(CheckGradientsTest, AnEmbeddingPassesWithClassesOfItsOwn) {
 }
 
 TEST(CheckGradientsTest, EveryLayerOfPicturesPasses) {
-  const TensorSpec pictures{DType::kF32, {3, 4, 6, 5}};
+  const TensorSpec images{DType::kF32, {3, 4, 6, 5}};
   for (const LayerSpec& layer :
        {conv2d(4, 6, 3), conv2d(4, 6, 3, {.stride = 2, .padding = 1, .groups = 2}),
         conv2d(4, 4, {3, 2}, {.groups = 4, .bias = false}), max_pool2d(2),
@@ -76,7 +76,7 @@ TEST(CheckGradientsTest, EveryLayerOfPicturesPasses) {
         batch_norm2d(4), batch_norm2d(4, {.statistics = BatchStatistics::kReplicas}),
         group_norm(2, 4), residual({conv2d(4, 4, 3, {.padding = 1}), batch_norm2d(4), relu()})}) {
     SCOPED_TRACE(layer.kind);
-    EXPECT_NO_THROW(check_gradients(layer, pictures));
+    EXPECT_NO_THROW(check_gradients(layer, images));
   }
 }
 

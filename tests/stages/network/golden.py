@@ -10,7 +10,6 @@ are within a tenth of the tests' tolerances of them, or the script stops. golden
 golden_training_test.cpp compare. The names of the cases are the names there.
 """
 
-import json
 import pathlib
 import sys
 
@@ -18,6 +17,9 @@ import numpy
 import torch
 from torch import nn
 from torch.nn import functional
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from golden_files import need, text_of, write_or_check  # noqa: E402
 
 VERSIONS = {"torch": "2.15.0", "numpy": "2.4.6"}
 FILE = pathlib.Path(__file__).with_name("golden.json")
@@ -49,7 +51,7 @@ class GlobalAverage(nn.Module):
 
 def layers():
     """name -> (module, shape of x)."""
-    rows, pictures = (3, 2, 10), (2, 4, 7, 6)
+    rows, images = (3, 2, 10), (2, 4, 7, 6)
     return {
         "linear": (nn.Linear(10, 7), rows),
         "linear without bias": (nn.Linear(10, 5, bias=False), (4, 10)),
@@ -68,26 +70,26 @@ def layers():
         "flatten": (nn.Flatten(), rows),
         "unflatten": (nn.Unflatten(1, (5, 2)), (3, 10)),
         "group": (nn.Sequential(nn.Linear(10, 4), nn.Sequential(nn.Tanh(), nn.RMSNorm(4, eps=1e-5))), rows),
-        "conv2d": (nn.Conv2d(4, 6, 3), pictures),
-        "conv2d with stride and padding": (nn.Conv2d(4, 6, 3, stride=2, padding=1), pictures),
-        "conv2d of two sizes": (nn.Conv2d(4, 6, (5, 2), stride=(1, 3), padding=(2, 0), bias=False), pictures),
-        "conv2d in groups": (nn.Conv2d(4, 6, 3, padding=1, groups=2), pictures),
-        "conv2d of each channel": (nn.Conv2d(4, 4, 3, groups=4), pictures),
-        "batch_norm2d": (nn.BatchNorm2d(4), pictures),
-        "batch_norm2d in evaluation": (nn.BatchNorm2d(4, momentum=0.3).eval(), pictures),
-        "group_norm of one": (nn.GroupNorm(1, 4), pictures),
-        "group_norm of two": (nn.GroupNorm(2, 4), pictures),
-        "group_norm of each": (nn.GroupNorm(4, 4), pictures),
-        "max_pool2d": (nn.MaxPool2d(2), pictures),
-        "max_pool2d that overlaps": (nn.MaxPool2d(3, stride=2, padding=1), pictures),
-        "avg_pool2d": (nn.AvgPool2d((3, 2)), pictures),
-        "avg_pool2d that overlaps": (nn.AvgPool2d(3, stride=(1, 2), padding=1), pictures),
-        "global_avg_pool2d": (GlobalAverage(), pictures),
+        "conv2d": (nn.Conv2d(4, 6, 3), images),
+        "conv2d with stride and padding": (nn.Conv2d(4, 6, 3, stride=2, padding=1), images),
+        "conv2d of two sizes": (nn.Conv2d(4, 6, (5, 2), stride=(1, 3), padding=(2, 0), bias=False), images),
+        "conv2d in groups": (nn.Conv2d(4, 6, 3, padding=1, groups=2), images),
+        "conv2d of each channel": (nn.Conv2d(4, 4, 3, groups=4), images),
+        "batch_norm2d": (nn.BatchNorm2d(4), images),
+        "batch_norm2d in evaluation": (nn.BatchNorm2d(4, momentum=0.3).eval(), images),
+        "group_norm of one": (nn.GroupNorm(1, 4), images),
+        "group_norm of two": (nn.GroupNorm(2, 4), images),
+        "group_norm of each": (nn.GroupNorm(4, 4), images),
+        "max_pool2d": (nn.MaxPool2d(2), images),
+        "max_pool2d that overlaps": (nn.MaxPool2d(3, stride=2, padding=1), images),
+        "avg_pool2d": (nn.AvgPool2d((3, 2)), images),
+        "avg_pool2d that overlaps": (nn.AvgPool2d(3, stride=(1, 2), padding=1), images),
+        "global_avg_pool2d": (GlobalAverage(), images),
         "residual": (Residual([nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
-                               nn.Conv2d(4, 4, 1)]), pictures),
+                               nn.Conv2d(4, 4, 1)]), images),
         "residual with a shortcut": (Residual([nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.ReLU()],
                                               [nn.Conv2d(4, 6, 1, stride=2, bias=False), nn.BatchNorm2d(6)]),
-                                     pictures),
+                                     images),
     }
 
 
@@ -154,7 +156,7 @@ def adamw_of_matrices(parameters):
 
 def networks():
     """name -> (model, x, targets, mean loss, optimizer, scheduler, its steps before step 1)."""
-    pictures = nn.Sequential(
+    images = nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 6, 3, groups=2),
         nn.GroupNorm(2, 6), nn.SiLU(), nn.AvgPool2d(2, stride=1), nn.Flatten(), nn.Linear(6, 3))
     rows = nn.Sequential(
@@ -167,8 +169,8 @@ def networks():
         "numbers": (numbers, torch.randn(12, 10), torch.randn(12, 1), functional.mse_loss,
                     lambda p: torch.optim.SGD(p, 0.02, momentum=0.9, nesterov=True),
                     lambda o: schedules.StepLR(o, 8, gamma=0.5), 0),
-        "pictures": (pictures, torch.randn(12, 1, 8, 8), torch.arange(12) % 3, functional.cross_entropy,
-                     lambda p: torch.optim.Adam(p, 0.01), lambda o: schedules.LambdaLR(o, lambda _: 1.0), 0),
+        "images": (images, torch.randn(12, 1, 8, 8), torch.arange(12) % 3, functional.cross_entropy,
+                   lambda p: torch.optim.Adam(p, 0.01), lambda o: schedules.LambdaLR(o, lambda _: 1.0), 0),
         "rows": (rows, torch.randint(0, 11, (12, 4)), torch.arange(12) % 5,
                  lambda y, t: functional.cross_entropy(y, t, label_smoothing=0.1),
                  adamw_of_matrices, lambda o: schedules.CosineAnnealingLR(o, 25, eta_min=0.001), 1),
@@ -176,11 +178,11 @@ def networks():
 
 
 def tensor(values):
-    """A tensor for the file: integers, or numbers rounded to f32."""
-    array = values.detach().numpy()
-    if array.dtype.kind == "f":
-        array = array.astype(numpy.float32)
-    return {"shape": list(array.shape), "values": array.reshape(-1)}
+    """A tensor for the file: integers, or numbers rounded to f32, in the fewest digits that name them."""
+    flat = values.detach().numpy().reshape(-1)
+    if flat.dtype.kind == "f":
+        return {"shape": list(values.shape), "values": [float(str(v)) for v in flat.astype(numpy.float32)]}
+    return {"shape": list(values.shape), "values": flat.tolist()}
 
 
 def tensors(named):
@@ -307,20 +309,8 @@ def network_case(name, model, x, targets, *rest):
     return case
 
 
-def text_of(value, indent="\n"):
-    """JSON with a line for each tensor; f32 numbers in the fewest digits that name them."""
-    if isinstance(value, dict) and set(value) != {"shape", "values"}:
-        lines = [f"{indent} {json.dumps(key)}: {text_of(each, indent + ' ')}" for key, each in value.items()]
-        return "{" + ",".join(lines) + indent + "}"
-    if isinstance(value, dict):
-        return f'{{"shape": {value["shape"]}, "values": [{",".join(str(v) for v in value["values"])}]}}'
-    return json.dumps(value)
-
-
 def main():
-    found = {"torch": torch.__version__.split("+")[0], "numpy": numpy.__version__}
-    if found != VERSIONS:
-        sys.exit(f"golden.py: found {found}; the file is made with {VERSIONS}")
+    need(VERSIONS)
     torch.manual_seed(20)
     torch.set_num_threads(1)
     everything = {
@@ -331,14 +321,7 @@ def main():
         "rates": {name: rate_case(*case) for name, case in rates().items()},
         "networks": {name: network_case(name, *case) for name, case in networks().items()},
     }
-    text = text_of(everything) + "\n"
-    if sys.argv[1:] == ["--check"]:
-        if FILE.read_text(encoding="utf-8") != text:
-            sys.exit(f"golden.py: {FILE} has other numbers")
-    elif not sys.argv[1:]:
-        FILE.write_text(text, encoding="utf-8")
-    else:
-        sys.exit(__doc__)
+    write_or_check({FILE: text_of(everything) + "\n"}, __doc__)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
 // Layers, losses, optimizers and rates against PyTorch's numbers in golden.json.
+#include "tests/golden.hpp"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -10,7 +12,6 @@
 #include <sluice/layers.hpp>
 
 #include "stages/operators/optimizer.hpp"
-#include "tests/stages/network/golden_file.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -126,7 +127,7 @@ void compare_layer(const LayerSpec& spec, const Json& golden, bool trains, bool 
 }
 
 TEST(GoldenTest, LayersHaveTorchsOutputsAndGradients) {
-  const Json golden = read_golden().at("layers");
+  const Json golden = read_golden(SLUICE_GOLDEN_FILE).at("layers");
   expect_same_names(golden, layers());
   for (const auto& [name, layer] : layers()) {
     const bool trains = name.find("evaluation") == std::string::npos;
@@ -158,7 +159,7 @@ std::map<std::string, LossSpec> losses() {
 }
 
 TEST(GoldenTest, LossesHaveTorchsSumsAndGradients) {
-  const Json golden = read_golden().at("losses");
+  const Json golden = read_golden(SLUICE_GOLDEN_FILE).at("losses");
   expect_same_names(golden, losses());
   for (const auto& [name, spec] : losses()) {
     SCOPED_TRACE(name);
@@ -198,7 +199,7 @@ std::map<std::string, OptimizerConfig> optimizers() {
 }
 
 TEST(GoldenTest, OptimizersHaveTorchsValues) {
-  const Json golden = read_golden().at("optimizers");
+  const Json golden = read_golden(SLUICE_GOLDEN_FILE).at("optimizers");
   expect_same_names(golden, optimizers());
   for (const auto& [name, config] : optimizers()) {
     SCOPED_TRACE(name);
@@ -232,7 +233,7 @@ TEST(GoldenTest, RatesAreTorchs) {
       {"cosine after a warmup", {.peak = 0.2, .warmup = 4, .steps = 20}},
       {"linear", {.peak = 0.2, .steps = 20, .decay = Decay::kLinear}},
   };
-  const Json golden = read_golden().at("rates");
+  const Json golden = read_golden(SLUICE_GOLDEN_FILE).at("rates");
   expect_same_names(golden, rates);
   for (const auto& [name, rate] : rates) {
     const auto expected = golden.at(name).get<std::vector<double>>();

@@ -32,16 +32,13 @@ class Recorder : public FinalGradients {
 };
 
 TransformerConfig model(TransformerKind kind, Recompute recompute) {
-  TransformerConfig config;
-  config.kind = kind;
-  config.layers = 2;
-  config.heads = 2;
-  config.kv_heads = 2;
-  config.width = 24;  // parameters that end between multiples of the alignment
-  config.context = 5;
-  config.vocabulary = 13;
-  config.recompute = recompute;
-  return config;
+  return {.kind = kind,
+          .layers = 2,
+          .heads = 2,
+          .width = 24,  // parameters that end between multiples of the alignment
+          .context = 5,
+          .vocabulary = 13,
+          .recompute = recompute};
 }
 
 // One micro-batch through stage `index` of two, with arbitrary output gradients.

@@ -10,13 +10,15 @@ there; they are exact in f32. Results are those of the models in double precisio
 takes f32: angles and norms. The loss is the sum over all positions of the cross-entropy of the token after.
 """
 
-import json
 import pathlib
 import sys
 
 import numpy
 import torch
 import transformers
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from golden_files import need, text_of, write_or_check  # noqa: E402
 
 VERSIONS = {"torch": "2.15.0", "transformers": "4.57.6", "numpy": "2.4.6"}
 FILE = pathlib.Path(__file__).with_name("golden.json")
@@ -180,30 +182,13 @@ def case(architecture, fields, extra):
             "gradients": {name: gradient_case(each) for name, each in parameters.gradients().items()}}
 
 
-def text_of(value, depth):
-    """JSON with a line for each value `depth` levels down."""
-    if depth == 0 or not isinstance(value, dict):
-        return json.dumps(value, separators=(",", ":"))
-    return "{\n" + ",\n".join(f"{json.dumps(key)}: {text_of(each, depth - 1)}" for key, each in value.items()) + "\n}"
-
-
 def main():
-    found = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__,
-             "numpy": numpy.__version__}
-    if found != VERSIONS:
-        sys.exit(f"golden.py: found {found}; the file is made with {VERSIONS}")
+    need(VERSIONS)
     torch.set_num_threads(1)
     everything = {"made by": "tests/stages/transformer/golden.py", **VERSIONS, "samples": SAMPLES,
                   "sequence": SEQUENCE, "logits of every": 3, "models": {name: case(*each)
                                                                         for name, each in cases().items()}}
-    text = text_of(everything, 4) + "\n"
-    if sys.argv[1:] == ["--check"]:
-        if FILE.read_text(encoding="utf-8") != text:
-            sys.exit(f"golden.py: {FILE} has other numbers")
-    elif not sys.argv[1:]:
-        FILE.write_text(text, encoding="utf-8")
-    else:
-        sys.exit(__doc__)
+    write_or_check({FILE: text_of(everything) + "\n"}, __doc__)
 
 
 if __name__ == "__main__":

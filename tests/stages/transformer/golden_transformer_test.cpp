@@ -4,23 +4,21 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <cstdlib>
-#include <fstream>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include <sluice/transformer.hpp>
 
+#include "tests/golden.hpp"
 #include "tests/gpus/required_gpus.hpp"
-#include "tests/stages/transformer/golden_values.hpp"
 #include "tests/stages/transformer/local_pipeline.hpp"
 
 namespace sluice {
 namespace {
 
 using nlohmann::json;
+using testing::expect_near;
 using testing::LocalPipeline;
 using testing::MicroBatch;
 
@@ -28,7 +26,7 @@ using testing::MicroBatch;
 const json& golden() {
   const char* const path = std::getenv("SLUICE_GOLDEN_TRANSFORMERS");
   static const json file =
-      json::parse(std::ifstream(path != nullptr ? path : SLUICE_GOLDEN_TRANSFORMERS));
+      testing::read_golden(path != nullptr ? path : SLUICE_GOLDEN_TRANSFORMERS);
   return file;
 }
 
@@ -86,10 +84,8 @@ TransformerConfig config_of(json from) {
 }
 
 void fill(Device device, Parameter& parameter) {
-  const bool gain =
-      parameter.name.find("norm") != std::string::npos && parameter.name.ends_with(".weight");
   std::vector<float> values(static_cast<std::size_t>(parameter.shape.elements()));
-  testing::fill_by_name(parameter.name, gain, values);
+  testing::fill_by_name(parameter.name, values);
   copy_now(device, parameter.value.data, values.data(), values.size() * sizeof(float));
 }
 
@@ -99,19 +95,6 @@ MicroBatch batch_of(const json& model) {
           .sequence = golden().at("sequence"),
           .tokens = model.at("tokens"),
           .targets = model.at("targets")};
-}
-
-// max |a - b| <= tolerance max |b|
-void expect_near(const std::vector<double>& a, const std::vector<double>& b, double tolerance,
-                 const std::string& what) {
-  ASSERT_EQ(a.size(), b.size()) << what;
-  double off = 0, most = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    const double difference = std::abs(a[i] - b[i]);
-    off = difference <= off ? off : difference;  // NaN stays
-    most = std::max(most, std::abs(b[i]));
-  }
-  EXPECT_LE(off, tolerance * most) << what << ": off by " << off << " of " << most;
 }
 
 std::vector<double> some_logits(const LocalPipeline& pipeline, const TransformerConfig& config) {
@@ -147,8 +130,8 @@ void check_model(Device device, const std::string& name_of_model) {
   EXPECT_EQ(parameter_list(config).size(), gradients.size());
   for (const ParameterInfo& parameter : parameter_list(config)) {
     ASSERT_TRUE(gradients.contains(parameter.name)) << parameter.name;
-    const auto shape = gradients.at(parameter.name).at("shape").get<std::vector<std::int64_t>>();
-    EXPECT_EQ(parameter.shape, Shape(std::span(shape))) << parameter.name;
+    const json& shape = gradients.at(parameter.name).at("shape");
+    EXPECT_EQ(parameter.shape, testing::golden_shape(shape)) << parameter.name;
   }
   for (const Partition& partition : {Partition{{0, 4}}, {{0, 2, 4}}, {{0, 1, 2, 4}}}) {
     SCOPED_TRACE(partition.stages());
@@ -158,7 +141,8 @@ void check_model(Device device, const std::string& name_of_model) {
     pipeline.step();
     const auto loss = model.at("loss").get<double>();
     EXPECT_NEAR(pipeline.loss_sum(), loss, 1e-6 * loss);
-    expect_near(some_logits(pipeline, config), model.at("logits"), 1e-5, "logits");
+    expect_near(some_logits(pipeline, config), model.at("logits").get<std::vector<double>>(), 1e-5,
+                "logits");
     for (const auto& [name, gradient] : pipeline.grads()) {
       expect_gradient(gradient, gradients.at(name), name);
     }

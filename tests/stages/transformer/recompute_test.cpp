@@ -12,6 +12,7 @@
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/network/network_stage.hpp"
 #include "tests/stages/transformer/local_pipeline.hpp"
+#include "tests/stages/transformer/small_models.hpp"
 
 namespace sluice {
 namespace {
@@ -20,28 +21,22 @@ using testing::LocalPipeline;
 using testing::make_micro_batch;
 
 TransformerConfig config_with(Recompute recompute, DType precision = DType::kF32) {
-  TransformerConfig config;
-  config.layers = 3;
-  config.heads = 4;
-  config.width = 64;
-  config.context = 80;
-  config.vocabulary = 61;
-  config.dropout = 0.1F;
-  config.precision = precision;
-  config.recompute = recompute;
-  return config;
+  return {.layers = 3,
+          .heads = 4,
+          .width = 64,
+          .context = 80,
+          .vocabulary = 61,
+          .dropout = 0.1F,
+          .precision = precision,
+          .recompute = recompute};
 }
 
 // With all that the options of llama keep and compute.
 TransformerConfig llama_with(Recompute recompute, DType precision) {
   TransformerConfig config = config_with(recompute, precision);
-  config.kind = TransformerKind::kLlama;
+  testing::set_options_of_llama(config);
   config.kv_heads = 2;
-  config.head_dim = 10;
-  config.rotary_scaling = {.kind = RotaryScaling::Kind::kLinear, .factor = 2};
-  config.qkv_bias = config.attention_output_bias = config.mlp_bias = config.qk_norm = true;
   config.window = 9;
-  config.full_layers = {1};
   return config;
 }
 

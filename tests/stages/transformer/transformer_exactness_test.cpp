@@ -11,6 +11,7 @@
 #include <sluice/transformer.hpp>
 
 #include "tests/stages/transformer/local_pipeline.hpp"
+#include "tests/stages/transformer/small_models.hpp"
 
 namespace sluice {
 namespace {
@@ -33,17 +34,16 @@ void PrintTo(const Variant& variant, std::ostream* os) { *os << variant.name; }
 void to_stream(TransformerConfig& config) { config.stream_precision = DType::kBf16; }
 
 TransformerConfig config_of(const Variant& variant) {
-  TransformerConfig config;
-  config.kind = variant.kind;
-  config.layers = 3;
-  config.heads = 4;
-  if (variant.kind == TransformerKind::kLlama) config.kv_heads = 2;
-  config.width = 48;
-  config.context = 80;  // more than one block of the attention kernel
-  config.vocabulary = 61;
-  config.tied = variant.tied;
-  config.dropout = variant.dropout;
-  config.precision = variant.precision;
+  TransformerConfig config{.kind = variant.kind,
+                           .layers = 3,
+                           .heads = 4,
+                           .width = 48,
+                           .context = 80,  // more than one block of the attention kernel
+                           .vocabulary = 61,
+                           .kv_heads = variant.kind == TransformerKind::kLlama ? 2 : 0,
+                           .dropout = variant.dropout,
+                           .tied = variant.tied,
+                           .precision = variant.precision};
   if (variant.change != nullptr) variant.change(config);
   return config;
 }
@@ -206,13 +206,11 @@ constexpr RotaryScaling kScaling = {
 
 // Of 70 positions, the last two see none of the 64 keys of the attention kernel's first block.
 void change_all(TransformerConfig& config) {
+  testing::set_options_of_llama(config);
   config.width = 45;
-  config.head_dim = 10;
+  config.kv_heads = 2;
   config.norm_epsilon = 1e-6F;
   config.rotary_scaling = kScaling;
-  config.qkv_bias = config.attention_output_bias = config.mlp_bias = config.qk_norm = true;
-  config.window = 5;
-  config.full_layers = {1};
 }
 
 Variant llama_variant(const char* name, void (*change)(TransformerConfig& config)) {

@@ -15,6 +15,7 @@
 
 #include "tests/stages/transformer/local_pipeline.hpp"
 #include "tests/stages/transformer/reference_transformer.hpp"
+#include "tests/stages/transformer/small_models.hpp"
 
 namespace sluice {
 namespace {
@@ -27,15 +28,7 @@ using testing::reference_loss;
 using testing::ReferenceParameters;
 
 TransformerConfig small_config(TransformerKind kind, bool tied) {
-  TransformerConfig config;
-  config.kind = kind;
-  config.layers = 2;
-  config.heads = 4;
-  if (kind == TransformerKind::kLlama) config.kv_heads = 2;
-  config.width = 24;
-  config.context = 13;
-  config.vocabulary = 19;
-  config.mlp_width = 40;
+  TransformerConfig config = testing::odd_model(kind);
   config.tied = tied;
   return config;
 }
@@ -320,26 +313,21 @@ TEST(TransformerTest, ListsParametersOfTheOptionsOfLlama) {
 }
 
 TEST(TransformerTest, CountsTheParametersOfKnownModels) {
-  TransformerConfig gpt2;
-  gpt2.layers = 12;
-  gpt2.heads = 12;
-  gpt2.width = 768;
-  gpt2.context = 1024;
-  gpt2.vocabulary = 50257;
+  const TransformerConfig gpt2{
+      .layers = 12, .heads = 12, .width = 768, .context = 1024, .vocabulary = 50257};
   EXPECT_EQ(parameter_count(gpt2), 124439808);
   // Of a token: 6 N + 6 L C T.
   EXPECT_DOUBLE_EQ(training_flops(gpt2) / 1024, 6 * 124439808.0 + 6 * 12 * 768 * 1024.0);
 
-  TransformerConfig tiny_llama;  // TinyLlama 1.1B
-  tiny_llama.kind = TransformerKind::kLlama;
-  tiny_llama.layers = 22;
-  tiny_llama.heads = 32;
-  tiny_llama.kv_heads = 4;
-  tiny_llama.width = 2048;
-  tiny_llama.mlp_width = 5632;
-  tiny_llama.context = 2048;
-  tiny_llama.vocabulary = 32000;
-  tiny_llama.tied = false;
+  const TransformerConfig tiny_llama{.kind = TransformerKind::kLlama,  // TinyLlama 1.1B
+                                     .layers = 22,
+                                     .heads = 32,
+                                     .width = 2048,
+                                     .context = 2048,
+                                     .vocabulary = 32000,
+                                     .kv_heads = 4,
+                                     .mlp_width = 5632,
+                                     .tied = false};
   EXPECT_EQ(parameter_count(tiny_llama), 1100048384);
 }
 

@@ -136,9 +136,9 @@ TEST_P(DeviceLayersTest, LayersWithoutOperatorsThereAreNamed) {
                                 options_of(1, "1f1b", "cuda:0"));
       });
     };
-    const TensorSpec picture{DType::kF32, {2, 4, 4}}, row{DType::kF32, {4}};
-    refused({conv2d(2, 2, 1)}, picture, picture, "layer 0 (conv2d)");
-    refused({relu(), batch_norm2d(2)}, picture, picture, "layer 1 (batch_norm2d)");
+    const TensorSpec image{DType::kF32, {2, 4, 4}}, row{DType::kF32, {4}};
+    refused({conv2d(2, 2, 1)}, image, image, "layer 0 (conv2d)");
+    refused({relu(), batch_norm2d(2)}, image, image, "layer 1 (batch_norm2d)");
     refused({linear(4, 2), relu(), linear(2, 2), skip(0, 3, Join::kConcatenate)}, row, row,
             "skip() that concatenates");
   });

@@ -24,6 +24,7 @@
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/engine/wrapped_stage.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
+#include "tests/stages/transformer/small_models.hpp"
 #ifdef SLUICE_EMULATED
 #include <cuda_runtime_api.h>
 
@@ -74,14 +75,7 @@ std::vector<TrainingCase> cases() {
   all.back().model.precision = all.back().model.stream_precision = DType::kBf16;
   all.back().model.dropout = 0.2F;
   all.push_back(short_case("llama with all its options"));
-  TransformerConfig& model = all.back().model;
-  model.kind = TransformerKind::kLlama;
-  model.kv_heads = 1;
-  model.head_dim = 10;
-  model.rotary_scaling = {.kind = RotaryScaling::Kind::kLinear, .factor = 2};
-  model.qkv_bias = model.attention_output_bias = model.mlp_bias = model.qk_norm = true;
-  model.window = 5;
-  model.full_layers = {1};
+  set_options_of_llama(all.back().model);
   return all;
 }
 

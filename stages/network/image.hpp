@@ -1,4 +1,4 @@
-// What layers of pictures f32 [samples, channels, height, width] share. Internal to stages/.
+// What layers of images f32 [samples, channels, height, width] share. Internal to stages/.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@
 namespace sluice::nn {
 
 // channels 0: any.
-inline void require_picture(const TensorSpec& input, std::int64_t channels) {
+inline void require_image(const TensorSpec& input, std::int64_t channels) {
   const Shape& shape = input.shape;
   const bool right = input.dtype == DType::kF32 && shape.rank() == 4 && shape[2] > 0 &&
                      shape[3] > 0 && (channels == 0 || shape[1] == channels);
@@ -25,7 +25,7 @@ inline void require_picture(const TensorSpec& input, std::int64_t channels) {
               channels);
 }
 
-// A window that moves over a picture, for height and width.
+// A window that moves over an image, for height and width.
 struct Window {
   std::array<std::int64_t, 2> kernel = {}, stride = {}, padding = {};
 
