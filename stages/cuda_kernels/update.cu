@@ -147,12 +147,12 @@ struct SgdUpdate {
   __device__ void run(const UpdateRun& run, int64_t i) const {
     SgdArguments a = arguments;
     if (!run.decay) a.decay = 0;
-    auto* const velocities = static_cast<float*>(run.first) + i;
     const Floats<N> grad = load<N>(run.grad + i);
     Floats<N> value = load<N>(run.value + i), direction;
 #pragma unroll
     for (int k = 0; k < N; ++k) direction.at[k] = sgd_direction(a, grad.at[k], value.at[k]);
     if (run.first != nullptr) {
+      auto* const velocities = static_cast<float*>(run.first) + i;
       Floats<N> velocity = load<N>(velocities);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
