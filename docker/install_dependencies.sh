@@ -36,11 +36,11 @@ packages_of() {
     # LibTorch, for <sluice/torch.hpp>: 470 MB, which no other part of Sluice needs.
     torch) echo libtorch-dev ;;
     # What .ci/run needs. Formatting and static checks: the sources are formatted with version 14; clang-tidy knows
-    # std::source_location from 15 on, and wants an omp.h of its own version; clang for fuzzing.
+    # std::source_location from 15 on, and wants an omp.h of its own version; clang for sanitizers and fuzzing.
     check) if [[ $system == debian-12 ]]; then
-      echo git python3 clang-format-14 clang-tidy-16 libomp-16-dev clang-16 libclang-rt-16-dev
+      echo git python3 clang-format-14 clang-tidy-16 libomp-16-dev clang-16 libclang-rt-16-dev llvm-16
     else
-      echo git python3 clang-format clang-tidy libomp-dev clang libclang-rt-dev
+      echo git python3 clang-format clang-tidy libomp-dev clang libclang-rt-dev llvm
     fi ;;
     *) return 1 ;;
   esac

@@ -60,7 +60,7 @@ EVERYWHERE = "comm/error"  # a header that every room may use
 ONLY = {
     "runtime/files": ("comm/base", "schedules/model"),
     "runtime/process": ("comm/base",),
-    "runtime/program/options": ("comm/base", "runtime/process"),
+    "runtime/program/options": ("comm/base", "runtime/files", "runtime/process"),
     "runtime/program/supervise": ("comm/base", "runtime/files", "runtime/process", "runtime/program/options"),
     "runtime/program/explore": ("comm/base", "schedules", "runtime/files", "runtime/process", "runtime/program/options"),
     "runtime/program/dispatch": ("comm/base", "runtime/program/explore", "runtime/program/supervise"),

@@ -3,8 +3,9 @@
 
     tests/run_binaries.py BUILD LABEL [SECONDS]
 
-Runs them as ctest does, one per core at a time, first what a machine without a GPU runs nowhere else. Prints the output of
-what failed; the exit code is 1 then. No test is started after SECONDS; which were not is said.
+Runs them as ctest does, one per core at a time, first what a machine without a GPU runs nowhere else, last the runs of the
+GPU's benchmark. Prints the output of what failed; the exit code is 1 then. No test is started after SECONDS; which were
+not is said.
 """
 
 import concurrent.futures
@@ -43,7 +44,8 @@ def run(command, environment, folder, seconds):
 
 def main(build, label, most_seconds=float("inf")):
     end = time.monotonic() + most_seconds
-    tests = sorted(tests_of(build, label), key=lambda test: not re.search("cuda|device|gpu|nccl|replica_sums", test[0]))
+    tests = sorted(tests_of(build, label), key=lambda test: (
+        test[0].startswith("gpu_benchmark"), not re.search("cuda|device|gpu|nccl|replica_sums", test[0])))
     late, failed = [], 0
 
     def one(name, *test):

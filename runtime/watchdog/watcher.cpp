@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <charconv>
-#include <ctime>
 #include <chrono>
 #include <cstring>
+#include <ctime>
 #include <exception>
 #include <filesystem>
 #include <limits>

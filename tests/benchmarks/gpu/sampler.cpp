@@ -1,6 +1,5 @@
 #include "tests/benchmarks/gpu/sampler.hpp"
 
-
 #include <algorithm>
 #include <chrono>
 
