@@ -207,15 +207,17 @@ class Job:
         """Exit code, once every process is gone; a job that is stuck is killed and a violation.
 
         Not so where only the launcher is left and says that it ended the job: Open MPI 4.1 hangs if a rank is killed
-        while it connects to it ("PMIX ERROR: UNREACHABLE"), and so does the daemon that a rank without a launcher
-        starts for itself. It is killed, and `launcher_hung` is set.
+        while it connects to it ("PMIX ERROR: UNREACHABLE"), or now and then after an MPI_Abort, and so does the daemon
+        that a rank without a launcher starts for itself. It is killed, and `launcher_hung` is set; of an abort the code
+        is the rank's.
         """
         if not self.wait(within):
             left = self.processes()
-            self.launcher_hung = set(left.values()) == {None} and "exited on signal" in self.output
+            abort = re.search(r"MPI_ABORT was invoked[^\n]*\n *with errorcode (\d+)", self.output)
+            self.launcher_hung = set(left.values()) == {None} and bool(abort or "exited on signal" in self.output)
             self.end()
             if self.launcher_hung:
-                return self.process.returncode
+                return int(abort.group(1)) if abort else self.process.returncode
             raise Violation(f"stuck for {within:.0f} s, processes {left}\n{self.tail()}")
         deadline = time.monotonic() + PATIENCE
         while left := self.processes():
