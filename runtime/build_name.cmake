@@ -14,6 +14,8 @@ file(
 #include "runtime/group/build_name.hpp"
 
 namespace sluice {
-std::string build_name() { return "@VERSION@ build @digest@ (@SETTINGS@)"; }
+// Volatile: it stands in the program as one text, which tests replace.
+const char* const volatile text = "@VERSION@ build @digest@ (@SETTINGS@)";
+std::string build_name() { return text; }
 }  // namespace sluice
 ]] @ONLY)
