@@ -15,7 +15,7 @@ file(
 
 namespace sluice {
 // Volatile: it stands in the program as one text, which tests replace.
-const char* const volatile text = "@VERSION@ build @digest@ (@SETTINGS@)";
+static const char* const volatile text = "@VERSION@ build @digest@ (@SETTINGS@)";
 std::string build_name() { return text; }
 }  // namespace sluice
 ]] @ONLY)

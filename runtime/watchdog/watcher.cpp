@@ -359,10 +359,9 @@ void Watcher::decide(const Verdict& verdict) {
   const double now = steady_seconds();
   headline_ = headline(view(), verdict);
   culprit_ = verdict.ranks.empty() ? me_ : verdict.ranks.front();
-  const std::string report =
-      fmt::format("sluice: error: {}\n{}  {}{}\n", headline_, rank_lines(view(), limits_),
-                  newest_save(view(), options_.directory),
-                  disk_answers_ ? "" : " (as far as known: the disk does not answer)");
+  const std::string report = fmt::format(
+      "sluice: error: {}\n{}  {}{}\n", headline_, rank_lines(view(), limits_),
+      newest_save(view(), options_.directory), disk_answers_ ? "" : " (the disk does not answer)");
   voice_.say(report);
   voice_.run([event = hang_event(view(), verdict)] { tell_supervisor(event); });
   // The other side of a cut writes the file: this side is the smaller one.

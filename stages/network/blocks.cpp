@@ -1,6 +1,5 @@
 // Layers made of layers. group: one after the other. recompute: only the input is kept. residual:
 // two runs whose results are added.
-
 #include <algorithm>
 #include <utility>
 

@@ -93,7 +93,7 @@ def check_report(case, job, first, ranks, saved):
     for rank in range(RANKS):
         require(re.search(rf"^ +{rank}  \S+ +\d+ +(step \d+: |silent for |its process has ended)", text, re.MULTILINE),
                 f"no line of rank {rank}\n{text}")
-    newest = re.search(r"newest complete save: (\S+)( \(as far as known: the disk does not answer\))?$", text,
+    newest = re.search(r"newest complete save: (\S+)( \(the disk does not answer\))?$", text,
                        re.MULTILINE)
     later = [step_directory(case.directory, step) for step in steps_in(case.directory) if step >= saved]
     require(newest and (newest.group(2) or pathlib.Path(newest.group(1)) in later),

@@ -213,11 +213,13 @@ class Job:
         """
         if not self.wait(within):
             left = self.processes()
-            abort = re.search(r"MPI_ABORT was invoked[^\n]*\n *with errorcode (\d+)", self.output)
-            self.launcher_hung = set(left.values()) == {None} and bool(abort or "exited on signal" in self.output)
+            codes = re.findall(r"MPI_ABORT was invoked[^\n]*\n *with errorcode (\d+)", self.output)
+            if "run" in self.command:  # 'sluice run' has no rank either, and no hang of its own is excused
+                codes = []
+            self.launcher_hung = set(left.values()) == {None} and bool(codes or "exited on signal" in self.output)
             self.end()
             if self.launcher_hung:
-                return int(abort.group(1)) if abort else self.process.returncode
+                return int(codes[-1]) if codes else self.process.returncode
             raise Violation(f"stuck for {within:.0f} s, processes {left}\n{self.tail()}")
         deadline = time.monotonic() + PATIENCE
         while left := self.processes():
