@@ -4,8 +4,8 @@
 
 namespace sluice {
 
-std::string to_string(const MatMulSpec& spec) {
-  const auto layout = [](const MatMulLayout& l) {
+std::string to_string(const MatmulSpec& spec) {
+  const auto layout = [](const MatmulLayout& l) {
     return fmt::format("({}, {}, {})", l.batch, l.row, l.column);
   };
   return fmt::format("{} x {} [{}, {}] x [{}, {}] -> {}, strides {} {} {}{}{}", spec.batches,
@@ -21,7 +21,7 @@ Tensor rows_from(const Tensor& all, std::int64_t first, std::int64_t rows) {
           {all.spec.dtype, Shape{rows, width}}};
 }
 
-MatMulSpec linear_matmul(const LinearShape& shape) {
+MatmulSpec linear_matmul(const LinearShape& shape) {
   return {.m = shape.rows,
           .n = shape.out,
           .k = shape.in,
@@ -33,7 +33,7 @@ MatMulSpec linear_matmul(const LinearShape& shape) {
           .bias = shape.bias};
 }
 
-MatMulSpec linear_input_matmul(const LinearShape& shape) {
+MatmulSpec linear_input_matmul(const LinearShape& shape) {
   return {.m = shape.rows,
           .n = shape.in,
           .k = shape.out,
@@ -44,7 +44,7 @@ MatMulSpec linear_input_matmul(const LinearShape& shape) {
           .result = shape.operands};
 }
 
-MatMulSpec linear_weight_matmul(const LinearShape& shape, Write write) {
+MatmulSpec linear_weight_matmul(const LinearShape& shape, Write write) {
   return {.m = shape.out,
           .n = shape.in,
           .k = shape.rows,
@@ -55,14 +55,14 @@ MatMulSpec linear_weight_matmul(const LinearShape& shape, Write write) {
           .accumulate = write == Write::kAdd};
 }
 
-std::size_t MatMulSpecHash::operator()(const MatMulSpec& spec) const {
+std::size_t MatmulSpecHash::operator()(const MatmulSpec& spec) const {
   std::uint64_t hash = 0xCBF29CE484222325U;
   const auto mix = [&hash](std::int64_t value) {
     hash = (hash ^ static_cast<std::uint64_t>(value)) * 0x9E3779B97F4A7C15U;
     hash ^= hash >> 29;
   };
   for (const std::int64_t value : {spec.batches, spec.m, spec.n, spec.k}) mix(value);
-  for (const MatMulLayout& layout : {spec.a, spec.b, spec.c}) {
+  for (const MatmulLayout& layout : {spec.a, spec.b, spec.c}) {
     mix(layout.row);
     mix(layout.column);
     mix(layout.batch);

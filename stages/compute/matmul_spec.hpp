@@ -12,20 +12,20 @@ namespace sluice {
 
 // One operand: element (b, i, j) is at data[b * batch + i * row + j * column], in elements. One of
 // row and column is 1 (a transposed operand has row 1).
-struct MatMulLayout {
+struct MatmulLayout {
   std::int64_t row = 0, column = 1, batch = 0;
-  friend bool operator==(const MatMulLayout&, const MatMulLayout&) = default;
+  friend bool operator==(const MatmulLayout&, const MatmulLayout&) = default;
 };
 
 // For each of `batches`: c [m, n] = a [m, k] b [k, n] (+ bias [n], f32) (+ c, where accumulate).
-struct MatMulSpec {
+struct MatmulSpec {
   std::int64_t batches = 1, m = 0, n = 0, k = 0;
-  MatMulLayout a, b, c;
+  MatmulLayout a, b, c;
   DType operands = DType::kF32;  // kF32 or kBf16, of a and b; sums run in f32
   DType result = DType::kF32;    // of c; on a CPU kF32 where accumulate
   bool bias = false;
   bool accumulate = false;
-  friend bool operator==(const MatMulSpec&, const MatMulSpec&) = default;
+  friend bool operator==(const MatmulSpec&, const MatmulSpec&) = default;
 
   [[nodiscard]] double flops() const {
     return 2.0 * static_cast<double>(batches) * static_cast<double>(m) * static_cast<double>(n) *
@@ -33,7 +33,7 @@ struct MatMulSpec {
   }
 };
 
-[[nodiscard]] std::string to_string(const MatMulSpec& spec);
+[[nodiscard]] std::string to_string(const MatmulSpec& spec);
 
 // The product of all dimensions but the last, which may be 0; 1 without any.
 [[nodiscard]] inline std::int64_t leading_rows(const Tensor& tensor) {
@@ -58,18 +58,18 @@ inline constexpr std::int64_t kRowsToSumBySample = 256;
 
 // The matmuls of a linear layer with weight [out, in], over shape.rows rows:
 // y = x weightᵀ (+ bias), dx = dy weight, and dweight += dyᵀ x, or = dyᵀ x, in f32.
-[[nodiscard]] MatMulSpec linear_matmul(const LinearShape& shape);
-[[nodiscard]] MatMulSpec linear_input_matmul(const LinearShape& shape);
-[[nodiscard]] MatMulSpec linear_weight_matmul(const LinearShape& shape, Write write = Write::kAdd);
+[[nodiscard]] MatmulSpec linear_matmul(const LinearShape& shape);
+[[nodiscard]] MatmulSpec linear_input_matmul(const LinearShape& shape);
+[[nodiscard]] MatmulSpec linear_weight_matmul(const LinearShape& shape, Write write = Write::kAdd);
 
 // Over every field of a specification, for caches.
-struct MatMulSpecHash {
-  [[nodiscard]] std::size_t operator()(const MatMulSpec& spec) const;
+struct MatmulSpecHash {
+  [[nodiscard]] std::size_t operator()(const MatmulSpec& spec) const;
 };
 
 // A matmul that has run. The caller owns the operands.
-struct MatMulCall {
-  MatMulSpec spec;
+struct MatmulCall {
+  MatmulSpec spec;
   const void* a = nullptr;
   const void* b = nullptr;
   const void* bias = nullptr;

@@ -57,10 +57,10 @@ struct Places {
     return std::min(kBlock, sequence - row);
   }
   // Batched over key heads: element strides from one key head to the next.
-  [[nodiscard]] MatMulLayout query() const { return {packed, 1, group * head_dim}; }
-  [[nodiscard]] MatMulLayout key() const { return {packed, 1, head_dim}; }
-  [[nodiscard]] MatMulLayout key_transposed() const { return {1, packed, head_dim}; }
-  [[nodiscard]] MatMulLayout output() const { return {width, 1, group * head_dim}; }
+  [[nodiscard]] MatmulLayout query() const { return {packed, 1, group * head_dim}; }
+  [[nodiscard]] MatmulLayout key() const { return {packed, 1, head_dim}; }
+  [[nodiscard]] MatmulLayout key_transposed() const { return {1, packed, head_dim}; }
+  [[nodiscard]] MatmulLayout output() const { return {width, 1, group * head_dim}; }
 };
 
 // A matrix of scores per head: all rows of the sequence, or those of one block.
@@ -75,8 +75,8 @@ struct Scores {
   [[nodiscard]] float* floats(std::int64_t h, std::int64_t row) const {
     return reinterpret_cast<float*>(at(h, row));
   }
-  [[nodiscard]] MatMulLayout layout(std::int64_t group) const { return {ld, 1, group * head}; }
-  [[nodiscard]] MatMulLayout transposed(std::int64_t group) const { return {1, ld, group * head}; }
+  [[nodiscard]] MatmulLayout layout(std::int64_t group) const { return {ld, 1, group * head}; }
+  [[nodiscard]] MatmulLayout transposed(std::int64_t group) const { return {1, ld, group * head}; }
 };
 
 // work(head, row, rows) over rows [0, count) of every head.
@@ -143,10 +143,10 @@ class Attention {
   // Of the block of rows at `row`. multiply(): scores = `rows` (queries, or gradients of the
   // output) times `keys` (keys or values). weight(): `to` gets sums of `keys`, weighted by scores.
   // `layout`: of `rows` and of `to`.
-  void multiply(std::int64_t row, const std::byte* rows, const MatMulLayout& layout,
+  void multiply(std::int64_t row, const std::byte* rows, const MatmulLayout& layout,
                 const std::byte* keys, const Scores& to, std::int64_t to_row);
   void weight(std::int64_t row, const Scores& scores, std::int64_t scores_row,
-              const std::byte* keys, std::byte* to, const MatMulLayout& layout);
+              const std::byte* keys, std::byte* to, const MatmulLayout& layout);
   void gradient_of_scores(std::int64_t sample, std::int64_t row, const Tensor& qkv,
                           const Tensor& dout, const Scores& p);
   void key_gradients(std::int64_t sample, std::int64_t first, const Tensor& qkv, const Tensor& dout,
@@ -208,7 +208,7 @@ void Attention::drop(const TypedKernels& kernels, std::int64_t sample, std::int6
   }
 }
 
-void Attention::multiply(std::int64_t row, const std::byte* rows, const MatMulLayout& layout,
+void Attention::multiply(std::int64_t row, const std::byte* rows, const MatmulLayout& layout,
                          const std::byte* keys, const Scores& to, std::int64_t to_row) {
   const Places& at = places_;
   const std::int64_t begin = at.begin(row);
@@ -226,7 +226,7 @@ void Attention::multiply(std::int64_t row, const std::byte* rows, const MatMulLa
 }
 
 void Attention::weight(std::int64_t row, const Scores& scores, std::int64_t scores_row,
-                       const std::byte* keys, std::byte* to, const MatMulLayout& layout) {
+                       const std::byte* keys, std::byte* to, const MatmulLayout& layout) {
   const Places& at = places_;
   const std::int64_t begin = at.begin(row);
   for (std::int64_t j = 0; j < at.group; ++j) {
@@ -294,7 +294,7 @@ void Attention::key_gradients(std::int64_t sample, std::int64_t first, const Ten
                               const Tensor& dout, const Scores& dropped, const Tensor& dqkv) {
   const Places& at = places_;
   const std::int64_t columns = at.rows(first), sums_width = 2 * at.kv_heads * at.head_dim;
-  MatMulSpec spec = {.batches = at.kv_heads,
+  MatmulSpec spec = {.batches = at.kv_heads,
                      .m = columns,
                      .n = at.head_dim,
                      .k = at.last_row(first) - first,

@@ -31,11 +31,11 @@ class CpuBackend final : public Backend {
   }
 
   [[nodiscard]] const Kernels& kernels() const { return kernels_; }
-  [[nodiscard]] MatMulCache& matmuls() { return matmuls_; }
+  [[nodiscard]] MatmulCache& matmuls() { return matmuls_; }
   [[nodiscard]] RowMatmuls& row_matmuls() { return row_matmuls_; }
 
  private:
-  MatMulCache matmuls_{Device{}};
+  MatmulCache matmuls_{Device{}};
   RowMatmuls row_matmuls_{matmuls_};
   const Kernels& kernels_ = choose_kernels();
 };
@@ -47,7 +47,7 @@ class CpuBackend final : public Backend {
 [[nodiscard]] inline const TypedKernels& kernels_for(const ComputeContext& ctx, DType dtype) {
   return dtype == DType::kBf16 ? kernels_of(ctx).bf16 : kernels_of(ctx).f32;
 }
-[[nodiscard]] inline MatMulCache& matmuls_of(const ComputeContext& ctx) {
+[[nodiscard]] inline MatmulCache& matmuls_of(const ComputeContext& ctx) {
   return static_cast<CpuBackend&>(ContextAccess::backend(ctx)).matmuls();
 }
 

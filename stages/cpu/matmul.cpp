@@ -25,7 +25,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-[[noreturn]] void fail(const MatMulSpec& spec, const std::string& what) {
+[[noreturn]] void fail(const MatmulSpec& spec, const std::string& what) {
   throw_error(ErrorCode::kDevice, "{} cannot compute {}: {}", matmul_library(), to_string(spec),
               what);
 }
@@ -34,8 +34,8 @@ dnnl::memory::data_type library_type(DType dtype) {
   return dtype == DType::kBf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
 }
 
-dnnl::memory::desc describe(const MatMulSpec& spec, std::int64_t rows, std::int64_t columns,
-                            const MatMulLayout& layout, DType dtype) {
+dnnl::memory::desc describe(const MatmulSpec& spec, std::int64_t rows, std::int64_t columns,
+                            const MatmulLayout& layout, DType dtype) {
   if (spec.batches == 1) {
     return {{rows, columns}, library_type(dtype), {layout.row, layout.column}};
   }
@@ -55,7 +55,7 @@ struct PreparedMatmul {
   std::vector<PreparedMatmul*> block_matmuls;
 };
 
-dnnl::matmul::primitive_desc make_descriptor(const dnnl::engine& engine, const MatMulSpec& spec) {
+dnnl::matmul::primitive_desc make_descriptor(const dnnl::engine& engine, const MatmulSpec& spec) {
   const dnnl::memory::desc a = describe(spec, spec.m, spec.k, spec.a, spec.operands);
   const dnnl::memory::desc b = describe(spec, spec.k, spec.n, spec.b, spec.operands);
   const dnnl::memory::desc c = describe(spec, spec.m, spec.n, spec.c, spec.result);
@@ -83,7 +83,7 @@ void bind(PreparedMatmul& matmul, int argument, const dnnl::memory& memory) {
   matmul.arguments.push_back({argument, memory.get()});
 }
 
-PreparedMatmul prepare_matmul(const dnnl::engine& engine, const MatMulSpec& spec) {
+PreparedMatmul prepare_matmul(const dnnl::engine& engine, const MatmulSpec& spec) {
   const dnnl::matmul::primitive_desc descriptor = make_descriptor(engine, spec);
   PreparedMatmul matmul;
   matmul.primitive = dnnl::matmul(descriptor);
@@ -107,7 +107,7 @@ PreparedMatmul prepare_matmul(const dnnl::engine& engine, const MatMulSpec& spec
 // each row, or column if columns are contiguous.
 template <typename Kernel>
 void for_each_run(std::int64_t batches, std::int64_t rows, std::int64_t columns,
-                  const MatMulLayout& layout, const MatMulLayout& copy, const Kernel& kernel) {
+                  const MatmulLayout& layout, const MatmulLayout& copy, const Kernel& kernel) {
   const bool by_rows = layout.column == 1;
   const std::int64_t runs = by_rows ? rows : columns, length = by_rows ? columns : rows;
   const std::int64_t stride = by_rows ? layout.row : layout.column;
@@ -125,7 +125,7 @@ void for_each_run(std::int64_t batches, std::int64_t rows, std::int64_t columns,
 
 // c where k is 0: the bias, or what accumulating leaves of it. The library leaves c as it is.
 template <typename Result>
-void write_sums_of_nothing(const MatMulSpec& spec, const float* bias, Result* c) {
+void write_sums_of_nothing(const MatmulSpec& spec, const float* bias, Result* c) {
   for (std::int64_t batch = 0; batch < spec.batches; ++batch) {
     for (std::int64_t i = 0; i < spec.m; ++i) {
       for (std::int64_t j = 0; j < spec.n; ++j) {
@@ -143,29 +143,29 @@ void write_sums_of_nothing(const MatMulSpec& spec, const float* bias, Result* c)
 
 }  // namespace
 
-struct MatMulCache::State {
+struct MatmulCache::State {
   explicit State(Device where) : device(where) {}
 
-  PreparedMatmul& find(const MatMulSpec& spec);
-  void execute(const MatMulSpec& spec, PreparedMatmul& matmul, const void* a, const void* b,
+  PreparedMatmul& find(const MatmulSpec& spec);
+  void execute(const MatmulSpec& spec, PreparedMatmul& matmul, const void* a, const void* b,
                const void* bias, void* c);
-  void prepare_widened(const MatMulSpec& spec, PreparedMatmul& matmul);
-  void execute_widened(const MatMulSpec& spec, PreparedMatmul& matmul, const Bf16* a, const Bf16* b,
+  void prepare_widened(const MatmulSpec& spec, PreparedMatmul& matmul);
+  void execute_widened(const MatmulSpec& spec, PreparedMatmul& matmul, const Bf16* a, const Bf16* b,
                        const float* bias, void* c);
 
   Device device;
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
-  std::unordered_map<MatMulSpec, PreparedMatmul, MatMulSpecHash> matmuls;
+  std::unordered_map<MatmulSpec, PreparedMatmul, MatmulSpecHash> matmuls;
   Buffer scratch;
   const TypedKernels& bf16 = choose_kernels().bf16;
   Buffer copies;  // of a widened block
   bool widen = !native_bf16();
   bool recording = false;
-  std::vector<MatMulCall> record;
+  std::vector<MatmulCall> record;
 };
 
-PreparedMatmul& MatMulCache::State::find(const MatMulSpec& spec) {
+PreparedMatmul& MatmulCache::State::find(const MatmulSpec& spec) {
   const auto found = matmuls.find(spec);
   if (found != matmuls.end()) return found->second;
   PreparedMatmul matmul;
@@ -185,7 +185,7 @@ PreparedMatmul& MatMulCache::State::find(const MatMulSpec& spec) {
   return matmuls.emplace(spec, std::move(matmul)).first->second;
 }
 
-void MatMulCache::State::execute(const MatMulSpec& spec, PreparedMatmul& matmul, const void* a,
+void MatmulCache::State::execute(const MatmulSpec& spec, PreparedMatmul& matmul, const void* a,
                                  const void* b, const void* bias, void* c) {
   if (matmul.widened) {
     return execute_widened(spec, matmul, static_cast<const Bf16*>(a), static_cast<const Bf16*>(b),
@@ -201,7 +201,7 @@ void MatMulCache::State::execute(const MatMulSpec& spec, PreparedMatmul& matmul,
   if (status != dnnl_success) fail(spec, fmt::format("status {}", static_cast<int>(status)));
 }
 
-void MatMulCache::State::prepare_widened(const MatMulSpec& spec, PreparedMatmul& matmul) {
+void MatmulCache::State::prepare_widened(const MatmulSpec& spec, PreparedMatmul& matmul) {
   matmul.in_f32 = sluice::widen(spec);
   for (const WidenedBlock& block : matmul.in_f32.blocks) {
     matmul.block_matmuls.push_back(&find(block.matmul));
@@ -210,7 +210,7 @@ void MatMulCache::State::prepare_widened(const MatMulSpec& spec, PreparedMatmul&
   if (bytes > copies.size()) copies = Buffer(device, bytes);
 }
 
-void MatMulCache::State::execute_widened(const MatMulSpec& spec, PreparedMatmul& matmul,
+void MatmulCache::State::execute_widened(const MatmulSpec& spec, PreparedMatmul& matmul,
                                          const Bf16* a, const Bf16* b, const float* bias, void* c) {
   const auto widen_operand = [this](const Bf16* from, float* to) {
     return [this, from, to](std::int64_t place, std::int64_t copy_place, std::int64_t length) {
@@ -223,7 +223,7 @@ void MatMulCache::State::execute_widened(const MatMulSpec& spec, PreparedMatmul&
   std::int64_t copied_a = -1, copied_b = -1;  // where the blocks begin whose copies are there
   for (std::size_t i = 0; i < matmul.block_matmuls.size(); ++i) {
     const WidenedBlock& block = matmul.in_f32.blocks[i];
-    const MatMulSpec& of = block.matmul;
+    const MatmulSpec& of = block.matmul;
     if (std::exchange(copied_a, block.a) != block.a) {
       for_each_run(of.batches, of.m, of.k, spec.a, of.a, widen_operand(a + block.a, wide_a));
     }
@@ -242,11 +242,11 @@ void MatMulCache::State::execute_widened(const MatMulSpec& spec, PreparedMatmul&
   }
 }
 
-MatMulCache::MatMulCache(Device device) : state_(std::make_unique<State>(device)) {}
+MatmulCache::MatmulCache(Device device) : state_(std::make_unique<State>(device)) {}
 
-MatMulCache::~MatMulCache() = default;
+MatmulCache::~MatmulCache() = default;
 
-void MatMulCache::run(const MatMulSpec& spec, const void* a, const void* b, const void* bias,
+void MatmulCache::run(const MatmulSpec& spec, const void* a, const void* b, const void* bias,
                       void* c) {
   if (spec.batches == 0 || spec.m == 0 || spec.n == 0) return;
   if (spec.k == 0) {
@@ -265,25 +265,25 @@ void MatMulCache::run(const MatMulSpec& spec, const void* a, const void* b, cons
   state_->record.push_back({spec, a, b, bias, c, took.count()});
 }
 
-void MatMulCache::prepare(const MatMulSpec& spec) { static_cast<void>(state_->find(spec)); }
+void MatmulCache::prepare(const MatmulSpec& spec) { static_cast<void>(state_->find(spec)); }
 
-std::size_t MatMulCache::size() const { return state_->matmuls.size(); }
+std::size_t MatmulCache::size() const { return state_->matmuls.size(); }
 
-void MatMulCache::widen_bf16(bool widen) {
+void MatmulCache::widen_bf16(bool widen) {
   state_->widen = widen;
   std::erase_if(state_->matmuls,
                 [](const auto& entry) { return entry.first.operands == DType::kBf16; });
 }
 
-void MatMulCache::record(bool on) {
+void MatmulCache::record(bool on) {
   if (on) state_->record.clear();
   state_->recording = on;
 }
 
-std::span<const MatMulCall> MatMulCache::recorded() const { return state_->record; }
+std::span<const MatmulCall> MatmulCache::recorded() const { return state_->record; }
 
-void MatMulCache::replay(std::span<const MatMulCall> calls) {
-  for (const MatMulCall& call : calls) {
+void MatmulCache::replay(std::span<const MatmulCall> calls) {
+  for (const MatmulCall& call : calls) {
     state_->execute(call.spec, state_->find(call.spec), call.a, call.b, call.bias, call.c);
   }
 }

@@ -17,19 +17,19 @@
 namespace sluice {
 
 // Used from one thread.
-class MatMulCache {
+class MatmulCache {
  public:
   // Matmuls run on the OpenMP team of the thread that makes the cache.
-  explicit MatMulCache(Device device);
-  ~MatMulCache();
-  MatMulCache(const MatMulCache&) = delete;
-  MatMulCache& operator=(const MatMulCache&) = delete;
+  explicit MatmulCache(Device device);
+  ~MatmulCache();
+  MatmulCache(const MatmulCache&) = delete;
+  MatmulCache& operator=(const MatmulCache&) = delete;
 
   // Makes the primitive on first use; sums without terms, where k is 0, need none. Throws
   // Error(kDevice) with the specification where the library cannot make or run it.
-  void run(const MatMulSpec& spec, const void* a, const void* b, const void* bias, void* c);
+  void run(const MatmulSpec& spec, const void* a, const void* b, const void* bias, void* c);
   // Makes the primitive and its scratch, runs nothing.
-  void prepare(const MatMulSpec& spec);
+  void prepare(const MatmulSpec& spec);
   [[nodiscard]] std::size_t size() const;  // primitives made
   // Whether matmuls of bf16 run in f32 on widened copies of their operands
   // (stages/cpu/widened.hpp) rather than by the library's own for bf16; at first where
@@ -40,9 +40,9 @@ class MatMulCache {
   // While recording, every run is appended to recorded() and timed (~60 ns each). Turning it on
   // clears the record.
   void record(bool on);
-  [[nodiscard]] std::span<const MatMulCall> recorded() const;
+  [[nodiscard]] std::span<const MatmulCall> recorded() const;
   // Runs the calls again in order on the same operands, to measure only a step's matmuls.
-  void replay(std::span<const MatMulCall> calls);
+  void replay(std::span<const MatmulCall> calls);
 
  private:
   struct State;

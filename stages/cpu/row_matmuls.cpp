@@ -75,7 +75,7 @@ class RowCheck {
                             std::int64_t out, bool transposed) {
     LinearShape shape{.rows = rows, .in = in, .out = out, .operands = operands_};
     if (!transposed) std::swap(shape.in, shape.out);
-    MatMulSpec spec = transposed ? linear_matmul(shape) : linear_input_matmul(shape);
+    MatmulSpec spec = transposed ? linear_matmul(shape) : linear_input_matmul(shape);
     spec.result = DType::kF32;
     std::vector<float> result(static_cast<std::size_t>(rows * out));
     matmuls_.run(spec, a_.data() + first * in * static_cast<std::int64_t>(size_of(operands_)),
@@ -85,7 +85,7 @@ class RowCheck {
 
   DType operands_;
   RowBlocks blocks_;
-  MatMulCache matmuls_{Device{}};
+  MatmulCache matmuls_{Device{}};
   std::vector<std::byte> a_, b_;
   std::uint64_t state_ = 1;
 };
@@ -148,7 +148,7 @@ std::string RowMatmuls::describe() const {
   return joined(texts, ", ");
 }
 
-void RowMatmuls::run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c) {
+void RowMatmuls::run(MatmulSpec spec, const void* a, const void* b, const void* bias, void* c) {
   const std::int64_t rows = spec.m, step = known_.at(spec.operands).step;
   spec.m = (rows + step - 1) / step * step;
   if (spec.m == rows || spec.k == 0) {

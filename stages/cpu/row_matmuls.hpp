@@ -32,19 +32,19 @@ struct RowBlocks {
 // Runs matmuls of a cache over padded rows. Used from one thread.
 class RowMatmuls {
  public:
-  explicit RowMatmuls(MatMulCache& matmuls) : matmuls_(matmuls) {}
+  explicit RowMatmuls(MatmulCache& matmuls) : matmuls_(matmuls) {}
 
   // row_blocks(), found once.
   [[nodiscard]] const RowBlocks& blocks(const ComputeContext& ctx, DType operands);
   // Which blocks matmuls have taken so far, such as "f32 rows in blocks of 240 by 12"; empty:
   // none.
   [[nodiscard]] std::string describe() const;
-  // As MatMulCache::run() of one matmul of adjacent rows, after blocks() of its operands. Requires
+  // As MatmulCache::run() of one matmul of adjacent rows, after blocks() of its operands. Requires
   // spec.m <= most.
-  void run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c);
+  void run(MatmulSpec spec, const void* a, const void* b, const void* bias, void* c);
 
  private:
-  MatMulCache& matmuls_;
+  MatmulCache& matmuls_;
   std::map<DType, RowBlocks> known_;  // by the type of operands
   Buffer padded_;                     // rows of a, then of c
 };

@@ -34,25 +34,25 @@ std::int64_t stride_of(std::int64_t length) {
 }
 
 // Of a copy of [rows, columns] whose neighbours in memory are those of `from`.
-MatMulLayout copy_layout(const MatMulLayout& from, std::int64_t rows, std::int64_t columns) {
+MatmulLayout copy_layout(const MatmulLayout& from, std::int64_t rows, std::int64_t columns) {
   if (from.column == 1) return {stride_of(columns), 1, rows * stride_of(columns)};
   return {1, stride_of(rows), columns * stride_of(rows)};
 }
 
-std::int64_t place(const MatMulLayout& layout, std::int64_t batch, std::int64_t row,
+std::int64_t place(const MatmulLayout& layout, std::int64_t batch, std::int64_t row,
                    std::int64_t column) {
   return batch * layout.batch + row * layout.row + column * layout.column;
 }
 
 // What a copy takes, in floats: the next one's alignment included.
-std::size_t floats_of(const MatMulLayout& copy, std::int64_t batches) {
+std::size_t floats_of(const MatmulLayout& copy, std::int64_t batches) {
   constexpr std::int64_t kAligned = 64;
   return static_cast<std::size_t>((batches * copy.batch + kAligned - 1) / kAligned * kAligned);
 }
 
 }  // namespace
 
-WidenedMatmul widen(const MatMulSpec& spec) {
+WidenedMatmul widen(const MatmulSpec& spec) {
   WidenedMatmul widened;
   std::size_t a = 0, b = 0, c = 0;  // of the largest copies, in floats
   const bool rounds = spec.result == DType::kBf16;

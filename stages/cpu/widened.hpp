@@ -16,7 +16,7 @@ namespace sluice {
 
 // One of the f32 matmuls.
 struct WidenedBlock {
-  MatMulSpec matmul;  // of copies of a and b; of a copy of c where c is bf16, else of c itself
+  MatmulSpec matmul;  // of copies of a and b; of a copy of c where c is bf16, else of c itself
   // Where it begins in the operands, in elements. Of two blocks that begin at one place of an
   // operand the copies of it are the same.
   std::int64_t a = 0, b = 0, bias = 0, c = 0;
@@ -28,6 +28,6 @@ struct WidenedMatmul {
   // Scratch for one block's copies, in floats: that of a is at 0.
   std::size_t b_copy = 0, c_copy = 0, copies = 0;
 };
-[[nodiscard]] WidenedMatmul widen(const MatMulSpec& spec);
+[[nodiscard]] WidenedMatmul widen(const MatmulSpec& spec);
 
 }  // namespace sluice

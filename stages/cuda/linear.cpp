@@ -52,7 +52,7 @@ void write_bias(ComputeContext& ctx, const Tensor& bias, const Tensor& y) {
 // are slower than a matmul and a kernel. It takes rows of multiples of 8 elements.
 bool fuses(ComputeContext& ctx, const FusedMatmulSpec& spec) {
   constexpr int kHopper = 90;
-  const MatMulSpec& matmul = spec.matmul;
+  const MatmulSpec& matmul = spec.matmul;
   CudaBackend& cuda = backend_of(ctx);
   return matmul.operands == DType::kBf16 && matmul.result == DType::kBf16 &&
          cuda.compute_capability() >= kHopper && matmul.c.row % 8 == 0 && matmul.m > 0 &&
@@ -90,7 +90,7 @@ void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor&
     write_bias(ctx, bias, y);
     return cuda::add(ctx, residual, y);
   }
-  MatMulSpec matmul = linear_matmul(forward_shape(x, weight, bias, y));
+  MatmulSpec matmul = linear_matmul(forward_shape(x, weight, bias, y));
   matmul.accumulate = true;
   backend_of(ctx).matmuls().run({matmul}, {.a = x.data,
                                            .b = weight.data,

@@ -68,7 +68,7 @@ struct Seen {
   cublasOperation_t operation;
 };
 
-Seen see(std::int64_t rows, std::int64_t columns, const MatMulLayout& layout, std::int64_t batches,
+Seen see(std::int64_t rows, std::int64_t columns, const MatmulLayout& layout, std::int64_t batches,
          DType dtype) {
   // With columns next to each other, a row is a column of the transpose. An operand that is itself
   // a transpose has its rows next to each other. Where both strides are 1 there is one row or one
@@ -129,7 +129,7 @@ struct KeyHash {
     const auto rest = static_cast<std::size_t>(key.spec.epilogue) << 2 |
                       static_cast<std::size_t>(key.aligned) << 1 |
                       static_cast<std::size_t>(key.tf32);
-    return MatMulSpecHash()(key.spec.matmul) * 31 + rest;
+    return MatmulSpecHash()(key.spec.matmul) * 31 + rest;
   }
 };
 
@@ -170,7 +170,7 @@ struct Matmuls::State {
 
 void Matmuls::State::describe(const Key& key, Plan& plan) const {
   const FusedMatmulSpec& spec = key.spec;
-  const MatMulSpec& matmul = spec.matmul;
+  const MatmulSpec& matmul = spec.matmul;
   const bool rounds = key.tf32 && matmul.operands == DType::kF32;
   cublasLtMatmulDesc_t made = nullptr;
   check_cublas(cublas_lt().MatmulDescCreate(
@@ -217,7 +217,7 @@ const cublasLtMatmulHeuristicResult_t& Matmuls::State::pick(
     const FusedMatmulSpec& spec,
     std::span<const cublasLtMatmulHeuristicResult_t> candidates) const {
   constexpr int kHopper = 90;
-  const MatMulSpec& matmul = spec.matmul;
+  const MatmulSpec& matmul = spec.matmul;
   const auto works = [](const cublasLtMatmulHeuristicResult_t& candidate) {
     return candidate.state == CUBLAS_STATUS_SUCCESS;
   };
@@ -246,7 +246,7 @@ void Matmuls::State::choose_algorithm(const Key& key, Plan& plan) const {
   // Sums that are split over blocks meet in f32, in a separate step of fixed order.
   set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
       static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  const MatMulSpec& matmul = key.spec.matmul;
+  const MatmulSpec& matmul = key.spec.matmul;
   const auto alignment = [&key](DType dtype) {
     return static_cast<std::uint32_t>(key.aligned ? kAlignment : size_of(dtype));
   };
@@ -273,7 +273,7 @@ void Matmuls::State::choose_algorithm(const Key& key, Plan& plan) const {
 }
 
 Plan Matmuls::State::make(const Key& key) const {
-  const MatMulSpec& matmul = key.spec.matmul;
+  const MatmulSpec& matmul = key.spec.matmul;
   if (matmul.batches != 1 && (matmul.bias || key.spec.epilogue != Epilogue::kNone)) {
     fail(key.spec, "a bias or an activation needs a single matmul");
   }
@@ -294,7 +294,7 @@ Matmuls::Matmuls(Context& context) : state_(std::make_unique<State>(context)) {}
 Matmuls::~Matmuls() = default;
 
 void Matmuls::run(const FusedMatmulSpec& spec, const MatmulOperands& operands) {
-  const MatMulSpec& matmul = spec.matmul;
+  const MatmulSpec& matmul = spec.matmul;
   if (matmul.batches == 0 || matmul.m == 0 || matmul.n == 0) return;
   if (matmul.k == 0 && matmul.accumulate && operands.added == nullptr) return;
   const Plan& plan = state_->find(spec, aligned(operands));

@@ -40,7 +40,7 @@ enum class Epilogue : std::uint8_t {
 
 // A matmul and its epilogue.
 struct FusedMatmulSpec {
-  MatMulSpec matmul;  // `bias` is of the result's type here, not f32
+  MatmulSpec matmul;  // `bias` is of the result's type here, not f32
   Epilogue epilogue = Epilogue::kNone;
   friend bool operator==(const FusedMatmulSpec&, const FusedMatmulSpec&) = default;
 };

@@ -68,11 +68,11 @@ Buffer filled(std::size_t bytes) {
 // The same matmul straight from the library.
 class BareMatmul {
  public:
-  BareMatmul(const MatMulSpec& spec, void* a, void* b, void* bias, void* c) {
+  BareMatmul(const MatmulSpec& spec, void* a, void* b, void* bias, void* c) {
     const auto type = [](DType dtype) {
       return dtype == DType::kBf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
     };
-    const auto describe = [&](std::int64_t rows, std::int64_t columns, const MatMulLayout& layout,
+    const auto describe = [&](std::int64_t rows, std::int64_t columns, const MatmulLayout& layout,
                               DType dtype) {
       return spec.batches == 1
                  ? dnnl::memory::desc({rows, columns}, type(dtype), {layout.row, layout.column})
@@ -114,7 +114,7 @@ class BareMatmul {
 
 struct NamedMatmul {
   std::string name;
-  MatMulSpec spec;
+  MatmulSpec spec;
 };
 
 // Tensors of the values of filled(), which live as long as this does.
@@ -130,12 +130,12 @@ class Tensors {
   std::vector<Buffer> buffers_;
 };
 
-std::vector<MatMulSpec> specs_of(ComputeContext& ctx, const std::function<void()>& body) {
+std::vector<MatmulSpec> specs_of(ComputeContext& ctx, const std::function<void()>& body) {
   matmuls_of(ctx).record(true);
   body();
   matmuls_of(ctx).record(false);
-  std::vector<MatMulSpec> specs;
-  for (const MatMulCall& call : matmuls_of(ctx).recorded()) specs.push_back(call.spec);
+  std::vector<MatmulSpec> specs;
+  for (const MatmulCall& call : matmuls_of(ctx).recorded()) specs.push_back(call.spec);
   return specs;
 }
 
@@ -178,9 +178,9 @@ std::vector<NamedMatmul> attention_matmuls(const Options& options, ComputeContex
       DType::kU8,
       {static_cast<std::int64_t>(attention_state_bytes(DeviceKind::kCpu, shape, dtype))});
   auto* kept = state.as<std::byte>();
-  const std::vector<MatMulSpec> forward =
+  const std::vector<MatmulSpec> forward =
       specs_of(ctx, [&] { attention_forward(ctx, shape, qkv, {}, out, kept); });
-  const std::vector<MatMulSpec> backward =
+  const std::vector<MatmulSpec> backward =
       specs_of(ctx, [&] { attention_backward(ctx, shape, qkv, out, out, {}, kept, qkv); });
   const std::size_t last = forward.size() - 2;
   return {{"attention scores", forward[last]},
@@ -199,7 +199,7 @@ void measure(const Options& options, ComputeContext& ctx, const NamedMatmul& mat
       static_cast<std::size_t>(4 * options.width + options.sequence) * 4;
   const Buffer a = filled(bytes), b = filled(bytes), c = filled(bytes),
                bias = filled(static_cast<std::size_t>(4 * options.width) * 4);
-  const MatMulSpec& spec = matmul.spec;
+  const MatmulSpec& spec = matmul.spec;
   BareMatmul bare(spec, a.data(), b.data(), bias.data(), c.data());
   const int times = std::max(1, static_cast<int>(1e9 / spec.flops()));
   double own = 1e30, other = 1e30;
@@ -230,7 +230,7 @@ void measure_with_activation(const Options& options, ComputeContext& ctx, DType 
   matmuls_of(ctx).record(true);
   body();
   matmuls_of(ctx).record(false);
-  const std::vector<MatMulCall> calls(matmuls_of(ctx).recorded().begin(),
+  const std::vector<MatmulCall> calls(matmuls_of(ctx).recorded().begin(),
                                       matmuls_of(ctx).recorded().end());
   double own = 1e30, bare = 1e30;
   for (int round = 0; round < options.rounds; ++round) {
@@ -316,7 +316,7 @@ class Elements {
       matmuls_of(ctx_).record(true);
       body();
       matmuls_of(ctx_).record(false);
-      const std::vector<MatMulCall> calls(matmuls_of(ctx_).recorded().begin(),
+      const std::vector<MatmulCall> calls(matmuls_of(ctx_).recorded().begin(),
                                           matmuls_of(ctx_).recorded().end());
       std::vector<double> rest;
       for (int round = 0; round < options_.rounds; ++round) {

@@ -37,12 +37,12 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
   options.training.learning_rate = {.peak = 1e-4};
   const StageFactory factory = Transformer(model);
   Pipeline pipeline(comm, factory, source, options);
-  MatMulCache& matmuls = matmuls_of(pipeline.compute());
+  MatmulCache& matmuls = matmuls_of(pipeline.compute());
   matmuls.widen_bf16(widen);
   for (int i = 0; i < 3; ++i) pipeline.train_step();
   matmuls.record(true);
   pipeline.train_step();
-  const std::vector<MatMulCall> calls(matmuls.recorded().begin(), matmuls.recorded().end());
+  const std::vector<MatmulCall> calls(matmuls.recorded().begin(), matmuls.recorded().end());
   matmuls.record(false);
 
   std::vector<double> steps, replays;
@@ -57,7 +57,7 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
                 .replay = median(replays),
                 .tokens = options.shape.micro_batch_size * model.context,
                 .flops = 0};
-  for (const MatMulCall& call : calls) result.flops += call.spec.flops();
+  for (const MatmulCall& call : calls) result.flops += call.spec.flops();
   return result;
 }
 

@@ -51,7 +51,7 @@ struct LayerMatmul {
 // What the GPU's layers ask for: see stages/cuda/linear.cpp.
 cuda::FusedMatmulSpec spec_of(const LayerMatmul& matmul) {
   const std::int64_t rows = matmul.rows, in = matmul.in, out = matmul.out;
-  MatMulSpec spec;
+  MatmulSpec spec;
   spec.operands = DType::kBf16;
   spec.result = matmul.result;
   spec.bias = matmul.bias;
@@ -93,7 +93,7 @@ class BareMatmul {
   BareMatmul(ComputeContext& ctx, const LayerMatmul& matmul, const cuda::MatmulOperands& operands,
              const Options& options)
       : ctx_(ctx), operands_(operands), beta_(matmul.direction == Direction::kWeight ? 1.0F : 0) {
-    const MatMulSpec spec = spec_of(matmul).matmul;
+    const MatmulSpec spec = spec_of(matmul).matmul;
     cublasLtMatmulDesc_t made = nullptr;
     require(cublasLtMatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F), "description");
     description_.reset(made);
@@ -136,7 +136,7 @@ class BareMatmul {
             "layout");
     return Layout(made);
   }
-  void set_epilogue(const LayerMatmul& matmul, const MatMulSpec& spec, void* bias_gradient) {
+  void set_epilogue(const LayerMatmul& matmul, const MatmulSpec& spec, void* bias_gradient) {
     const bool sums = bias_gradient != nullptr;
     cublasLtEpilogue_t epilogue = matmul.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
     if (sums) epilogue = CUBLASLT_EPILOGUE_BGRADB;  // dy is the library's second operand
@@ -232,7 +232,7 @@ std::vector<LayerMatmul> layer_matmuls(ComputeContext& ctx, const GpuOptions& op
 }
 
 cuda::MatmulOperands operands_of(RandomOperands& memory, const LayerMatmul& matmul) {
-  const MatMulSpec spec = spec_of(matmul).matmul;
+  const MatmulSpec spec = spec_of(matmul).matmul;
   cuda::MatmulOperands operands;
   operands.a = memory.make(DType::kBf16, {spec.m, spec.k}).data;
   operands.b = memory.make(DType::kBf16, {spec.k, spec.n}).data;

@@ -5,27 +5,27 @@
 namespace sluice {
 namespace {
 
-MatMulSpec square(std::int64_t n) {
+MatmulSpec square(std::int64_t n) {
   return {.m = n, .n = n, .k = n, .a = {.row = n}, .b = {.row = n}, .c = {.row = n}};
 }
 
-TEST(MatMulTest, MakesOnePrimitivePerSpecification) {
-  MatMulCache cache{Device{}};
+TEST(MatmulTest, MakesOnePrimitivePerSpecification) {
+  MatmulCache cache{Device{}};
   const Operand a = random_operand(DType::kF32, {8, 8}, 1), c(DType::kF32, {8, 8});
   for (int i = 0; i < 3; ++i) {
     cache.run(square(8), a.tensor.data, a.tensor.data, nullptr, c.tensor.data);
   }
   EXPECT_EQ(cache.size(), 1U);
-  MatMulSpec transposed = square(8);
+  MatmulSpec transposed = square(8);
   transposed.b = {.row = 1, .column = 8};
   cache.prepare(transposed);
   EXPECT_EQ(cache.size(), 2U);
 }
 
-TEST(MatMulTest, RunsBatchesAndStridesAndAccumulates) {
+TEST(MatmulTest, RunsBatchesAndStridesAndAccumulates) {
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
     for (const bool widen : {false, true}) {
-      MatMulCache cache{Device{}};
+      MatmulCache cache{Device{}};
       cache.widen_bf16(widen);
       const Operand a = random_operand(dtype, {3, 5, 20}, 2),
                     b = random_operand(dtype, {3, 9, 11}, 3);
@@ -43,7 +43,7 @@ TEST(MatMulTest, RunsBatchesAndStridesAndAccumulates) {
           }
         }
       }
-      const MatMulSpec spec = {.batches = 3,
+      const MatmulSpec spec = {.batches = 3,
                                .m = 5,
                                .n = 9,
                                .k = 7,
@@ -59,12 +59,12 @@ TEST(MatMulTest, RunsBatchesAndStridesAndAccumulates) {
   }
 }
 
-TEST(MatMulTest, WidenedBf16AgreesWithTheLibrary) {
+TEST(MatmulTest, WidenedBf16AgreesWithTheLibrary) {
   const Operand a = random_operand(DType::kBf16, {33, 65}, 5),
                 b = random_operand(DType::kBf16, {65, 17}, 6);
   const Operand bias = random_operand(DType::kF32, {17}, 7);
   const Operand real(DType::kBf16, {33, 17}), widened(DType::kBf16, {33, 17});
-  const MatMulSpec spec = {.m = 33,
+  const MatmulSpec spec = {.m = 33,
                            .n = 17,
                            .k = 65,
                            .a = {.row = 65},
@@ -73,7 +73,7 @@ TEST(MatMulTest, WidenedBf16AgreesWithTheLibrary) {
                            .operands = DType::kBf16,
                            .result = DType::kBf16,
                            .bias = true};
-  MatMulCache cache{Device{}};
+  MatmulCache cache{Device{}};
   cache.widen_bf16(false);
   cache.run(spec, a.tensor.data, b.tensor.data, bias.tensor.data, real.tensor.data);
   cache.widen_bf16(true);
@@ -83,7 +83,7 @@ TEST(MatMulTest, WidenedBf16AgreesWithTheLibrary) {
 
 // Sizes above a block's in each direction, operands as they lie and transposed, inside of larger
 // ones.
-TEST(MatMulTest, WidenedBf16IsOneMatmulWhateverItsBlocks) {
+TEST(MatmulTest, WidenedBf16IsOneMatmulWhateverItsBlocks) {
   struct Size {
     std::int64_t batches, m, n, k;
   };
@@ -94,7 +94,7 @@ TEST(MatMulTest, WidenedBf16IsOneMatmulWhateverItsBlocks) {
     for (const bool transposed : {false, true}) {
       for (const bool rounds : {false, true}) {
         const auto [batches, m, n, k] = size;
-        MatMulSpec spec = {.batches = batches,
+        MatmulSpec spec = {.batches = batches,
                            .m = m,
                            .n = n,
                            .k = k,
@@ -115,7 +115,7 @@ TEST(MatMulTest, WidenedBf16IsOneMatmulWhateverItsBlocks) {
                       bias = random_operand(DType::kF32, {n}, 18);
         Values expected = c.values();
         const Values av = a.values(), bv = b.values(), biases = bias.values();
-        const auto at = [](const MatMulLayout& l, std::int64_t s, std::int64_t i, std::int64_t j) {
+        const auto at = [](const MatmulLayout& l, std::int64_t s, std::int64_t i, std::int64_t j) {
           return static_cast<std::size_t>(s * l.batch + i * l.row + j * l.column);
         };
         for (std::int64_t s = 0; s < batches; ++s) {
@@ -130,7 +130,7 @@ TEST(MatMulTest, WidenedBf16IsOneMatmulWhateverItsBlocks) {
             }
           }
         }
-        MatMulCache cache{Device{}};
+        MatmulCache cache{Device{}};
         cache.widen_bf16(true);
         cache.prepare(spec);
         const std::size_t made = cache.size();
@@ -143,8 +143,8 @@ TEST(MatMulTest, WidenedBf16IsOneMatmulWhateverItsBlocks) {
   }
 }
 
-TEST(MatMulTest, RecordsWhatItRunsAndReplaysIt) {
-  MatMulCache cache{Device{}};
+TEST(MatmulTest, RecordsWhatItRunsAndReplaysIt) {
+  MatmulCache cache{Device{}};
   const Operand a = random_operand(DType::kF32, {8, 8}, 8),
                 b = random_operand(DType::kF32, {8, 8}, 9);
   const Operand c(DType::kF32, {8, 8}), d(DType::kF32, {8, 8});
@@ -166,12 +166,12 @@ TEST(MatMulTest, RecordsWhatItRunsAndReplaysIt) {
   EXPECT_TRUE(cache.recorded().empty());
 }
 
-TEST(MatMulTest, RepeatsItsBitsWhateverRanBefore) {
-  MatMulCache cache{Device{}}, busy{Device{}};
+TEST(MatmulTest, RepeatsItsBitsWhateverRanBefore) {
+  MatmulCache cache{Device{}}, busy{Device{}};
   const Operand a = random_operand(DType::kF32, {70, 200}, 10),
                 b = random_operand(DType::kF32, {200, 90}, 11);
   const Operand c(DType::kF32, {70, 90}), d(DType::kF32, {70, 90});
-  const MatMulSpec spec = {
+  const MatmulSpec spec = {
       .m = 70, .n = 90, .k = 200, .a = {.row = 200}, .b = {.row = 90}, .c = {.row = 90}};
   cache.run(spec, a.tensor.data, b.tensor.data, nullptr, c.tensor.data);
   const Operand other = random_operand(DType::kF32, {64, 64}, 12), result(DType::kF32, {64, 64});
@@ -180,9 +180,9 @@ TEST(MatMulTest, RepeatsItsBitsWhateverRanBefore) {
   EXPECT_EQ(c.values(), d.values());
 }
 
-TEST(MatMulTest, NamesAMatmulThatCannotBe) {
-  MatMulCache cache{Device{}};
-  MatMulSpec spec = square(8);
+TEST(MatmulTest, NamesAMatmulThatCannotBe) {
+  MatmulCache cache{Device{}};
+  MatmulSpec spec = square(8);
   spec.m = -1;
   try {
     cache.prepare(spec);

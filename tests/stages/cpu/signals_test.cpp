@@ -112,7 +112,7 @@ void compute_under_signals(const std::function<void()>& compute) {
 }
 
 // As attention has them: the library takes one of those kernels for these strides.
-constexpr MatMulSpec kMatmul = {.batches = 2,
+constexpr MatmulSpec kMatmul = {.batches = 2,
                                 .m = 128,
                                 .n = 16,
                                 .k = 256,
@@ -121,7 +121,7 @@ constexpr MatMulSpec kMatmul = {.batches = 2,
                                 .c = {32, 1, 16}};
 
 TEST_F(SignalsTest, NoneInterruptsAMatmul) {
-  MatMulCache cache{Device{}};
+  MatmulCache cache{Device{}};
   const Operand a = random_operand(DType::kF32, {2, 128, 256}, 1),
                 b = random_operand(DType::kF32, {256, 96}, 2), c(DType::kF32, {128, 32});
   cache.prepare(kMatmul);
@@ -171,9 +171,9 @@ TEST_F(SignalsTest, ThreadsOfTheTeamTakeNone) {
     return count.load();
   };
   omp_set_num_threads(4);
-  MatMulCache cache{Device{}};
+  MatmulCache cache{Device{}};
   const Operand a = random_operand(DType::kF32, {512, 512}, 1), c(DType::kF32, {512, 512});
-  const MatMulSpec large = {
+  const MatmulSpec large = {
       .m = 512, .n = 512, .k = 512, .a = {.row = 512}, .b = {.row = 512}, .c = {.row = 512}};
   for (int round = 0; round < 2; ++round) {
     EXPECT_EQ(takers(2), 0);
@@ -187,7 +187,7 @@ TEST_F(SignalsTest, ThreadsOfTheTeamTakeNone) {
 
 // The thread itself takes signals again.
 TEST_F(SignalsTest, TheCallingThreadTakesThemAfterwards) {
-  MatMulCache cache{Device{}};
+  MatmulCache cache{Device{}};
   const Operand a = random_operand(DType::kF32, {2, 128, 256}, 1),
                 b = random_operand(DType::kF32, {256, 96}, 2), c(DType::kF32, {128, 32});
   const SignalsOnOwnStack signals;

@@ -12,10 +12,10 @@ namespace {
 class MatmulChoiceTest : public GpuTest {
  protected:
   // `b`: as it is multiplied. A result of operands' type, but where it accumulates.
-  int choice(const MatMulLayout& b, DType operands, bool accumulate = false,
+  int choice(const MatmulLayout& b, DType operands, bool accumulate = false,
              cuda::Epilogue epilogue = cuda::Epilogue::kNone) {
     const OnGpu zeros(Operand(DType::kF32, {64, 64})), c(Operand(DType::kF32, {64, 64}));
-    MatMulSpec matmul;
+    MatmulSpec matmul;
     matmul.m = matmul.n = matmul.k = 64;
     matmul.a.row = matmul.c.row = 64;
     matmul.b = b;
@@ -29,7 +29,7 @@ class MatmulChoiceTest : public GpuTest {
     gpu().stream().synchronize();
     return emulated::last_matmul_candidate();
   }
-  static constexpr MatMulLayout kTransposed = {.row = 1, .column = 64}, kPlain = {.row = 64};
+  static constexpr MatmulLayout kTransposed = {.row = 1, .column = 64}, kPlain = {.row = 64};
 };
 
 TEST_F(MatmulChoiceTest, ForwardMatmulsTakeSmallTilesButNoSplitSums) {

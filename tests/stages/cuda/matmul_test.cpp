@@ -260,7 +260,7 @@ TEST_F(CudaLinearTest, WithoutInputsTheResultIsTheCpus) {
   }
 }
 
-MatMulSpec square(std::int64_t n, DType dtype) {
+MatmulSpec square(std::int64_t n, DType dtype) {
   return {.m = n,
           .n = n,
           .k = n,
@@ -295,7 +295,7 @@ TEST_F(CudaMatmulsTest, RunsBatchesAndStridesAndAccumulates) {
                   b = random_operand(dtype, {3, 9, 11}, 3),
                   c = random_operand(DType::kF32, {3, 5, 10}, 4);
     const OnGpu gpu_a(a), gpu_b(b), gpu_c(c);
-    const MatMulSpec spec = {.batches = 3,
+    const MatmulSpec spec = {.batches = 3,
                              .m = 5,
                              .n = 9,
                              .k = 7,
@@ -322,14 +322,14 @@ TEST_F(CudaMatmulsTest, RunsEveryTransposition) {
         const Operand a = random_operand(dtype, {kM * kK}, 5),
                       b = random_operand(dtype, {kK * kN}, 6), c(dtype, {kM, kN});
         const OnGpu gpu_a(a), gpu_b(b), gpu_c(c);
-        MatMulSpec spec;
+        MatmulSpec spec;
         spec.m = kM;
         spec.n = kN;
         spec.k = kK;
         spec.operands = spec.result = dtype;
         spec.c = {.row = kN};
-        spec.a = a_transposed ? MatMulLayout{.row = 1, .column = kM} : MatMulLayout{.row = kK};
-        spec.b = b_transposed ? MatMulLayout{.row = 1, .column = kK} : MatMulLayout{.row = kN};
+        spec.a = a_transposed ? MatmulLayout{.row = 1, .column = kM} : MatmulLayout{.row = kK};
+        spec.b = b_transposed ? MatmulLayout{.row = 1, .column = kK} : MatmulLayout{.row = kN};
         matmuls_of(cpu()).run(spec, a.tensor.data, b.tensor.data, nullptr, c.tensor.data);
         matmuls().run({spec}, {.a = gpu_a.data(), .b = gpu_b.data(), .c = gpu_c.data()});
         EXPECT_LE(relative_error(gpu_c.values(gpu()), c.values()), gpu_tolerance(dtype))

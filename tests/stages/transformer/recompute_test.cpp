@@ -201,7 +201,7 @@ TEST(RecomputeTest, ForwardRunsNoMatmulTwiceAndBackwardOnlyThoseItCounts) {
     const TransformerConfig config = config_with(recompute);
     LocalPipeline pipeline(config, {{0, 5}}, {make_micro_batch(config, 0, kSamples, 80)},
                            {.split_backward = false});
-    MatMulCache& matmuls = matmuls_of(pipeline.compute());
+    MatmulCache& matmuls = matmuls_of(pipeline.compute());
     matmuls.record(true);
     pipeline.forward(0);
     const std::size_t forward = matmuls.recorded().size();
