@@ -104,6 +104,7 @@ FOREIGN = (
     (r"boost/asio|boost/system", r"runtime/watchdog/|tests/"),
     (r"boost/program_options", r"runtime/program/options/|tests/"),
     (r"openssl/", r"runtime/files/|tests/"),
+    (r"fmt/(?!core\.h$)", r"tests/"),  # the others generate the code of numbers in each source: comm/base/joined.hpp
 )
 
 # Beyond the standard library, schedules/ may use the JSON library, inside the file reader.
@@ -419,6 +420,7 @@ PLANTED = (
     ({"schedules/files/a.hpp": "#include <nlohmann/json.hpp>\n"}, (), "standard library only"),
     ({"runtime/engine/a.cpp": "#include <mpi.h>\n"}, (), "does not belong"),
     ({"comm/group/a.cpp": "#include <mpi.h>\n"}, (), "does not belong"),
+    ({"comm/group/a.cpp": "#include <fmt/ranges.h>\n"}, (), "does not belong"),
     ({"runtime/pipeline/a.cpp": "#include <sluice/transformer.hpp>\n"}, (), "runtime/pipeline must not"),
     ({"runtime/program/explore/a.cpp": '#include "comm/group/transport.hpp"\n'}, (), "runtime/program/explore must not"),
     ({"runtime/engine/a.cpp": '#include "tests/engine_test.cpp"\n'}, (), "must not include"),

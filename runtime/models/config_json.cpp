@@ -96,8 +96,9 @@ class Fields {
   [[nodiscard]] bool flag(const char* name, bool otherwise) const {
     const Json* value = find(name);
     if (value == nullptr) return otherwise;
-    if (!value->is_boolean())
+    if (!value->is_boolean()) {
       refuse("'{}' is {}; legal are true and false", name, dump_json(*value));
+    }
     return value->get<bool>();
   }
   [[nodiscard]] std::string text(const char* name, const char* otherwise) const {

@@ -88,8 +88,9 @@ struct Layers {
 
 double time_of(const Json& json) {
   const double time = json.is_number() ? json.get<double>() : -1;
-  if (!std::isfinite(time) || time < 0)
+  if (!std::isfinite(time) || time < 0) {
     fail("has a time of a layer that is none: {}", dump_json(json));
+  }
   return time;
 }
 
