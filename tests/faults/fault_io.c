@@ -2,8 +2,8 @@
 //
 // It counts the calls on paths below a directory, and acts at the n-th. Configured by environment:
 //   SLUICE_FAULT_DIRECTORY  absolute path; calls on it and on what lies below it count
-//   SLUICE_FAULT_CALL       open (to write), write, sync, rename, remove, mkdir, touch; any (the
-//                           default)
+//   SLUICE_FAULT_CALL       open (to write), write, sync, rename, remove, mkdir, touch; any of these
+//                           (the default); list: open a directory to read its names
 //   SLUICE_FAULT_RANK       acts where OMPI_COMM_WORLD_RANK is this number; absent: on every rank
 //   SLUICE_FAULT_NTH        from 1 (the default)
 //   SLUICE_FAULT_TIMES      how many calls it acts on, from the n-th; 0: all; 1 is the default
@@ -138,28 +138,34 @@ static mode_t mode_of(int flags, va_list arguments) {
 
 static int writes(int flags) { return (flags & (O_WRONLY | O_RDWR | O_CREAT | O_TRUNC)) != 0; }
 
-#define DEFINE_OPEN(name)                                          \
-  int name(const char* path, int flags, ...) {                     \
-    va_list arguments;                                             \
-    va_start(arguments, flags);                                    \
-    const mode_t mode = mode_of(flags, arguments);                 \
-    va_end(arguments);                                             \
-    if (writes(flags) && fails("open", AT_FDCWD, path)) return -1; \
-    REAL(int, #name, const char*, int, ...);                       \
-    return real(path, flags, mode);                                \
+static int open_fails(int flags, int at, const char* path) {
+  const int lists = strcmp(setting("SLUICE_FAULT_CALL", "any"), "list") == 0;
+  if (lists) return (flags & O_DIRECTORY) != 0 && fails("list", at, path);
+  return writes(flags) && fails("open", at, path);
+}
+
+#define DEFINE_OPEN(name)                             \
+  int name(const char* path, int flags, ...) {        \
+    va_list arguments;                                \
+    va_start(arguments, flags);                       \
+    const mode_t mode = mode_of(flags, arguments);    \
+    va_end(arguments);                                \
+    if (open_fails(flags, AT_FDCWD, path)) return -1; \
+    REAL(int, #name, const char*, int, ...);          \
+    return real(path, flags, mode);                   \
   }
 DEFINE_OPEN(open)
 DEFINE_OPEN(open64)
 
-#define DEFINE_OPENAT(name)                                  \
-  int name(int at, const char* path, int flags, ...) {       \
-    va_list arguments;                                       \
-    va_start(arguments, flags);                              \
-    const mode_t mode = mode_of(flags, arguments);           \
-    va_end(arguments);                                       \
-    if (writes(flags) && fails("open", at, path)) return -1; \
-    REAL(int, #name, int, const char*, int, ...);            \
-    return real(at, path, flags, mode);                      \
+#define DEFINE_OPENAT(name)                            \
+  int name(int at, const char* path, int flags, ...) { \
+    va_list arguments;                                 \
+    va_start(arguments, flags);                        \
+    const mode_t mode = mode_of(flags, arguments);     \
+    va_end(arguments);                                 \
+    if (open_fails(flags, at, path)) return -1;        \
+    REAL(int, #name, int, const char*, int, ...);      \
+    return real(at, path, flags, mode);                \
   }
 DEFINE_OPENAT(openat)
 DEFINE_OPENAT(openat64)

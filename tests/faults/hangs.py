@@ -264,6 +264,24 @@ def slow_disk(setup, limit, seconds):
             f"no notice\n{output}")
 
 
+def deaf_disk(setup, limit, seconds):
+    """A rank is stopped, and the disk of the others does not answer when they look for the newest save: the report
+    comes all the same, with the one they know of."""
+    case = Case(setup, "deaf", limit)
+    gate = case.folder / "gate"
+    job = case.start(fault={"directory": case.directory, "call": "list", "times": 0, "gate": gate,
+                            "action": f"sleep:{seconds}"})
+    case.trains(job, steps=45)  # the save of step 20 is published before that of step 40 begins
+    gate.touch()
+    since = time.monotonic()
+    os.kill(job.rank(0), signal.SIGSTOP)
+    first, seconds = report_of(job, limit, since)
+    ends(job)
+    require(re.search(r"^  newest complete save: \S+/step-000\d{5} \(the disk does not answer\)$", job.output,
+                      re.MULTILINE), f"not said\n{job.tail()}")
+    return f"{seconds:.1f} s: {first}"
+
+
 def validation(setup, limit):
     case = Case(setup, "validation", limit)
     quiet(case.start("--validate-every", 5, "--validation-samples", "all", steps=20).expect(0, "Done: 20 steps"))
@@ -346,6 +364,7 @@ def cases_of(setup, options):
         ("slow data", lambda: slow_loading(setup, limit, long)),
         ("action timeout", lambda: action_timeout(setup, limit)),
         ("slow disk", lambda: slow_disk(setup, limit, long)),
+        ("deaf disk", lambda: deaf_disk(setup, limit, 5 * long)),
         ("validation", lambda: validation(setup, limit)),
         ("short pauses", lambda: paused(setup, limit, 0.75)),
         ("a tenth of the speed", lambda: slow_job(setup, limit, 60 if full else 8)),
