@@ -24,6 +24,7 @@ using ::testing::KilledBySignal;
 template <typename Body>
 [[noreturn]] void exit_with(const Body& body) {
   ::setenv("OMPI_COMM_WORLD_RANK", "3", 1);
+  std::signal(SIGHUP, SIG_DFL);  // nohup may have started this program
   std::_Exit(body() ? 0 : 1);
 }
 
