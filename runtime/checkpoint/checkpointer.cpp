@@ -247,11 +247,9 @@ void Checkpointer::Impl::find_leaders() {
 
 // Replicas share the writing of a stage, and a rank reads it from its own host's directory.
 void Checkpointer::Impl::require_whole_stages() const {
-  const Topology& topology = layout.place.topology;
-  for (int stage = 0; stage < topology.pipeline; ++stage) {
-    const int first = topology.rank_of(0, stage);
-    for (int replica = 1; replica < topology.replicas; ++replica) {
-      const int other = topology.rank_of(replica, stage);
+  for (const std::vector<int>& replicas : layout.place.topology.groups(Axis::kReplica)) {
+    const int first = replicas.front();
+    for (const int other : replicas) {
       if (hosts[at(first)] == hosts[at(other)]) continue;
       throw_usage(
           "a directory of its own for each host: ranks {} and {} hold the same stages on hosts "
@@ -355,13 +353,13 @@ void Checkpointer::Impl::require_visible() {
 
 void Checkpointer::Impl::collect_share() {
   const std::vector<SavedParameter> shares =
-      share_saves(layout.plans, layout.parameters, layout.place.topology.replicas);
+      share_saves(layout.plans, layout.parameters, layout.place.topology.size.replica);
   parts = save_parts(shares, layout.place.topology);
   std::set<std::string> mine;
   std::vector<std::string> all;
   for (const SavedParameter& share : shares) {
     all.push_back(share.name);
-    if (share.rank == layout.place.rank && share.replica == layout.place.replica) {
+    if (share.rank == layout.place.here.pipeline && share.replica == layout.place.here.replica) {
       mine.insert(share.name);
     }
   }
@@ -554,8 +552,8 @@ void Checkpointer::Impl::gather_facts() {
   }
   const Topology& topology = layout.place.topology;
   state.layout = {{"ranks", topology.ranks()},
-                  {"pipeline", topology.pipeline},
-                  {"replicas", topology.replicas},
+                  {"pipeline", topology.size.pipeline},
+                  {"replicas", topology.size.replica},
                   {"stages", layout.plans.num_stages()}};
   if (options.local) state.layout["local"] = 1;
   for (const auto& [text, ranks] : layout.arithmetic) state.arithmetic.push_back(text);

@@ -38,7 +38,7 @@ namespace fs = std::filesystem;
 void require_fitting(const SavedTensors& saved, const JobLayout& layout, const fs::path& path) {
   std::set<std::string> known;
   for (const SavedParameter& parameter :
-       share_saves(layout.plans, layout.parameters, layout.place.topology.replicas)) {
+       share_saves(layout.plans, layout.parameters, layout.place.topology.size.replica)) {
     known.insert(parameter.name);
     const std::optional<TensorSpec> tensor = saved.find(parameter.name);
     if (tensor && tensor->shape.elements() == parameter.elements) continue;

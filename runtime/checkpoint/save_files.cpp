@@ -49,11 +49,12 @@ SaveParts save_parts(const std::vector<SavedParameter>& shares, const Topology& 
   SaveParts parts;
   parts.part_of_rank.assign(at(topology.ranks()), -1);
   for (const SavedParameter& share : shares) {
-    parts.part_of_rank[at(topology.rank_of(share.replica, share.rank))] = 0;
+    parts.part_of_rank[at(topology.rank_of({.pipeline = share.rank, .replica = share.replica}))] =
+        0;
   }
-  for (int rank = 0; rank < topology.pipeline; ++rank) {
-    for (int replica = 0; replica < topology.replicas; ++replica) {
-      int& part = parts.part_of_rank[at(topology.rank_of(replica, rank))];
+  for (int rank = 0; rank < topology.size.pipeline; ++rank) {
+    for (int replica = 0; replica < topology.size.replica; ++replica) {
+      int& part = parts.part_of_rank[at(topology.rank_of({.pipeline = rank, .replica = replica}))];
       if (part == 0) part = parts.count++;
     }
   }

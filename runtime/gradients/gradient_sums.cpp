@@ -20,7 +20,7 @@ std::size_t bucket_floats(std::size_t bucket_bytes) {
 GradientSums::GradientSums(JobContext& job, const JobLayout& layout, NcclRoutes* nccl,
                            ComputeContext& compute, HostMirror& mirror,
                            std::span<const StageBinding> stages, std::size_t bucket_bytes)
-    : replicas_(*job.replicas.collectives),
+    : replicas_(*job.group(Axis::kReplica).collectives),
       nccl_(nccl),
       compute_(compute),
       mirror_(mirror),
@@ -29,7 +29,8 @@ GradientSums::GradientSums(JobContext& job, const JobLayout& layout, NcclRoutes*
     stages_.emplace_back(*this, binding.index, *binding.parameters);
     if (nccl_ == nullptr) replicas_.reserve_sum(binding.parameters->flat_grads().size());
   }
-  if (nccl_ != nullptr) open_.reserve(load_of(layout, layout.place.rank, bucket_bytes).count);
+  if (nccl_ != nullptr)
+    open_.reserve(load_of(layout, layout.place.here.pipeline, bucket_bytes).count);
 }
 
 SumLoad GradientSums::load_of(const JobLayout& layout, int rank, std::size_t bucket_bytes) {

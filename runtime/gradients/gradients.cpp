@@ -41,7 +41,7 @@ FinalGradients* GradientSync::final_gradients(int stage) {
 }
 
 void GradientSync::reduce_grad(int stage) {
-  if (layout_.place.topology.replicas == 1 || step_.end == BatchEnd::kAccumulate) return;
+  if (layout_.place.topology.size.replica == 1 || step_.end == BatchEnd::kAccumulate) return;
   sums_->finish(stage);
 }
 

@@ -62,8 +62,8 @@ Tensor StageBuffers::kept(const Tensor& value) const {
 }
 
 void StageBuffers::join() {
-  Collectives& replicas = *job_.replicas.collectives;
-  const int count = job_.place.topology.replicas;
+  Collectives& replicas = *job_.group(Axis::kReplica).collectives;
+  const int count = job_.place.topology.size.replica;
   if (count == 1) return;
   for (const Kept& kept : kept_) {
     for (Parameter* buffer : kept.set->buffers()) {
@@ -82,7 +82,7 @@ void StageBuffers::join() {
 
 void check_replicas(JobContext& job, const TiedUses& tied, std::span<const StageBinding> stages,
                     HostMirror& mirror, std::uint64_t step) {
-  std::vector<Digest> all(static_cast<std::size_t>(job.place.topology.replicas));
+  std::vector<Digest> all(static_cast<std::size_t>(job.place.topology.size.replica));
   for (const StageBinding& binding : stages) {
     ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
@@ -92,7 +92,7 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
     }
     for (const Parameter* parameter : compared) {
       const Digest mine = digest_of(*parameter, mirror);
-      job.replicas.collectives->all_gather(mine, all);
+      job.group(Axis::kReplica).collectives->all_gather(mine, all);
       for (std::size_t replica = 1; replica < all.size(); ++replica) {
         if (all[replica] == all[0]) continue;
         throw_error(
@@ -108,13 +108,14 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
     for (std::size_t use = 1; use < tie.uses.size(); ++use) {
       const int holder = tied.rank_of(group, use);
       Digest theirs = {};
-      if (job.place.rank == holder) theirs = digest_of(*tied.parameter(group, use), mirror);
-      if (job.place.rank == holder && holder != owner) {
-        job.pipeline.collectives->send(owner, object_bytes(theirs));
+      if (job.place.here.pipeline == holder)
+        theirs = digest_of(*tied.parameter(group, use), mirror);
+      if (job.place.here.pipeline == holder && holder != owner) {
+        job.group(Axis::kPipeline).collectives->send(owner, object_bytes(theirs));
       }
-      if (job.place.rank != owner) continue;
+      if (job.place.here.pipeline != owner) continue;
       if (holder != owner) {
-        job.pipeline.collectives->recv(holder, object_bytes(theirs));
+        job.group(Axis::kPipeline).collectives->recv(holder, object_bytes(theirs));
       }
       if (theirs == digest_of(*tied.parameter(group, 0), mirror)) continue;
       throw_error(ErrorCode::kMismatch,

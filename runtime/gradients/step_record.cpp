@@ -61,7 +61,7 @@ RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
       rate_(options.training.learning_rate),
       first_square_(first_loss_ + 2 * at(options.shape.micro_batches)) {
   std::size_t most = 0;
-  for (int rank = 0; rank < layout_.place.topology.pipeline; ++rank) {
+  for (int rank = 0; rank < layout_.place.topology.size.pipeline; ++rank) {
     std::size_t count = 0;
     for (const int stage : layout_.plans.placement().stages_of(rank)) {
       count += layout_.parameters.stages[at(stage)].parameters.size();
@@ -71,9 +71,9 @@ RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
   mine_.resize(first_square_ + most);
   if (job_.world.ranks->rank() != 0) return;
   all_.resize(mine_.size() * at(job_.world.ranks->size()));
-  peaks_.resize(at(layout_.place.topology.pipeline));
+  peaks_.resize(at(layout_.place.topology.size.pipeline));
   busy_.resize(at(job_.world.ranks->size()));
-  next_.resize(at(layout_.place.topology.pipeline));
+  next_.resize(at(layout_.place.topology.size.pipeline));
 }
 
 void RecordExchange::exchange(StepState& step, const StepOutcome& outcome,
@@ -101,7 +101,8 @@ void RecordExchange::pack(const StepState& step, const StepOutcome& outcome,
 }
 
 const double* RecordExchange::record(int replica, int rank) const {
-  return &all_[at(layout_.place.topology.rank_of(replica, rank)) * mine_.size()];
+  return &all_[at(layout_.place.topology.rank_of({.pipeline = rank, .replica = replica})) *
+               mine_.size()];
 }
 
 // On rank 0. Losses are added in order of batch, replica and micro-batch, whatever the number of
@@ -117,7 +118,7 @@ void RecordExchange::reduce_losses(StepState& step) const {
   StepTotals& totals = step.totals;
   totals.loss_sum = step.earlier.loss_sum;
   totals.targets = step.earlier.targets;
-  for (int r = 0; r < layout_.place.topology.replicas; ++r) {
+  for (int r = 0; r < layout_.place.topology.size.replica; ++r) {
     const double* const losses = record(r, layout_.plans.last_rank()) + first_loss_;
     for (int m = 0; m < step.micro_batches; ++m) {
       check(totals, losses[2 * m], r * step.micro_batches + m, 1);
@@ -157,7 +158,7 @@ void RecordExchange::reduce_ranks(StepTotals& totals) {
     totals.other_rate = values[4];
   }
   totals.flags = flags;
-  for (int rank = 0; rank < layout_.place.topology.pipeline; ++rank) {
+  for (int rank = 0; rank < layout_.place.topology.size.pipeline; ++rank) {
     peaks_[at(rank)] = static_cast<int>(record(0, rank)[2]);
   }
 }

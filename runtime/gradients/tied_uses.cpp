@@ -48,9 +48,9 @@ int TiedUses::peer_of(std::size_t group, std::size_t use) const {
 void TiedUses::allocate_receive_buffer() {
   std::size_t bytes = 0;
   for (std::size_t group = 0; group < parameters_.size(); ++group) {
-    if (rank_of(group, 0) != job_.place.rank) continue;
+    if (rank_of(group, 0) != job_.place.here.pipeline) continue;
     for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
-      if (rank_of(group, use) == job_.place.rank) continue;
+      if (rank_of(group, use) == job_.place.here.pipeline) continue;
       bytes = std::max(bytes, parameters_[group].front()->grad.spec.bytes());
     }
   }
@@ -119,7 +119,7 @@ void TiedUses::receive(const Tensor& tensor, const KeepAlive& memory, std::size_
   const int peer = peer_of(group, use);
   if (ties_[group].routes[use].kind != RouteKind::kNccl) {
     const std::span<std::byte> bytes = mirror_.writable_host_copy(tensor);
-    job_.pipeline.collectives->recv(peer, bytes, mirror_.owner(memory));
+    job_.group(Axis::kPipeline).collectives->recv(peer, bytes, mirror_.owner(memory));
     mirror_.write_back();
     return;
   }
@@ -135,7 +135,7 @@ void TiedUses::send(const Tensor& tensor, const KeepAlive& memory, std::size_t g
   const int peer = peer_of(group, use);
   if (ties_[group].routes[use].kind != RouteKind::kNccl) {
     const std::span<const std::byte> bytes = mirror_.read_back(tensor);
-    job_.pipeline.collectives->send(peer, bytes, mirror_.owner(memory));
+    job_.group(Axis::kPipeline).collectives->send(peer, bytes, mirror_.owner(memory));
     return;
   }
   Event& ready = ready_[open_.size()];

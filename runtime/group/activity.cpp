@@ -101,10 +101,10 @@ void ActivityBoard::begin_run(Phase phase, std::uint64_t step) noexcept {
   });
 }
 
-void ActivityBoard::begin_wait(const WaitSubject& subject, WaitGroup group) noexcept {
+void ActivityBoard::begin_wait(const WaitSubject& subject, std::optional<Axis> axis) noexcept {
   write([&](Words& words) {
     words[3].store(std::uint64_t{1} << 63 | static_cast<std::uint64_t>(subject.what) << 40 |
-                       static_cast<std::uint64_t>(group) << 32 |
+                       static_cast<std::uint64_t>(axis ? 1 + static_cast<int>(*axis) : 0) << 32 |
                        static_cast<std::uint32_t>(subject.peer),
                    std::memory_order_relaxed);
     words[4].store(pair(subject.tag, subject.needed_op), std::memory_order_relaxed);
@@ -156,7 +156,8 @@ Activity ActivityBoard::read() const noexcept {
   activity.step = words[2] & ((std::uint64_t{1} << kStepBits) - 1);
   activity.waits = words[3] >> 63 != 0;
   activity.subject.what = static_cast<WaitSubject::What>(words[3] >> 40 & 0xff);
-  activity.group = static_cast<WaitGroup>(words[3] >> 32 & 0xff);
+  if (const auto axis = words[3] >> 32 & 0xff; axis > 0)
+    activity.axis = static_cast<Axis>(axis - 1);
   activity.subject.peer = static_cast<std::int32_t>(words[3]);
   activity.subject.tag = static_cast<std::int32_t>(words[4] >> 32);
   activity.subject.needed_op = static_cast<std::int32_t>(words[4]);

@@ -10,12 +10,14 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 
 #include <sluice/plan.hpp>
 #include <sluice/stage.hpp>
 
+#include "comm/group/topology.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace sluice {
@@ -33,9 +35,6 @@ enum class Doing : std::uint8_t {
   kFailing,  // reports an error to the other ranks
 };
 
-// Whose ranks a wait's peer is counted in, for people.
-enum class WaitGroup : std::uint8_t { kJob, kPipeline, kReplicas };
-
 struct Activity {
   Doing doing = Doing::kOutside;
   // With kOperation; `op` numbers the ops of the rank's plan.
@@ -44,9 +43,9 @@ struct Activity {
   std::int32_t stage = 0, micro_batch = -1, op = 0;
   std::uint32_t run = 0;  // counts executions of plans: the same on all ranks
   Phase phase = Phase::kTrain;
-  std::uint64_t step = 0;  // 0: before the first
-  bool waits = false;      // for what `subject` says, whose peer is a rank of the job
-  WaitGroup group = WaitGroup::kJob;
+  std::uint64_t step = 0;    // 0: before the first
+  bool waits = false;        // for what `subject` says, whose peer is a rank of the job
+  std::optional<Axis> axis;  // of the group that waits; none: the whole job
   WaitSubject subject;
   std::uint64_t moves = 0;  // grows with every change
 };
@@ -82,7 +81,7 @@ class ActivityBoard {
       words[1].store(pair(index, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
     });
   }
-  void begin_wait(const WaitSubject& subject, WaitGroup group) noexcept;
+  void begin_wait(const WaitSubject& subject, std::optional<Axis> axis) noexcept;
   void end_wait() noexcept;
   void step_ended(double seconds) noexcept;
   // The newest complete save; the same number may come again.

@@ -16,6 +16,7 @@
 #include <sluice/schedule.hpp>
 
 #include "comm/base/host.hpp"
+#include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/transport.hpp"
@@ -59,12 +60,13 @@ void JobWatch::begin_wait(const WaitSubject& subject) noexcept {
   WaitSubject of_job = subject;
   const auto peer = static_cast<std::size_t>(subject.peer);
   if (subject.peer >= 0) of_job.peer = peer < job_ranks_.size() ? job_ranks_[peer] : -1;
-  waits_.activity->begin_wait(of_job, group_);
+  waits_.activity->begin_wait(of_job, axis_);
 }
 
-RankGroup::RankGroup(std::unique_ptr<Communicator> communicator, Interrupt* interrupt)
-    : ranks(std::move(communicator)),
-      collectives(std::make_unique<Collectives>(*ranks, 0, interrupt)) {}
+RankGroup::RankGroup(std::unique_ptr<Communicator> communicator, std::unique_ptr<JobWatch> polled)
+    : watch(std::move(polled)),
+      ranks(std::move(communicator)),
+      collectives(std::make_unique<Collectives>(*ranks, 0, watch.get())) {}
 
 JobContext::JobContext(Communicator& comm, const PipelineOptions& options, JobSize job_size)
     : planned(job_size == JobSize::kPlanned) {
@@ -77,8 +79,7 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options, JobSi
       std::make_unique<JobWaits>(JobWaits{.control = control.get(), .activity = activity.get()});
   std::vector<int> all(static_cast<std::size_t>(size));
   std::iota(all.begin(), all.end(), 0);
-  watch = std::make_unique<JobWatch>(*waits, WaitGroup::kJob, all);
-  world = RankGroup(std::move(job), watch.get());
+  world = RankGroup(std::move(job), std::make_unique<JobWatch>(*waits, std::nullopt, all));
   guarded([&] {
     require_sensible(options);
     if (planned) {
@@ -88,32 +89,27 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options, JobSi
     }
     const TransportChoice transport = options.devices.transport;
     devices.no_nccl = find_why_no_nccl(*world.collectives, devices.ranks, transport);
-    devices.no_device_messages = why_no_device_messages(
-        *world.collectives, devices.ranks, transport, devices.no_nccl, place.topology.pipeline);
+    devices.no_device_messages =
+        why_no_device_messages(*world.collectives, devices.ranks, transport, devices.no_nccl,
+                               place.topology.size.pipeline);
   });
   place.driver_note = describe_different_drivers(devices.ranks);
-  place.rank = place.topology.pipeline_rank(rank);
-  place.replica = place.topology.replica(rank);
+  place.here = place.topology.place_of(rank);
   make_groups();
 }
 
 void JobContext::make_groups() {
-  std::vector<int> of_pipeline, of_replicas;
-  for (int r = 0; r < place.topology.pipeline; ++r) {
-    of_pipeline.push_back(place.topology.rank_of(place.replica, r));
-    place.devices.push_back(devices.ranks[static_cast<std::size_t>(of_pipeline.back())]);
+  for (const Axis axis : kAxes) {
+    const std::vector<int> members = place.topology.group(axis, place.here);
+    groups_[static_cast<std::size_t>(axis)] = RankGroup(
+        world.ranks->split(place.topology.group_number(axis, place.here), place.here[axis]),
+        std::make_unique<JobWatch>(*waits, axis, members));
   }
-  for (int r = 0; r < place.topology.replicas; ++r) {
-    of_replicas.push_back(place.topology.rank_of(r, place.rank));
-  }
-  pipeline_watch = std::make_unique<JobWatch>(*waits, WaitGroup::kPipeline, of_pipeline);
-  engine_watch = std::make_unique<JobWatch>(*waits, WaitGroup::kPipeline, of_pipeline,
-                                            /*in_engine=*/true);
-  replicas_watch = std::make_unique<JobWatch>(*waits, WaitGroup::kReplicas, of_replicas);
-  pipeline = RankGroup(world.ranks->split(place.replica, place.rank), pipeline_watch.get());
-  messages = pipeline.ranks->duplicate();
-  replicas = RankGroup(world.ranks->split(place.rank, place.replica), replicas_watch.get());
-  activity->set_stages(joined(stage_places.stages_of(place.rank), ", "));
+  const std::vector<int> pipeline = place.topology.group(Axis::kPipeline, place.here);
+  for (const int rank : pipeline) place.devices.push_back(devices.ranks[at(rank)]);
+  messages = group(Axis::kPipeline).ranks->duplicate();
+  engine_watch = std::make_unique<JobWatch>(*waits, Axis::kPipeline, pipeline, /*in_engine=*/true);
+  activity->set_stages(joined(stage_places.stages_of(place.here.pipeline), ", "));
 }
 
 void JobContext::join(const PipelineOptions& options) {
@@ -123,7 +119,7 @@ void JobContext::join(const PipelineOptions& options) {
   const int depth =
       shape.pipeline > 0 ? shape.pipeline : std::max(size / std::max(shape.replicas, 1), 1);
   hosts = world.collectives->all_gather_strings(host_name());
-  const Topology numbered = make_topology(size, depth, shape.replicas, shape.rank_order);
+  const Topology numbered = make_topology(size, {depth, shape.replicas, 1}, shape.rank_order);
   stage_places = stage_placement(options, depth);
   RankArrangement order = arrange_ranks(numbered, options, stage_places, hosts);
   place.topology = std::move(order.topology);
@@ -140,10 +136,9 @@ void JobContext::plan(const PipelineOptions& options) {
   }
   stage_places = stage_placement(options, shape.pipeline);  // refuses what cannot be placed
   place.topology =
-      make_topology(planned_ranks(shape), shape.pipeline, shape.replicas, shape.rank_order);
+      make_topology(planned_ranks(shape), {shape.pipeline, shape.replicas, 1}, shape.rank_order);
   const RankDevice mine =
-      choose_devices(*world.collectives, make_topology(1, 1, 1, shape.rank_order),
-                     options.devices.choices, {host_name()})
+      choose_devices(*world.collectives, Topology{}, options.devices.choices, {host_name()})
           .front();
   for (int rank = 0; rank < place.topology.ranks(); ++rank) {
     RankDevice& device = devices.ranks.emplace_back(mine);
@@ -181,10 +176,11 @@ void JobContext::guarded(const std::function<void()>& body) {
       std::rethrow_exception(gone);
     }
   } catch (...) {
-    for (Communicator* each :
-         {world.ranks.get(), pipeline.ranks.get(), messages.get(), replicas.ranks.get()}) {
+    const auto leave_open = [&](Communicator* each) {
       if (each != nullptr) each->leave_open(/*by_all=*/gone == nullptr);
-    }
+    };
+    for (const RankGroup& each : groups_) leave_open(each.ranks.get());
+    for (Communicator* each : {world.ranks.get(), messages.get()}) leave_open(each);
     throw;
   }
 }

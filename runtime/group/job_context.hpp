@@ -2,8 +2,11 @@
 // place, the devices of the job, and error handling.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +14,7 @@
 #include "comm/group/collectives.hpp"
 #include "comm/group/communicator.hpp"
 #include "comm/group/control.hpp"
+#include "comm/group/topology.hpp"
 #include "runtime/group/activity.hpp"
 #include "runtime/layout/job_layout.hpp"
 
@@ -31,25 +35,29 @@ struct JobWaits {
 // that is waited for may need them. The subjects of waits go to the board of activities.
 class JobWatch : public Interrupt {
  public:
-  // `job_ranks`: of the group whose peers the subjects name. `waits` outlives this.
-  JobWatch(JobWaits& waits, WaitGroup group, std::vector<int> job_ranks, bool in_engine = false)
-      : waits_(waits), group_(group), job_ranks_(std::move(job_ranks)), in_engine_(in_engine) {}
+  // `job_ranks`: of the group along `axis`, or of the whole job, whose peers the subjects name.
+  // `waits` outlives this.
+  JobWatch(JobWaits& waits, std::optional<Axis> axis, std::vector<int> job_ranks,
+           bool in_engine = false)
+      : waits_(waits), axis_(axis), job_ranks_(std::move(job_ranks)), in_engine_(in_engine) {}
   void poll() override;
   void begin_wait(const WaitSubject& subject) noexcept override;
   void end_wait() noexcept override { waits_.activity->end_wait(); }
 
  private:
   JobWaits& waits_;
-  WaitGroup group_;
+  std::optional<Axis> axis_;
   std::vector<int> job_ranks_;  // [rank of the group]
   bool in_engine_;
 };
 
-// A communicator that is used for collectives alone.
+// The whole job, or a group along an axis. The communicator is used for collectives alone; `watch`
+// is polled by them.
 struct RankGroup {
   RankGroup() = default;
-  RankGroup(std::unique_ptr<Communicator> communicator, Interrupt* interrupt);
+  RankGroup(std::unique_ptr<Communicator> communicator, std::unique_ptr<JobWatch> polled);
 
+  std::unique_ptr<JobWatch> watch;
   std::unique_ptr<Communicator> ranks;
   std::unique_ptr<Collectives> collectives;
 };
@@ -90,7 +98,12 @@ class JobContext {
 
   // Whether a stage is made here. Of a planned job all are.
   [[nodiscard]] bool makes(int stage, const Placement& placement) const {
-    return planned || placement.rank_of(stage) == place.rank;
+    return planned || placement.rank_of(stage) == place.here.pipeline;
+  }
+
+  // This rank's group along `axis`; its rank there is the coordinate of its place.
+  [[nodiscard]] const RankGroup& group(Axis axis) const {
+    return groups_[static_cast<std::size_t>(axis)];
   }
 
   bool planned = false;
@@ -102,15 +115,15 @@ class JobContext {
   std::unique_ptr<JobWaits> waits;
   RankGroup world;
   std::unique_ptr<ControlChannel> control;
-  // Polled by the collectives of the three groups, and by the engines.
-  std::unique_ptr<JobWatch> watch, pipeline_watch, replicas_watch, engine_watch;
-  RankGroup pipeline, replicas;
   std::unique_ptr<Communicator> messages;  // the pipeline's ranks, for the engines' transports
+  std::unique_ptr<JobWatch> engine_watch;  // polled by the engines
 
  private:
   void make_groups();
   void join(const PipelineOptions& options);
   void plan(const PipelineOptions& options);
+
+  std::array<RankGroup, kAxes.size()> groups_;  // [Axis]
 };
 
 }  // namespace sluice

@@ -123,22 +123,24 @@ class Routes final : public NcclRoutes {
   Routes(JobContext& job, const JobLayout& layout, ComputeContext& compute, const SumLoad& load,
          std::size_t open, bool all_reduce)
       : compute_(compute),
-        interrupt_(*job.watch),
-        gpus_(job.pipeline.ranks->split(compute.device().kind == DeviceKind::kCuda ? 0 : 1,
-                                        layout.place.rank)),
-        bootstrap_(*gpus_, 0, job.watch.get()),
+        interrupt_(*job.world.watch),
+        gpus_(job.group(Axis::kPipeline)
+                  .ranks->split(compute.device().kind == DeviceKind::kCuda ? 0 : 1,
+                                layout.place.here.pipeline)),
+        bootstrap_(*gpus_, 0, job.world.watch.get()),
         gpu_of_rank_(gpus_of(layout)) {
     if (compute.device().kind == DeviceKind::kCpu) return;
     const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
     queue_.emplace(compute.device(), open + sum_groups, job.world.ranks->local_size());
     transport_.emplace(*queue_, bootstrap_, compute.memory(), edges_of(layout),
-                       NcclLabel{"the pipeline", job.world.ranks->rank()}, job.watch.get());
+                       NcclLabel{"the pipeline", job.world.ranks->rank()}, job.world.watch.get());
     messages_.emplace(*transport_, compute.stream(), gpu_of_rank_, open);
-    if (!layout.wires.sums_by_nccl(layout.place.rank)) return;
-    sums_.emplace(*queue_, *job.replicas.collectives, compute.memory(),
-                  NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.place.rank),
-                            job.world.ranks->rank()},
-                  method_of(all_reduce), load.sizes, job.watch.get());
+    if (!layout.wires.sums_by_nccl(layout.place.here.pipeline)) return;
+    sums_.emplace(
+        *queue_, *job.group(Axis::kReplica).collectives, compute.memory(),
+        NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.place.here.pipeline),
+                  job.world.ranks->rank()},
+        method_of(all_reduce), load.sizes, job.world.watch.get());
     workspace_ = compute.memory().allocate(sums_->workspace(load.largest) * sizeof(float));
     for (std::size_t i = 0; i < load.count; ++i) ready_.emplace_back(compute.device());
   }

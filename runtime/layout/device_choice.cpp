@@ -57,11 +57,12 @@ const DeviceChoice& choice_of(const std::vector<DeviceChoice>& choices, const To
                               int rank) {
   if (choices.size() == 1) return choices.front();
   if (choices.size() == at(topology.ranks())) return choices[at(rank)];
-  if (choices.size() == at(topology.pipeline)) return choices[at(topology.pipeline_rank(rank))];
+  if (choices.size() == at(topology.size.pipeline))
+    return choices[at(topology.place_of(rank).pipeline)];
   throw_usage(
       "{} devices for {} ranks; legal: 1, {} (one per rank of a pipeline) or {} (one per rank of "
       "the job)",
-      choices.size(), topology.ranks(), topology.pipeline, topology.ranks());
+      choices.size(), topology.ranks(), topology.size.pipeline, topology.ranks());
 }
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DeviceReport, rank, refusal, code)
@@ -207,16 +208,14 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     if (!other.refusal.empty()) throw Error(other.code, other.refusal, rank);
     devices.push_back(other.rank);
   }
-  for (int rank = 0; rank < topology.pipeline; ++rank) {
-    const RankDevice& first = devices[at(topology.rank_of(0, rank))];
-    for (int replica = 1; replica < topology.replicas; ++replica) {
-      const int other = topology.rank_of(replica, rank);
-      if (devices[at(other)].device.kind == first.device.kind) continue;
+  for (const std::vector<int>& replicas : topology.groups(Axis::kReplica)) {
+    const int first = replicas.front();
+    for (const int other : replicas) {
+      if (devices[at(other)].device.kind == devices[at(first)].device.kind) continue;
       throw_usage(
           "replicas of one stage must compute on one kind of device, but rank {} has {} and rank "
           "{} has {}; --rank-order chooses another order of ranks",
-          topology.rank_of(0, rank), describe_device(first), other,
-          describe_device(devices[at(other)]));
+          first, describe_device(devices[at(first)]), other, describe_device(devices[at(other)]));
     }
   }
   return devices;

@@ -83,12 +83,14 @@ struct RankMemory {
 // Where this rank stands in the job.
 struct RankPlace {
   Topology topology;
-  std::string order_reason;         // RankArrangement::reason
-  int rank = 0, replica = 0;        // of the pipeline; which replica
+  std::string order_reason;  // RankArrangement::reason
+  Place here;
   std::vector<RankDevice> devices;  // [pipeline rank], of this replica
   std::string driver_note;          // as describe_different_drivers(), of the job
 
-  [[nodiscard]] Device device() const { return devices[static_cast<std::size_t>(rank)].device; }
+  [[nodiscard]] Device device() const {
+    return devices[static_cast<std::size_t>(here.pipeline)].device;
+  }
 };
 
 // What the largest training step, and the largest round of an evaluation, execute. Smaller ones are
@@ -162,7 +164,7 @@ struct JobLayout {
   MemoryTable memory;
 
   [[nodiscard]] bool owns(int stage) const {
-    return plans.placement().rank_of(stage) == place.rank;
+    return plans.placement().rank_of(stage) == place.here.pipeline;
   }
   // Whether NCCL carries messages or tied parameters between ranks of the pipeline.
   [[nodiscard]] bool nccl_in_pipeline() const;

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "comm/base/index.hpp"
@@ -24,18 +25,18 @@ std::vector<int> number_hosts(const std::vector<std::string>& hosts) {
   return host_of_rank;
 }
 
-// Groups of `size` ranks: as many as fit into each host, then what is left over, in the order of
-// hosts. The first group begins with rank 0.
-std::vector<std::vector<int>> pack(const std::vector<int>& host_of_rank, int size) {
-  const int count = *std::max_element(host_of_rank.begin(), host_of_rank.end()) + 1;
-  std::vector<std::vector<int>> ranks(at(count));
-  for (std::size_t rank = 0; rank < host_of_rank.size(); ++rank) {
-    ranks[at(host_of_rank[rank])].push_back(static_cast<int>(rank));
+// Groups of `size` members, from their hosts: as many as fit into each host, then what is left
+// over, in the order of hosts. The first group begins with member 0.
+std::vector<std::vector<int>> pack(const std::vector<int>& host_of_member, int size) {
+  const int count = *std::max_element(host_of_member.begin(), host_of_member.end()) + 1;
+  std::vector<std::vector<int>> members(at(count));
+  for (std::size_t i = 0; i < host_of_member.size(); ++i) {
+    members[at(host_of_member[i])].push_back(static_cast<int>(i));
   }
   std::vector<std::vector<int>> groups;
   std::vector<int> left_over;
   const auto add_group = [&](auto begin) { groups.emplace_back(begin, begin + size); };
-  for (const std::vector<int>& host : ranks) {
+  for (const std::vector<int>& host : members) {
     const std::ptrdiff_t whole = std::ssize(host) / size * size;
     for (std::ptrdiff_t i = 0; i < whole; i += size) add_group(host.begin() + i);
     left_over.insert(left_over.end(), host.begin() + whole, host.end());
@@ -47,28 +48,31 @@ std::vector<std::vector<int>> pack(const std::vector<int>& host_of_rank, int siz
   return groups;
 }
 
-Topology pack_pipelines(const std::vector<int>& host_of_rank, int pipeline, int replicas) {
-  std::vector<int> rank_of_place;
-  for (const std::vector<int>& group : pack(host_of_rank, pipeline)) {
-    rank_of_place.insert(rank_of_place.end(), group.begin(), group.end());
+// Packs the ranks that share a stage, then their groups along `axis`: the pipelines, or the
+// replicas of each stage.
+Topology pack_groups(const std::vector<int>& host_of_rank, const AxisSizes& size, Axis axis) {
+  const std::vector<std::vector<int>> stages = pack(host_of_rank, size.tensor);
+  std::vector<int> host_of_stage;
+  for (const std::vector<int>& ranks : stages) {
+    host_of_stage.push_back(host_of_rank[at(ranks.front())]);
   }
-  return make_topology(pipeline, replicas, std::move(rank_of_place));
+  const std::vector<std::vector<int>> groups = pack(host_of_stage, size[axis]);
+  const Axis other = axis == Axis::kPipeline ? Axis::kReplica : Axis::kPipeline;
+  const int ranks = static_cast<int>(host_of_rank.size());
+  Topology topology = make_topology(ranks, size, RankOrder::kPipelineFirst);
+  std::vector<int> rank_of_place;
+  for (int number = 0; number < ranks; ++number) {
+    const Place place = topology.place_of(number);
+    rank_of_place.push_back(
+        stages[at(groups[at(place[other])][at(place[axis])])][at(place.tensor)]);
+  }
+  return make_topology(size, std::move(rank_of_place));
 }
 
-Topology pack_replicas(const std::vector<int>& host_of_rank, int pipeline, int replicas) {
-  const std::vector<std::vector<int>> groups = pack(host_of_rank, replicas);
-  std::vector<int> rank_of_place;
-  for (int replica = 0; replica < replicas; ++replica) {
-    for (int rank = 0; rank < pipeline; ++rank) {
-      rank_of_place.push_back(groups[at(rank)][at(replica)]);
-    }
-  }
-  return make_topology(pipeline, replicas, std::move(rank_of_place));
-}
-
-// Bytes that hosts exchange with others in a step.
+// What hosts exchange with others in a step.
 struct Traffic {
-  double busiest = 0, all = 0;  // of the busiest host; of all of them
+  int split_stages = 0;         // whose ranks lie on several hosts: they exchange the most
+  double busiest = 0, all = 0;  // bytes of the busiest host; of all of them
 };
 
 Traffic traffic_of(const Topology& topology, const Placement& placement,
@@ -80,18 +84,22 @@ Traffic traffic_of(const Topology& topology, const Placement& placement,
     bytes[a] += count;
     bytes[b] += count;
   };
-  for (int replica = 0; replica < topology.replicas; ++replica) {
+  for (int rank = 0; rank < topology.ranks(); ++rank) {
+    const Place place = topology.place_of(rank);
     for (int stage = 1; stage < placement.stages(); ++stage) {
-      add(topology.rank_of(replica, placement.rank_of(stage - 1)),
-          topology.rank_of(replica, placement.rank_of(stage)), edge_bytes);
+      if (placement.rank_of(stage) != place.pipeline) continue;
+      Place before = place;
+      before.pipeline = placement.rank_of(stage - 1);
+      add(topology.rank_of(before), rank, edge_bytes);
     }
-    for (int rank = 0; rank < topology.pipeline; ++rank) {
-      for (int other = 0; other < replica; ++other) {
-        add(topology.rank_of(replica, rank), topology.rank_of(other, rank), sum_bytes);
-      }
-    }
+    for (Place other = place; --other.replica >= 0;) add(topology.rank_of(other), rank, sum_bytes);
   }
   Traffic traffic;
+  for (const std::vector<int>& ranks : topology.groups(Axis::kTensor)) {
+    traffic.split_stages += std::any_of(ranks.begin(), ranks.end(), [&](int rank) {
+      return host_of_rank[at(rank)] != host_of_rank[at(ranks.front())];
+    });
+  }
   for (const auto& [host, count] : bytes) {
     traffic.busiest = std::max(traffic.busiest, count);
     traffic.all += count;
@@ -105,8 +113,10 @@ struct Candidate {
   Traffic traffic = {};
 
   [[nodiscard]] bool operator<(const Candidate& other) const {
-    return std::pair(traffic.busiest, traffic.all) <
-           std::pair(other.traffic.busiest, other.traffic.all);
+    const auto cost = [](const Traffic& of) {
+      return std::tuple(of.split_stages, of.busiest, of.all);
+    };
+    return cost(traffic) < cost(other.traffic);
   }
 };
 
@@ -122,7 +132,7 @@ std::string bytes_text(double bytes) {
 RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions& options,
                               const Placement& placement, const std::vector<std::string>& hosts) {
   const PipelineOptions::Shape& shape = options.shape;
-  const int p = numbered.pipeline, d = numbered.replicas;
+  const AxisSizes& size = numbered.size;
   const std::vector<int> host_of_rank = number_hosts(hosts);
   const bool one_host =
       std::all_of(host_of_rank.begin(), host_of_rank.end(), [](int host) { return host == 0; });
@@ -134,19 +144,23 @@ RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions& o
   const double edge_bytes = known ? expert.edge_bytes : 1;
   // Collectives::ordered_sum: each of two replicas sends the other a share of its gradients to be
   // summed, and later the sum of the share that it owns.
-  const double sum_bytes = 4 * expert.gradient_bytes / d;
+  const double sum_bytes = 4 * expert.gradient_bytes / size.replica;
   constexpr const char* kByNumber = "the order of the ranks' numbers";
+  const auto packed = [&](Axis axis) { return pack_groups(host_of_rank, size, axis); };
+  const auto by_number = [&](RankOrder order) {
+    return make_topology(numbered.ranks(), size, order);
+  };
   std::array candidates = {
-      Candidate{"the ranks of a pipeline share hosts", pack_pipelines(host_of_rank, p, d)},
-      Candidate{"the replicas of a stage share hosts", pack_replicas(host_of_rank, p, d)},
-      Candidate{kByNumber, make_topology(p * d, p, d, RankOrder::kPipelineFirst)},
-      Candidate{kByNumber, make_topology(p * d, p, d, RankOrder::kReplicaFirst)}};
+      Candidate{"the ranks of a pipeline share hosts", packed(Axis::kPipeline)},
+      Candidate{"the replicas of a stage share hosts", packed(Axis::kReplica)},
+      Candidate{kByNumber, by_number(RankOrder::kPipelineFirst)},
+      Candidate{kByNumber, by_number(RankOrder::kReplicaFirst)}};
   for (Candidate& each : candidates) {
     each.traffic = traffic_of(each.topology, placement, host_of_rank, edge_bytes, sum_bytes);
   }
   const Candidate& best = *std::min_element(candidates.begin(), candidates.end());
   const bool kept = best.topology.rank_of_place == numbered.rank_of_place;
-  if (kept && (p == 1 || d == 1)) return {numbered, ""};
+  if (kept && (size.pipeline == 1 || size.replica == 1)) return {numbered, ""};
   std::string reason = best.shares;
   if (known) {
     reason += fmt::format(": a host then exchanges at most about {} with others in a step",

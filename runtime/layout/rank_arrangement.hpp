@@ -1,10 +1,11 @@
-// Which rank of a job has which place: replica and rank of the pipeline.
+// Which rank of a job has which place.
 //
 // RankOrder::kAuto packs groups of ranks into hosts, so that a group lies on one host where that
-// has ranks enough. The groups are the pipelines, or the replicas of each stage. Of these two and
-// the two orders by numbers it takes the one whose busiest host exchanges the fewest bytes with
-// others in a step. Rank 0 has the first place in every order. A greedy packing, not always the
-// best one.
+// has ranks enough. First the ranks that share a stage, then the pipelines, or the replicas of each
+// stage. Of these two and the two orders by numbers it takes the one that puts the ranks of the
+// fewest stages on several hosts, and then the one whose busiest host exchanges the fewest bytes
+// with others in a step. Rank 0 has the first place in every order. A greedy
+// packing, not always the best one.
 #pragma once
 
 #include <string>
@@ -24,8 +25,8 @@ struct RankArrangement {
 
 // `numbered`: the order by rank numbers. It stays unless options.shape.rank_order is kAuto, ranks
 // are on several hosts and options.devices.choices is no list. `placement`: of the stages on
-// numbered.pipeline ranks. `hosts`: of each rank of the job. Pure: all ranks get the same result
-// from the same arguments.
+// numbered.size.pipeline ranks. `hosts`: of each rank of the job. Pure: all ranks get the same
+// result from the same arguments.
 [[nodiscard]] RankArrangement arrange_ranks(const Topology& numbered,
                                             const PipelineOptions& options,
                                             const Placement& placement,

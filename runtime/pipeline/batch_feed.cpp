@@ -149,7 +149,7 @@ BatchFeed::BatchFeed(JobContext& job, const JobLayout& layout, const DataSource&
       one_input_(shapes.input_specs(1)),
       one_target_(shapes.target_specs(1)),
       headers_(at(job.world.ranks->size())),
-      shares_(at(layout.place.topology.replicas)) {
+      shares_(at(layout.place.topology.size.replica)) {
   received_.resize(one_input_.size() + one_target_.size());
 }
 
@@ -185,8 +185,8 @@ BatchShare BatchFeed::passed() const {
     const bool all = job_.world.ranks->rank() == 0;
     return {.inputs = all, .targets = all};
   }
-  return {.replica = layout_.place.replica,
-          .replicas = layout_.place.topology.replicas,
+  return {.replica = layout_.place.here.replica,
+          .replicas = layout_.place.topology.size.replica,
           .inputs = first_,
           .targets = last_};
 }
@@ -263,10 +263,12 @@ void BatchFeed::compare_calls(Call call) const {
 
 void BatchFeed::compare_samples(Call call) {
   const Topology& topology = layout_.place.topology;
-  for (int r = 0; r < topology.replicas; ++r) {
+  for (int r = 0; r < topology.size.replica; ++r) {
     const bool whole = feed_ == Feed::kRank0;
-    const int first = whole ? 0 : topology.rank_of(r, layout_.plans.first_rank());
-    const int last = whole ? 0 : topology.rank_of(r, layout_.plans.last_rank());
+    const int first =
+        whole ? 0 : topology.rank_of({.pipeline = layout_.plans.first_rank(), .replica = r});
+    const int last =
+        whole ? 0 : topology.rank_of({.pipeline = layout_.plans.last_rank(), .replica = r});
     const std::int64_t samples = headers_[at(first)].inputs;
     const std::int64_t of_targets = headers_[at(last)].targets;
     if (has_targets(call) && of_targets != kAnyNumber && of_targets != samples) {
@@ -274,12 +276,12 @@ void BatchFeed::compare_samples(Call call) {
              "{}: rank {} passes inputs of {} samples, rank {} targets of {}", name_of(call), first,
              samples, last, of_targets);
     }
-    shares_[at(r)] = whole ? share_of(samples, topology.replicas, r).count : samples;
+    shares_[at(r)] = whole ? share_of(samples, topology.size.replica, r).count : samples;
   }
   if (std::accumulate(shares_.begin(), shares_.end(), std::int64_t{0}) == 0) {
     refuse(ErrorCode::kUsage, 0, "{}: the batch has no sample", name_of(call));
   }
-  for (int r = 0; r < topology.replicas; ++r) {
+  for (int r = 0; r < topology.size.replica; ++r) {
     if (shares_[at(r)] > 0 || !trains(call)) continue;
     refuse(ErrorCode::kUsage, 0, "{}: replica {} gets no sample; each needs at least 1",
            name_of(call), r);
@@ -287,7 +289,7 @@ void BatchFeed::compare_samples(Call call) {
 }
 
 SampleRange BatchFeed::share() const {
-  const auto mine = shares_.begin() + layout_.place.replica;
+  const auto mine = shares_.begin() + layout_.place.here.replica;
   return {std::accumulate(shares_.begin(), mine, std::int64_t{0}), *mine};
 }
 
@@ -322,12 +324,13 @@ void BatchFeed::distribute(const Batch& batch, bool targets) {
   const Topology& topology = layout_.place.topology;
   const int me = job_.world.ranks->rank();
   SampleRange share{};
-  for (int r = 0; r < topology.replicas; ++r, share.first += share.count) {
+  for (int r = 0; r < topology.size.replica; ++r, share.first += share.count) {
     share.count = shares_[at(r)];
     for (const bool of_targets : {false, true}) {
       if (of_targets && !targets) continue;
-      const int user =
-          topology.rank_of(r, of_targets ? layout_.plans.last_rank() : layout_.plans.first_rank());
+      const int user = topology.rank_of(
+          {.pipeline = of_targets ? layout_.plans.last_rank() : layout_.plans.first_rank(),
+           .replica = r});
       const std::vector<Tensor>& whole = of_targets ? batch.targets : batch.inputs;
       if (me == 0 && user != 0) send_share(whole, user, share);
       if (me != user) continue;

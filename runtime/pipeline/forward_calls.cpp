@@ -72,8 +72,8 @@ void OutputGather::gather_to(int rank) {
   const Topology& topology = layout_.place.topology;
   const int me = job_.world.ranks->rank();
   std::vector<std::byte> received;
-  for (int r = 0; r < topology.replicas; ++r) {
-    const int maker = topology.rank_of(r, layout_.plans.last_rank());
+  for (int r = 0; r < topology.size.replica; ++r) {
+    const int maker = topology.rank_of({.pipeline = layout_.plans.last_rank(), .replica = r});
     for (std::size_t i = 0; i < mine_.size(); ++i) {
       const Output& made = mine_[i];
       std::int64_t rows = made.spec.shape[0];
@@ -167,8 +167,9 @@ EvaluationReport ForwardCalls::run_evaluation(const std::string& who, SampleRang
     std::vector<LossResult> all(at(parts_.job.world.ranks->size()));
     parts_.job.world.collectives->all_gather(loss, all);
     LossResult total;
-    for (int r = 0; r < parts_.layout.place.topology.replicas; ++r) {
-      const int rank = parts_.layout.place.topology.rank_of(r, parts_.layout.plans.last_rank());
+    for (int r = 0; r < parts_.layout.place.topology.size.replica; ++r) {
+      const int rank = parts_.layout.place.topology.rank_of(
+          {.pipeline = parts_.layout.plans.last_rank(), .replica = r});
       total.sum += all[at(rank)].sum;
       total.weight += all[at(rank)].weight;
     }
@@ -192,10 +193,10 @@ EvaluationReport ForwardCalls::evaluate(const DataSource& other, std::int64_t sa
     throw_usage("an evaluation of {} samples; legal are 1 to {}", samples, kMost);
   });
   // All ranks agree before each round, also those of replicas with fewer.
-  const int replicas = parts_.layout.place.topology.replicas;
+  const int replicas = parts_.layout.place.topology.size.replica;
   const std::int64_t most = share_of(samples, replicas, 0).count;
   return run_evaluation(fmt::format("evaluation of {} samples", samples),
-                        share_of(samples, replicas, parts_.layout.place.replica),
+                        share_of(samples, replicas, parts_.layout.place.here.replica),
                         (most + round_samples() - 1) / round_samples(),
                         [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
                           parts_.feed->agree({.call = Call::kValues}, [&] {

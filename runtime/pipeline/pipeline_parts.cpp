@@ -69,13 +69,16 @@ std::vector<ProbedEdge> direct_edges(const JobLayout& layout, std::size_t most) 
 void probe_direct_edges(JobContext& job, const JobLayout& layout, ComputeContext& compute) {
   const std::vector<ProbedEdge> edges = direct_edges(layout, job.piece_bytes());
   if (edges.empty() || job.planned) return;
-  const auto comm = job.pipeline.ranks->duplicate();
-  const auto broken = probe_edges(*comm, compute.memory(), edges, job.pipeline_watch.get());
+  const auto comm = job.group(Axis::kPipeline).ranks->duplicate();
+  const auto broken =
+      probe_edges(*comm, compute.memory(), edges, job.group(Axis::kPipeline).watch.get());
   if (!broken) return;
   const auto name = [&](int rank) {
     const RankDevice& end = job.place.devices[at(rank)];
-    return fmt::format("rank {} on {} ({})", job.place.topology.rank_of(job.place.replica, rank),
-                       end.host, to_string(end.device));
+    return fmt::format(
+        "rank {} on {} ({})",
+        job.place.topology.rank_of({.pipeline = rank, .replica = job.place.here.replica}), end.host,
+        to_string(end.device));
   };
   throw_error(ErrorCode::kDevice,
               "MPI delivers other bytes than were sent from {} to {}, in a message of {} bytes "
@@ -108,7 +111,7 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
     stages = std::move(built.stages);
     take_memory();
     mirror = std::make_unique<HostMirror>(*compute);
-    replica_sum = std::make_unique<ReplicaSum>(*job.replicas.collectives);
+    replica_sum = std::make_unique<ReplicaSum>(*job.group(Axis::kReplica).collectives);
     prepare_stages();
     // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
     job.world.collectives->barrier();
@@ -146,8 +149,8 @@ void PipelineParts::start_watchdog() {
   for (int rank = 0; rank < job.world.ranks->size(); ++rank) {
     const Topology& topology = job.place.topology;
     watched.ranks.push_back({.host = job.hosts[at(rank)],
-                             .stages = job.stage_places.stages_of(topology.pipeline_rank(rank)),
-                             .replica = topology.replica(rank)});
+                             .stages = job.stage_places.stages_of(topology.place_of(rank).pipeline),
+                             .replica = topology.place_of(rank).replica});
   }
   // On this thread, within a wait.
   watched.abort = [this](int code) {
@@ -171,7 +174,8 @@ DeviceBatch::Capacity PipelineParts::batch_capacity() const {
 
 void PipelineParts::throw_with_plan(const std::string& who, const Error& error) const {
   std::string plan = "not made yet";
-  if (!layout.memory.ranks.empty()) plan = to_string(layout.memory.ranks[at(layout.place.rank)]);
+  if (!layout.memory.ranks.empty())
+    plan = to_string(layout.memory.ranks[at(layout.place.here.pipeline)]);
   throw_error(ErrorCode::kDevice, "{} on {} of {}: {}; the plan of this rank: {}", who,
               to_string(job.place.device()), job.devices.ranks[at(job.world.ranks->rank())].host,
               error.what(), plan);
@@ -179,7 +183,7 @@ void PipelineParts::throw_with_plan(const std::string& who, const Error& error) 
 
 void PipelineParts::take_memory() {
   rethrow_oom_with_plan("the plan", [&] {
-    compute->memory().reserve(layout.memory.ranks[at(layout.place.rank)].arena());
+    compute->memory().reserve(layout.memory.ranks[at(layout.place.here.pipeline)].arena());
     ContextAccess::reserve_workspace(*compute, layout.memory.operator_bytes);
     ContextAccess::free_outgrown(*compute);
   });
@@ -190,20 +194,20 @@ void PipelineParts::make_nccl() {
   if (!NcclRoutes::wanted(layout)) return;
   std::size_t open = 8 + TiedUses::most_open(layout.parameters);
   layout.plans.for_each_plan([&](const Plan& plan) {
-    for (const BufferPool& pool : plan.ranks[at(layout.place.rank)].pools) {
+    for (const BufferPool& pool : plan.ranks[at(layout.place.here.pipeline)].pools) {
       const EdgeTable& edges = layout.wires.edges;
       open += at(pool.count) * edges.inputs(edges.largest(), SlotPool::edge_of(pool)).size();
     }
   });
   const SumLoad sums =
-      layout.wires.sums_by_nccl(layout.place.rank)
-          ? GradientSums::load_of(layout, layout.place.rank, options.expert.bucket_bytes)
+      layout.wires.sums_by_nccl(layout.place.here.pipeline)
+          ? GradientSums::load_of(layout, layout.place.here.pipeline, options.expert.bucket_bytes)
           : SumLoad{};
   nccl = NcclRoutes::make(job, layout, *compute, sums, open, options.devices.all_reduce);
 }
 
 void PipelineParts::prepare_stages() {
-  const std::vector<int>& mine = layout.plans.placement().stages_of(layout.place.rank);
+  const std::vector<int>& mine = layout.plans.placement().stages_of(layout.place.here.pipeline);
   const bool splits = layout.plans.splits_backward();
   for (std::size_t i = 0; i < stages.size(); ++i) {
     const int index = mine[i];
@@ -248,10 +252,10 @@ void PipelineParts::prepare_stages() {
 }
 
 std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains) {
-  const RankPlan& mine = plan.ranks[at(layout.place.rank)];
+  const RankPlan& mine = plan.ranks[at(layout.place.here.pipeline)];
   return std::make_unique<Engine>(
       EngineConfig{.plan = &plan,
-                   .rank = layout.place.rank,
+                   .rank = layout.place.here.pipeline,
                    .edges = &layout.wires.edges,
                    .stages = bindings,
                    .compute = compute.get(),

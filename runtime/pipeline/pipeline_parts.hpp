@@ -76,7 +76,7 @@ struct PipelineParts {
 
   PipelineOptions options;
   JobContext job;
-  PolledDeviceWait device_wait{*job.watch};
+  PolledDeviceWait device_wait{*job.world.watch};
   JobLayout layout;
   std::vector<std::unique_ptr<Stage>> stages;
   bool lacks_loss = false;  // the last stage is here, and is not a LossStage
@@ -88,9 +88,9 @@ struct PipelineParts {
   std::shared_ptr<SlotStore> slots = std::make_shared<SlotStore>();
   std::unique_ptr<DeviceBatch> device_batch;
   Batches batches;
-  PlanCache training{job.place.rank, [this](int n) { return plan_smaller(n); },
+  PlanCache training{job.place.here.pipeline, [this](int n) { return plan_smaller(n); },
                      [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};
-  PlanCache forward{job.place.rank, [this](int n) { return plan_forward(layout, n); },
+  PlanCache forward{job.place.here.pipeline, [this](int n) { return plan_forward(layout, n); },
                     [this](const Plan& plan) { return make_engine(plan, /*trains=*/false); }};
   Engine* engine = nullptr;  // of the last training step, at first of the largest
   std::unique_ptr<BatchFeed> feed;

@@ -61,8 +61,8 @@ std::map<std::string, HostTensor> Pipeline::state() {
     Collectives& world = PipelineAccess::world(*this);
     HostMirror mirror(compute());
     const std::vector<Parameter*> mine = owned_values(*this);
-    for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
-      const int root = layout.place.topology.rank_of(0, rank);
+    for (int rank = 0; rank < layout.place.topology.size.pipeline; ++rank) {
+      const int root = layout.place.topology.rank_of({.pipeline = rank});
       const bool here = world.communicator().rank() == root;
       std::uint64_t count = mine.size();
       world.broadcast(object_bytes(count), root);

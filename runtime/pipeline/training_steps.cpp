@@ -17,7 +17,7 @@ TrainingSteps::TrainingSteps(PipelineParts& parts, PipelineCalls& calls)
     : parts_(parts),
       calls_(calls),
       step_(parts.step),
-      replica_targets_(at(parts.layout.place.topology.replicas)) {
+      replica_targets_(at(parts.layout.place.topology.size.replica)) {
   if (parts.options.training.inference) return;
   const ActivityScope setting_up(*parts.job.activity, Doing::kSettingUp);
   parts.job.guarded([&] {
@@ -89,7 +89,7 @@ void TrainingSteps::cut_step() {
 // ranks, with one exchange between replicas; elsewhere 1.
 double TrainingSteps::count_targets() {
   if (!parts_.layout.owns(parts_.layout.plans.num_stages() - 1)) return 1;
-  parts_.job.replicas.collectives->all_gather(step_.targets_here, replica_targets_);
+  parts_.job.group(Axis::kReplica).collectives->all_gather(step_.targets_here, replica_targets_);
   double total = 0;
   for (const double count : replica_targets_) total += count;
   return total;
@@ -104,7 +104,7 @@ StepReport TrainingSteps::train_step() {
   const BatchLoader::Batch* batch = nullptr;
   calls_.guarded([&] {
     const ActivityScope loading(*parts_.job.activity, Doing::kLoading);
-    batch = &loader_->load(step_.done + 1, parts_.job.watch.get());
+    batch = &loader_->load(step_.done + 1, parts_.job.world.watch.get());
   });
   step_.ranges.assign(parts_.layout.plans.micro_batches.begin(),
                       parts_.layout.plans.micro_batches.end());

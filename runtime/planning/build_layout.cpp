@@ -125,7 +125,7 @@ struct Division {
 
 // `plans` gets this replica's micro-batches of the largest step.
 Division divide_samples(const PipelineOptions& options, const RankPlace& place, StepPlans& plans) {
-  const int replicas = place.topology.replicas;
+  const int replicas = place.topology.size.replica;
   const std::int64_t size = options.shape.micro_batch_size;
   const BatchShape batch{.batch_size = largest_batch(options, replicas),
                          .micro_batch_size = size,
@@ -136,7 +136,7 @@ Division divide_samples(const PipelineOptions& options, const RankPlace& place, 
   for (int r = 0; r < replicas; ++r) {
     std::vector<SampleRange> training = micro_batches_of(batch, r);
     for (const SampleRange& range : training) sizes.insert(range.count);
-    if (r == place.replica) plans.micro_batches = std::move(training);
+    if (r == place.here.replica) plans.micro_batches = std::move(training);
     for (const std::int64_t samples : options.expert.evaluations) {
       if (samples < 0)
         throw_usage("an evaluation of {} samples; legal are numbers from 0", samples);
@@ -173,9 +173,11 @@ void require_same_model(Collectives& group, const std::string& mine, std::string
   }
 }
 
-// Replicas add their stages' gradients up by place, and wait for each other's sums.
-void require_same_replicas(Collectives& replicas, const std::vector<StageEntry>& stages) {
-  if (replicas.communicator().size() == 1) return;
+// The members of a group along `axis` make the same stages: replicas add their gradients up by
+// place and wait for each other's sums.
+void require_same_stages(const JobContext& job, Axis axis, const std::vector<StageEntry>& stages) {
+  Collectives& group = *job.group(axis).collectives;
+  if (group.communicator().size() == 1) return;
   std::string mine;
   for (std::size_t s = 0; s < stages.size(); ++s) {
     const auto list = [&](const std::vector<ParameterEntry>& entries, std::string_view what) {
@@ -191,12 +193,12 @@ void require_same_replicas(Collectives& replicas, const std::vector<StageEntry>&
                         stages[s].forward_sums, stages[s].backward_sums);
   }
   const std::string digest = sha256_hex(std::as_bytes(std::span<const char>(mine)));
-  std::string all(digest.size() * at(replicas.communicator().size()), '\0');
-  replicas.all_gather(std::as_bytes(std::span<const char>(digest)),
-                      std::as_writable_bytes(std::span<char>(all)));
+  std::string all(digest.size() * at(group.communicator().size()), '\0');
+  group.all_gather(std::as_bytes(std::span<const char>(digest)),
+                   std::as_writable_bytes(std::span<char>(all)));
   for (std::size_t i = 0; i < all.size(); i += digest.size()) {
     if (all.compare(i, digest.size(), digest) == 0) continue;
-    require_same_model(replicas, mine, "replica");
+    require_same_model(group, mine, axis == Axis::kReplica ? "replica" : "tensor rank");
   }
 }
 
@@ -245,7 +247,8 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
       if (!mine.model.empty()) all.model = mine.model;
     }
     const int maker = job.planned ? 0 : placement.rank_of(s);
-    StageReport report = report_from(job.pipeline.collectives->broadcast_string(text, maker));
+    StageReport report =
+        report_from(job.group(Axis::kPipeline).collectives->broadcast_string(text, maker));
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       for (std::size_t t = 0; t < inputs[i].size(); ++t) {
         all.edges[i][at(s)].push_back({inputs[i][t], s > 0 && report.input_gradients[i][t]});
@@ -274,8 +277,8 @@ void choose_all_routes(const JobContext& job, const PipelineOptions& options, Jo
       tie.routes.push_back(choice.between(owner, placement.rank_of(use.stage)));
     }
   }
-  const int replicas = options.training.inference ? 1 : job.place.topology.replicas;
-  for (int rank = 0; rank < job.place.topology.pipeline; ++rank) {
+  const int replicas = options.training.inference ? 1 : job.place.topology.size.replica;
+  for (int rank = 0; rank < job.place.topology.size.pipeline; ++rank) {
     layout.wires.sums.push_back(choose_sum_route(rank, replicas, question));
   }
   layout.wires.all_reduce = options.devices.all_reduce;
@@ -344,6 +347,10 @@ bool fits(const StageEntry& needed, const StageEntry& planned) {
 
 }  // namespace
 
+std::unique_ptr<Stage> StageFactory::operator()(const StagePlace& place) const {
+  return make_(place);
+}
+
 std::int64_t largest_batch(const PipelineOptions& options, int replicas) {
   if (options.shape.batch_size != 0) return options.shape.batch_size;
   std::int64_t product = 0;
@@ -355,7 +362,8 @@ std::int64_t largest_batch(const PipelineOptions& options, int replicas) {
 }
 
 Plan plan_step(const JobLayout& layout, const PipelineOptions& options, int micro_batches) {
-  const ScheduleShape shape{layout.place.topology.pipeline, micro_batches, options.order.chunks};
+  const ScheduleShape shape{layout.place.topology.size.pipeline, micro_batches,
+                            options.order.chunks};
   return plan_for(order_of(options, shape), lowering_of(layout, options.training.inference),
                   needs_of(layout.wires.carrier), sums_of(layout));
 }
@@ -375,15 +383,15 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   JobLayout& layout = built.layout;
   StepPlans& plans = layout.plans;
   layout.place = job.place;
-  plans.order = order_of(
-      options, {layout.place.topology.pipeline, options.shape.micro_batches, options.order.chunks});
+  plans.order = order_of(options, {layout.place.topology.size.pipeline, options.shape.micro_batches,
+                                   options.order.chunks});
   const Division division = divide_samples(options, layout.place, plans);
   const int stages = plans.order.placement.stages();
   StageReports reports =
       describe_stages(job, compute, plans.order.placement, source, division.sizes,
                       !options.training.inference, [&](int stage) -> Stage& {
                         try {
-                          built.stages.push_back(make_stage(stage, stages));
+                          built.stages.push_back(make_stage({stage, stages}));
                         } catch (...) {
                           rethrow_from(fmt::format("making stage {}", stage));
                         }
@@ -391,7 +399,9 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
                         throw_usage("the factory made nothing for stage {}", stage);
                       });
   require_same_model(*job.world.collectives, reports.model, "rank");
-  require_same_replicas(*job.replicas.collectives, reports.entries);
+  for (const Axis axis : {Axis::kReplica, Axis::kTensor}) {
+    require_same_stages(job, axis, reports.entries);
+  }
   layout.arithmetic = gather_arithmetic(*job.world.collectives, compute);
   layout.wires.edges = EdgeTable(division.sizes, std::move(reports.edges));
   layout.parameters.stages = std::move(reports.entries);
@@ -403,7 +413,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   layout.wires.carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();
   plans.train = plan_step(layout, options, options.shape.micro_batches);
   if (any_size)
-    plans.smaller_slots = slots_of_smaller_steps(options, layout.place.topology.pipeline);
+    plans.smaller_slots = slots_of_smaller_steps(options, layout.place.topology.size.pipeline);
   if (division.round > 0) plans.forward = plan_forward(layout, static_cast<int>(division.round));
   plans.bubble_ideal =
       simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
@@ -417,7 +427,7 @@ void add_size(JobContext& job, ComputeContext& compute, const DataSource& source
               std::span<const std::unique_ptr<Stage>> stages, std::int64_t samples,
               JobLayout& layout) {
   const Placement& placement = layout.plans.placement();
-  const std::vector<int>& mine = placement.stages_of(layout.place.rank);
+  const std::vector<int>& mine = placement.stages_of(layout.place.here.pipeline);
   const auto stage_of = [&](int stage) -> Stage& {
     const auto place = std::find(mine.begin(), mine.end(), stage) - mine.begin();
     return *stages[static_cast<std::size_t>(place)];

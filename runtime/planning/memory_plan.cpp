@@ -168,8 +168,9 @@ class MemorySum {
                   (sums ? kOfSums : 0));
     if (!sums) return;
     const SumLoad load = GradientSums::load_of(layout_, rank_, options_.expert.bucket_bytes);
-    add_bytes(memory_.buffers, padded(NcclRoutes::sum_bytes(load, layout_.place.topology.replicas,
-                                                            layout_.wires.all_reduce)));
+    add_bytes(memory_.buffers,
+              padded(NcclRoutes::sum_bytes(load, layout_.place.topology.size.replica,
+                                           layout_.wires.all_reduce)));
   }
 
  private:
@@ -195,8 +196,8 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
                         const DataSource& source) {
   MemoryTable table;
   const std::vector<SavedParameter> shares =
-      share_saves(layout.plans, layout.parameters, layout.place.topology.replicas);
-  for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
+      share_saves(layout.plans, layout.parameters, layout.place.topology.size.replica);
+  for (int rank = 0; rank < layout.place.topology.size.pipeline; ++rank) {
     MemorySum sum(layout, options, rank);
     sum.add_messages();
     sum.add_batches(source);
@@ -206,7 +207,7 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
     sum.add_nccl();
     sum.add_graphs();
     table.ranks.push_back(sum.memory());
-    if (rank == layout.place.rank) table.operator_bytes = sum.operator_bytes();
+    if (rank == layout.place.here.pipeline) table.operator_bytes = sum.operator_bytes();
   }
   return table;
 }
@@ -228,7 +229,7 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
       const RankDevice& device = devices[rank];
       const std::size_t seen = on_cpu ? device.host_memory : device.free_memory;
       if (seen > 0 || !on_cpu) available = std::min(available, seen);
-      const RankMemory& planned = memory[at(topology.pipeline_rank(static_cast<int>(rank)))];
+      const RankMemory& planned = memory[at(topology.place_of(static_cast<int>(rank)).pipeline)];
       add_bytes(needed, sum_of_bytes({planned.total(), on_cpu ? planned.save_copy : 0}));
       tables.push_back(fmt::format("rank {}: {}", rank, to_string(planned)));
     }

@@ -137,8 +137,8 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
       "{} rank{}: pipeline of {} x {} replica{}, schedule {}, {} micro-batch{} per replica and "
       "step\n",
       layout.place.topology.ranks(), layout.place.topology.ranks() == 1 ? "" : "s",
-      layout.place.topology.pipeline, layout.place.topology.replicas,
-      layout.place.topology.replicas == 1 ? "" : "s", layout.plans.train.schedule_name,
+      layout.place.topology.size.pipeline, layout.place.topology.size.replica,
+      layout.place.topology.size.replica == 1 ? "" : "s", layout.plans.train.schedule_name,
       layout.plans.train.micro_batches, layout.plans.train.micro_batches == 1 ? "" : "es");
   if (!layout.plans.train.exact) {
     text +=
@@ -149,7 +149,7 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
       "  {:<13} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9}\n",
       "pipeline rank", "stages", "layers", "parameters", "gradients", "optimizer", "activations",
       "workspace", "operators", "messages", "libraries", "total MiB", "outside");
-  for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
+  for (int rank = 0; rank < layout.place.topology.size.pipeline; ++rank) {
     std::string stages, owned;
     for (const int stage : layout.plans.placement().stages_of(rank)) {
       if (!stages.empty()) stages += ",", owned += " ";
@@ -207,13 +207,13 @@ std::string rank_table(const std::vector<RankRow>& ranks, std::string_view inden
 std::string gather_rank_table(Collectives& world, const JobLayout& layout, int threads,
                               std::string_view indent) {
   const RankPlace& place = layout.place;
-  const RankDevice& device = place.devices[static_cast<std::size_t>(place.rank)];
+  const RankDevice& device = place.devices[static_cast<std::size_t>(place.here.pipeline)];
   NetworkFacts network = network_facts();
   network.connections = tcp_connections();
   const RankRow mine = {.host = device.host,
                         .device = to_string(device.device),
-                        .replica = place.replica,
-                        .stages = layout.plans.placement().stages_of(place.rank),
+                        .replica = place.here.replica,
+                        .stages = layout.plans.placement().stages_of(place.here.pipeline),
                         .cores = affinity_list(),
                         .host_cores = host_cores(),
                         .threads = threads,

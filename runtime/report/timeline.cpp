@@ -73,8 +73,8 @@ std::vector<RankTrace> traces_of(std::vector<std::vector<TraceEvent>> events,
     const int rank = static_cast<int>(traces.size());
     traces.push_back({.rank = rank,
                       .label = fmt::format("rank {}: replica {}, pipeline rank {}", rank,
-                                           layout.place.topology.replica(rank),
-                                           layout.place.topology.pipeline_rank(rank)),
+                                           layout.place.topology.place_of(rank).replica,
+                                           layout.place.topology.place_of(rank).pipeline),
                       .events = std::move(each)});
   }
   return traces;
@@ -132,11 +132,12 @@ std::vector<TraceArrow> message_arrows(const std::vector<RankTrace>& traces,
   for (const Channel& channel : plan.channels) {
     if (!carries_anything(channel, layout.wires.edges)) continue;
     const bool forward = channel.kind == ActionKind::kSendForward;
-    for (int replica = 0; replica < topology.replicas; ++replica) {
+    for (int replica = 0; replica < topology.size.replica; ++replica) {
       for (int micro_batch = 0; micro_batch < plan.micro_batches; ++micro_batch) {
-        add({topology.rank_of(replica, channel.from_rank), forward, channel.from_stage,
-             micro_batch},
-            {topology.rank_of(replica, channel.to_rank), forward, channel.to_stage, micro_batch});
+        add({topology.rank_of({.pipeline = channel.from_rank, .replica = replica}), forward,
+             channel.from_stage, micro_batch},
+            {topology.rank_of({.pipeline = channel.to_rank, .replica = replica}), forward,
+             channel.to_stage, micro_batch});
       }
     }
   }
@@ -279,7 +280,9 @@ std::vector<StageTimes> Profile::gather(Pipeline& pipeline) const {
   });
   for (std::size_t s = 0; s < stages; ++s) {
     const int rank = layout.plans.placement().rank_of(static_cast<int>(s));
-    times[s] = all[static_cast<std::size_t>(layout.place.topology.rank_of(0, rank)) * stages + s];
+    times[s] =
+        all[static_cast<std::size_t>(layout.place.topology.rank_of({.pipeline = rank})) * stages +
+            s];
   }
   return times;
 }
@@ -345,7 +348,7 @@ double Timeline::write(Pipeline& pipeline, const std::filesystem::path& path,
     std::vector<TraceEvent> events;
     const Simulation planned = simulate(layout.plans.order, {.stages = times, .message = 0});
     for (const double start : starts) {
-      add_planned(events, planned, layout.place.rank, start);
+      add_planned(events, planned, layout.place.here.pipeline, start);
     }
     events.insert(events.end(), actual.begin(), actual.end());
     for (TraceEvent& event : events) {
@@ -379,7 +382,7 @@ StepTimeline step_timeline(Pipeline& pipeline) {
     const Placement& placement = layout.plans.placement();
     std::vector<std::vector<TraceEvent>> events;
     for (int rank = 0; rank < placement.ranks(); ++rank) {
-      events.push_back(all[at(layout.place.topology.rank_of(0, rank))]);
+      events.push_back(all[at(layout.place.topology.rank_of({.pipeline = rank}))]);
     }
     step.schedule = empty_schedule(layout.plans.order.name, placement, 1);
     fill(step, events);

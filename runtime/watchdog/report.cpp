@@ -26,8 +26,12 @@ std::string stages_text(const WatchedRank& rank) {
   return fmt::format("stage{} {}", rank.stages.size() == 1 ? "" : "s", joined(rank.stages, ", "));
 }
 
-// [WaitGroup]
-constexpr std::array kGroups = {"all ranks", "the pipeline's ranks", "the replicas"};
+const char* group_text(std::optional<Axis> axis) {
+  if (!axis) return "all ranks";
+  return *axis == Axis::kPipeline  ? "the pipeline's ranks"
+         : *axis == Axis::kReplica ? "the replicas"
+                                   : "the ranks of a stage";
+}
 
 // "rank 1 (tag 3, 4096 bytes)".
 std::string peer_text(const WaitSubject& subject) {
@@ -56,8 +60,7 @@ std::string wait_text(const WatchView& view, const RankStatus& status) {
     case WaitSubject::What::kCollectiveSend:
       return fmt::format("a message {} {} among {}, in {}",
                          subject.what == WaitSubject::What::kCollectiveSend ? "to" : "from",
-                         peer_text(subject), kGroups.at(static_cast<std::size_t>(now.group)),
-                         doing);
+                         peer_text(subject), group_text(now.axis), doing);
     case WaitSubject::What::kDevice:
       return fmt::format("its device, in {}", doing);
     case WaitSubject::What::kNccl:

@@ -56,7 +56,7 @@ class ShownWaits : public Interrupt {
   explicit ShownWaits(ActivityBoard& board) : board_(board) {}
   void poll() override { board_.poll(); }
   void begin_wait(const WaitSubject& subject) noexcept override {
-    board_.begin_wait(subject, WaitGroup::kPipeline);
+    board_.begin_wait(subject, Axis::kPipeline);
   }
   void end_wait() noexcept override { board_.end_wait(); }
 

@@ -83,7 +83,7 @@ Measured measure(Pipeline& pipeline, const PipelineOptions& options, int steps) 
     profile.add(PipelineAccess::last_outcome(pipeline));
   }
   const std::vector<StageTimes> times = profile.gather(pipeline);
-  const int ranks = PipelineAccess::layout(pipeline).place.topology.pipeline;
+  const int ranks = PipelineAccess::layout(pipeline).place.topology.size.pipeline;
   double work = 0;
   for (const StageTimes& time : times) {
     work += time.forward + time.backward_input + time.backward_weight;

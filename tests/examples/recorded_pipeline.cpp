@@ -104,9 +104,8 @@ void print(Pipeline& pipeline) {
 #define SLUICE_REAL(symbol) asm("__real_" symbol)
 #define SLUICE_WRAP(symbol) asm("__wrap_" symbol)
 
-#define SLUICE_SYMBOL                                                                           \
-  "_ZN6sluice8PipelineC1ERNS_5WorldERKSt8functionIFSt10unique_ptrINS_5StageESt14default_delete" \
-  "IS5_EEiiEERKNS_9BatchSpecERKNS_15PipelineOptionsE"
+#define SLUICE_SYMBOL \
+  "_ZN6sluice8PipelineC1ERNS_5WorldERKNS_12StageFactoryERKNS_9BatchSpecERKNS_15PipelineOptionsE"
 void real_construct(Pipeline*, World&, const StageFactory&, const BatchSpec&,
                     const PipelineOptions&) SLUICE_REAL(SLUICE_SYMBOL);
 void wrap_construct(Pipeline*, World&, const StageFactory&, const BatchSpec&,

@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -38,9 +39,39 @@ enum class TransportChoice { kAuto, kMpi, kNccl };
 // "auto" | "mpi" | "nccl".
 [[nodiscard]] const char* name_of(TransportChoice choice);
 
-// Makes global stage `stage` of `stages`. Called on the rank that runs the stage, once, by the
-// thread that constructs the pipeline; must not return null.
-using StageFactory = std::function<std::unique_ptr<Stage>(int stage, int stages)>;
+// Which stage a factory is to make: global stage `stage` of `stages`.
+struct StagePlace {
+  int stage = 0, stages = 1;
+};
+
+// Makes stages: any callable that takes a const StagePlace&, or a stage and the number of stages as
+// two ints. Called on each rank that runs the stage, once, by the thread that constructs the
+// pipeline; must not return null.
+class StageFactory {
+ public:
+  StageFactory() = default;  // null: refused by a Pipeline, as is one of a null function
+  template <typename Make>
+  requires(!std::is_same_v<std::remove_cvref_t<Make>, StageFactory> &&
+           (std::is_invocable_v<Make&, const StagePlace&> || std::is_invocable_v<Make&, int, int>))
+      StageFactory(Make make) {  // NOLINT(google-explicit-constructor)
+    if constexpr (requires { make == nullptr; }) {
+      if (make == nullptr) return;
+    }
+    if constexpr (std::is_invocable_v<Make&, const StagePlace&>) {
+      make_ = std::move(make);
+    } else {
+      make_ = [make = std::move(make)](const StagePlace& place) mutable {
+        return make(place.stage, place.stages);
+      };
+    }
+  }
+
+  [[nodiscard]] explicit operator bool() const { return make_ != nullptr; }
+  [[nodiscard]] std::unique_ptr<Stage> operator()(const StagePlace& place) const;
+
+ private:
+  std::function<std::unique_ptr<Stage>(const StagePlace&)> make_;
+};
 
 struct PipelineOptions {
   // How many ranks there are, and how a step's samples are divided among them.

@@ -112,7 +112,8 @@ RankArrangement arrangement_of(const DoctorOptions& options,
   const int ranks = static_cast<int>(hosts.size());
   const int pipeline =
       options.pipeline > 0 ? options.pipeline : std::max(1, ranks / options.replicas);
-  const Topology numbered = make_topology(ranks, pipeline, options.replicas, options.rank_order);
+  const Topology numbered =
+      make_topology(ranks, {pipeline, options.replicas, 1}, options.rank_order);
   PipelineOptions asked;
   asked.shape.rank_order = options.rank_order;
   asked.devices.choices = options.devices;
@@ -126,8 +127,8 @@ RankArrangement arrangement_of(const DoctorOptions& options,
 
 void print_job(const RankFacts& facts, const RankArrangement& order) {
   const Topology& topology = order.topology;
-  fmt::print("ranks      {} = pipeline {} x replicas {}\n", topology.ranks(), topology.pipeline,
-             topology.replicas);
+  fmt::print("ranks      {} = pipeline {} x replicas {}\n", topology.ranks(),
+             topology.size.pipeline, topology.size.replica);
   if (!order.reason.empty()) fmt::print("order      {}\n", order.reason);
   fmt::print("MPI        {}, standard {}, thread level {}, tags up to {}\n", facts.mpi.library,
              facts.mpi.standard, facts.mpi.thread_level, facts.mpi.tag_upper_bound);
@@ -150,13 +151,13 @@ void print_job(const RankFacts& facts, const RankArrangement& order) {
 }
 
 void print_ranks(const std::vector<RankFacts>& ranks, const Topology& topology, int chunks) {
-  const Placement placement = Placement::looped(topology.pipeline, chunks);
+  const Placement placement = Placement::looped(topology.size.pipeline, chunks);
   std::vector<RankRow> rows;
   for (const RankFacts& rank : ranks) {
     rows.push_back({.host = rank.mpi.host,
                     .device = rank.device,
-                    .replica = topology.replica(rank.rank),
-                    .stages = placement.stages_of(topology.pipeline_rank(rank.rank)),
+                    .replica = topology.place_of(rank.rank).replica,
+                    .stages = placement.stages_of(topology.place_of(rank.rank).pipeline),
                     .cores = rank.limits.cores,
                     .host_cores = rank.host_cores,
                     .threads = rank.threads,
@@ -211,15 +212,16 @@ Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology
   Cluster cluster;
   cluster.sluice = build_name();
   cluster.mpi = ranks.front().mpi.library;
-  cluster.pipeline = topology.pipeline;
-  cluster.replicas = topology.replicas;
+  cluster.pipeline = topology.size.pipeline;
+  cluster.replicas = topology.size.replica;
   for (const RankFacts* host : first_of_hosts(ranks)) {
     cluster.hosts.push_back({host->mpi.host, host->host_cores});
   }
   for (const RankFacts& rank : ranks) {
     const auto host = std::ranges::find(cluster.hosts, rank.mpi.host, &ClusterHost::name);
     cluster.ranks.push_back({static_cast<int>(host - cluster.hosts.begin()),
-                             topology.replica(rank.rank), topology.pipeline_rank(rank.rank)});
+                             topology.place_of(rank.rank).replica,
+                             topology.place_of(rank.rank).pipeline});
   }
   for (const LinkFigures& link : probe.links) {
     const std::string way = way_of(ranks[at(link.from)], ranks[at(link.to)]);
@@ -247,7 +249,7 @@ RankFacts gather_facts(const DoctorOptions& options, const Topology& topology,
   mine.threads = options.threads;
   mine.no_device_messages = why_no_device_messages(
       collectives, devices, options.transport,
-      find_why_no_nccl(collectives, devices, options.transport), topology.pipeline);
+      find_why_no_nccl(collectives, devices, options.transport), topology.size.pipeline);
   if (!options.data.empty()) mine.data = data_facts(options.data);
   if (!options.save.empty()) mine.save = probe_directory(collectives, hosts, options.save);
   return mine;

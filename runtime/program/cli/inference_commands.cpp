@@ -132,7 +132,7 @@ class Generator {
         model_(model),
         sampling_(sampling),
         last_rank_(PipelineAccess::layout(pipeline).place.topology.rank_of(
-            0, PipelineAccess::layout(pipeline).plans.last_rank())),
+            {.pipeline = PipelineAccess::layout(pipeline).plans.last_rank()})),
         tokens_(std::move(prompt)),
         window_(static_cast<std::size_t>(model.context)),
         logits_(static_cast<std::size_t>(model.vocabulary)) {}

@@ -411,17 +411,14 @@ std::vector<RankPair> pairs_of_training(const Topology& topology, int chunks) {
     const auto [low, high] = std::minmax(one, two);
     if (low != high && known.insert({low, high}).second) pairs.push_back({low, high});
   };
-  for (int replica = 0; replica < topology.replicas; ++replica) {
-    const auto rank = [&](int stage) { return topology.rank_of(replica, stage); };
-    for (int stage = 0; stage + 1 < topology.pipeline; ++stage) {
-      add(rank(stage), rank(stage + 1));
-    }
-    if (chunks > 1) add(rank(topology.pipeline - 1), rank(0));
+  for (const std::vector<int>& ranks : topology.groups(Axis::kPipeline)) {
+    for (std::size_t i = 1; i < ranks.size(); ++i) add(ranks[i - 1], ranks[i]);
+    if (chunks > 1) add(ranks.back(), ranks.front());
   }
-  for (int stage = 0; stage < topology.pipeline; ++stage) {
-    for (int high = 1; high < topology.replicas; ++high) {
-      for (int low = 0; low < high; ++low) {
-        add(topology.rank_of(low, stage), topology.rank_of(high, stage));
+  for (const Axis axis : {Axis::kReplica, Axis::kTensor}) {
+    for (const std::vector<int>& ranks : topology.groups(axis)) {
+      for (std::size_t high = 1; high < ranks.size(); ++high) {
+        for (std::size_t low = 0; low < high; ++low) add(ranks[low], ranks[high]);
       }
     }
   }

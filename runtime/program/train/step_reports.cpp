@@ -32,7 +32,7 @@ void StepReports::begin(const std::filesystem::path& save) {
   std::vector<int> work = work_of_ranks();
   PipelineAccess::guarded(pipeline_, [&] {
     const RankPlace& place = PipelineAccess::layout(pipeline_).place;
-    gpus_.emplace(PipelineAccess::world(pipeline_), place.devices[at(place.rank)].machine,
+    gpus_.emplace(PipelineAccess::world(pipeline_), place.devices[at(place.here.pipeline)].machine,
                   place.device());
   });
   if (!first()) return;
@@ -49,7 +49,8 @@ std::vector<int> StepReports::work_of_ranks() {
     const Topology& topology = PipelineAccess::layout(pipeline_).place.topology;
     const auto all = PipelineAccess::world(pipeline_).all_gather_strings(shares ? "shares" : "");
     for (int rank = 0; rank < world_.size(); ++rank) {
-      work.push_back(all[at(rank)].empty() ? topology.pipeline_rank(rank) : Stragglers::kShared);
+      work.push_back(all[at(rank)].empty() ? topology.place_of(rank).pipeline
+                                           : Stragglers::kShared);
     }
   });
   return work;

@@ -198,7 +198,7 @@ TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
     }
     ASSERT_EQ(sums.size(), 2U);
     EXPECT_EQ(sums[0].action, static_cast<std::uint8_t>(ActionKind::kReduceGrad));
-    const bool gpu = PipelineAccess::layout(pipeline).place.rank == 0;
+    const bool gpu = PipelineAccess::layout(pipeline).place.here.pipeline == 0;
     EXPECT_EQ(sums[0].start < last_compute, gpu);
     EXPECT_GT(sums[1].start, last_compute);
     EXPECT_EQ(sums[0].stage, gpu ? 2 : 1);

@@ -39,7 +39,7 @@ EdgeRoute route_of(TransportChoice wanted) {
   Collectives world(*comm, 0, nullptr);
   RouteQuestion question;
   question.wanted = wanted;
-  question.devices = choose_devices(world, make_topology(2, 2, 1, RankOrder::kPipelineFirst),
+  question.devices = choose_devices(world, make_topology(2, {2, 1, 1}, RankOrder::kPipelineFirst),
                                     parse_devices("cuda:0"), world.all_gather_strings(host_name()));
   question.nccl_refusal = find_why_no_nccl(world, question.devices, wanted);
   return RouteChoice(question).between(0, 1);
@@ -71,7 +71,7 @@ TEST(DeviceChoiceMpiTest, TheMemoryOfTheGpuIsSharedWhateverNcclIsTold) {
   const HostId own("machine-" + std::to_string(testing::world().rank()));
   const auto comm = testing::world().duplicate();
   Collectives world(*comm, 0, nullptr);
-  const auto devices = choose_devices(world, make_topology(2, 2, 1, RankOrder::kPipelineFirst),
+  const auto devices = choose_devices(world, make_topology(2, {2, 1, 1}, RankOrder::kPipelineFirst),
                                       parse_devices("cuda:0"), {"a", "b"});
   EXPECT_EQ(devices[0].machine, devices[1].machine);
   EXPECT_NE(devices[0].nccl_machine, devices[1].nccl_machine);

@@ -16,7 +16,7 @@ namespace {
 using ::testing::HasSubstr;
 
 struct Job {
-  int pipeline = 2, replicas = 2;
+  int pipeline = 2, replicas = 2, tensor = 1;
   double edge_bytes = 0, gradient_bytes = 0;
   RankOrder order = RankOrder::kAuto;
   int chunks = 1;
@@ -33,18 +33,19 @@ RankArrangement arrange(const std::string& hosts, const Job& job) {
   options.expert.gradient_bytes = job.gradient_bytes;
   options.devices.choices = parse_devices(job.devices);
   const auto size = static_cast<int>(hosts.size());
-  return arrange_ranks(make_topology(size, job.pipeline, job.replicas, job.order), options,
+  const AxisSizes sizes = {job.pipeline, job.replicas, job.tensor};
+  return arrange_ranks(make_topology(size, sizes, job.order), options,
                        Placement::looped(job.pipeline, job.chunks), names);
 }
 
-// The host of each place: a word for each replica.
+// The host of each place: a word for each replica, whose tensor ranks are neighbours.
 std::string hosts_of_places(const std::string& hosts, const Topology& topology) {
   std::string text;
-  for (int replica = 0; replica < topology.replicas; ++replica) {
-    if (replica > 0) text += ' ';
-    for (int rank = 0; rank < topology.pipeline; ++rank) {
-      text += hosts[static_cast<std::size_t>(topology.rank_of(replica, rank))];
-    }
+  const int word = topology.size.pipeline * topology.size.tensor;
+  for (int place = 0; place < topology.ranks(); ++place) {
+    if (place > 0 && place % word == 0) text += ' ';
+    text +=
+        hosts[static_cast<std::size_t>(topology.rank_of_place[static_cast<std::size_t>(place)])];
   }
   return text;
 }
@@ -95,7 +96,16 @@ TEST(RankArrangementTest, EveryTurnOfAnInterleavedPipelineCounts) {
 TEST(RankArrangementTest, UnevenHostsSplitAsFewPipelinesAsTheyCan) {
   EXPECT_EQ(places("AAABBCCC", {.replicas = 4}), "AA BB CC AC");
   EXPECT_EQ(places("ABBB", {}), "AB BB");
-  EXPECT_EQ(arrange("ABBB", {}).topology.rank_of(0, 0), 0);
+  EXPECT_EQ(arrange("ABBB", {}).topology.rank_of({}), 0);
+}
+
+TEST(RankArrangementTest, TheRanksOfAStageShareAHostFirst) {
+  EXPECT_EQ(places("ABABABAB", {.replicas = 1, .tensor = 4}), "AAAABBBB");
+  EXPECT_EQ(places("ABABABAB", {.tensor = 2}), "AAAA BBBB");
+  const Job sums{.tensor = 2, .edge_bytes = 1, .gradient_bytes = 5};
+  EXPECT_EQ(places("ABABABAB", sums), "AABB AABB");
+  EXPECT_EQ(places("AAABBBBB", {.replicas = 1, .tensor = 4}), "AAABBBBB");
+  EXPECT_EQ(arrange("BAAABBBA", {.tensor = 2}).topology.rank_of({}), 0);
 }
 
 TEST(RankArrangementTest, AListOfDevicesKeepsTheNumbers) {
@@ -118,12 +128,13 @@ double busiest(const std::string& hosts, const Topology& topology, const Job& jo
     bytes[a] += count;
     bytes[b] += count;
   };
-  for (int r = 0; r < topology.replicas; ++r) {
-    for (int k = 0; k < topology.pipeline; ++k) {
-      if (k > 0) add(topology.rank_of(r, k - 1), topology.rank_of(r, k), job.edge_bytes);
+  for (int r = 0; r < topology.size.replica; ++r) {
+    for (int k = 0; k < topology.size.pipeline; ++k) {
+      const int rank = topology.rank_of({.pipeline = k, .replica = r});
+      if (k > 0) add(topology.rank_of({.pipeline = k - 1, .replica = r}), rank, job.edge_bytes);
       for (int other = 0; other < r; ++other) {
-        add(topology.rank_of(r, k), topology.rank_of(other, k),
-            4 * job.gradient_bytes / topology.replicas);
+        add(rank, topology.rank_of({.pipeline = k, .replica = other}),
+            4 * job.gradient_bytes / topology.size.replica);
       }
     }
   }
@@ -145,9 +156,10 @@ TEST(RankArrangementTest, NeitherOrderByNumbersLoadsTheBusiestHostLess) {
       hosts += static_cast<char>('A' + draw(3));
     }
     const Topology chosen = arrange(hosts, job).topology;
-    EXPECT_EQ(chosen.rank_of(0, 0), 0);
+    EXPECT_EQ(chosen.rank_of({}), 0);
     for (const RankOrder order : {RankOrder::kPipelineFirst, RankOrder::kReplicaFirst}) {
-      const Topology numbered = make_topology(chosen.ranks(), job.pipeline, job.replicas, order);
+      const Topology numbered =
+          make_topology(chosen.ranks(), {job.pipeline, job.replicas, 1}, order);
       EXPECT_LE(busiest(hosts, chosen, job), busiest(hosts, numbered, job)) << hosts;
     }
   }
@@ -181,13 +193,13 @@ TEST(RankArrangementTest, GroupsThatFitIntoHostsAreNotSplitHoweverRanksAreNumber
     }
     std::shuffle(hosts.begin(), hosts.end(), random);
     const Topology pipelines = arrange(hosts, {.pipeline = group, .replicas = groups}).topology;
-    EXPECT_EQ(pipelines.rank_of(0, 0), 0);
+    EXPECT_EQ(pipelines.rank_of({}), 0);
     std::string where;
     for (const int rank : pipelines.rank_of_place) where += hosts[static_cast<std::size_t>(rank)];
     EXPECT_TRUE(each_on_one_host(where, [&](int place) { return place / group; })) << hosts;
     const Job sums{.pipeline = groups, .replicas = group, .gradient_bytes = 12};
     const Topology replicas = arrange(hosts, sums).topology;
-    EXPECT_EQ(replicas.rank_of(0, 0), 0);
+    EXPECT_EQ(replicas.rank_of({}), 0);
     where.clear();
     for (const int rank : replicas.rank_of_place) where += hosts[static_cast<std::size_t>(rank)];
     EXPECT_TRUE(each_on_one_host(where, [&](int place) { return place % groups; })) << hosts;

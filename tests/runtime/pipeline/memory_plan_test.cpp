@@ -24,7 +24,7 @@ constexpr RankMemory kNeeded = {.parameters = 60 * kMebi};
 // MiB, run on CPUs of hosts that have 100 MiB; empty where nothing is refused. [rank of the job]
 std::string refusal(const std::vector<std::string>& hosts, int replicas) {
   const Topology topology =
-      make_topology(static_cast<int>(hosts.size()), 2, replicas, RankOrder::kPipelineFirst);
+      make_topology(static_cast<int>(hosts.size()), {2, replicas, 1}, RankOrder::kPipelineFirst);
   std::vector<RankDevice> devices;
   for (const std::string& host : hosts) {
     RankDevice& device = devices.emplace_back();
@@ -55,13 +55,13 @@ TEST(MemoryPlanTest, AddsUpReplicas) {
 }
 
 TEST(MemoryPlanTest, AsksNothingOfAHostWhoseMemoryIsNotKnown) {
-  const Topology topology = make_topology(1, 1, 1, RankOrder::kPipelineFirst);
+  const Topology topology = Topology{};
   EXPECT_NO_THROW(require_memory({RankDevice{}}, topology, {kNeeded}));
 }
 
 // Two halves of what a std::size_t holds are more than any memory, known or not.
 TEST(MemoryPlanTest, RefusesASumThatCannotBeCounted) {
-  const Topology topology = make_topology(2, 2, 1, RankOrder::kPipelineFirst);
+  const Topology topology = make_topology(2, {2, 1, 1}, RankOrder::kPipelineFirst);
   const RankMemory half = {.parameters = std::size_t{1} << 63};
   EXPECT_EQ((RankMemory{.parameters = half.parameters, .gradients = half.parameters}.total()),
             kTooManyBytes);

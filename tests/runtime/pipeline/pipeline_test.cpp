@@ -294,12 +294,30 @@ TEST(PipelineTest, RefusesAParameterWhoseNameNoFileHolds) {
 
 TEST(PipelineTest, RefusesAFactoryThatIsNull) {
   const auto source = counting_source(4);
-  for (const Error& error : errors_of(2, [&](Communicator& comm) {
-         Pipeline pipeline(comm, StageFactory{}, *source, sgd_options(4));
-       })) {
-    EXPECT_EQ(error.code(), ErrorCode::kUsage);
-    EXPECT_THAT(error.what(), HasSubstr("the StageFactory is null"));
+  using ByNumbers = std::function<std::unique_ptr<Stage>(int, int)>;
+  for (const StageFactory& null : {StageFactory{}, StageFactory(ByNumbers{})}) {
+    for (const Error& error : errors_of(2, [&](Communicator& comm) {
+           Pipeline pipeline(comm, null, *source, sgd_options(4));
+         })) {
+      EXPECT_EQ(error.code(), ErrorCode::kUsage);
+      EXPECT_THAT(error.what(), HasSubstr("the StageFactory is null"));
+    }
   }
+}
+
+TEST(PipelineTest, AFactoryTakesAPlaceOrTwoNumbers) {
+  std::vector<int> seen;
+  const StageFactory by_place = [&](const StagePlace& place) -> std::unique_ptr<Stage> {
+    seen.insert(seen.end(), {place.stage, place.stages});
+    return nullptr;
+  };
+  const StageFactory by_numbers = [&](int stage, int stages) -> std::unique_ptr<Stage> {
+    seen.insert(seen.end(), {stage, stages});
+    return nullptr;
+  };
+  EXPECT_EQ(by_place({1, 4}), nullptr);
+  EXPECT_EQ(by_numbers({2, 3}), nullptr);
+  EXPECT_EQ(seen, (std::vector{1, 4, 2, 3}));
 }
 
 TEST(PipelineTest, RefusesAParameterWhoseNameIsNotUtf8) {
@@ -535,7 +553,7 @@ TEST(PipelineTest, PlansTheMemoryThatItsStagesDescribe) {
     std::vector<StageDescription> described;
     ComputeContext compute({}, 1);
     for (int stage = 0; stage < 4; ++stage) {
-      described.push_back(factory(stage, 4)->describe({&input, 1}, compute));
+      described.push_back(factory({stage, 4})->describe({&input, 1}, compute));
       input = described.back().outputs.front();
     }
     for (std::size_t rank = 0; rank < 2; ++rank) {

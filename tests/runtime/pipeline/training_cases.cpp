@@ -109,8 +109,8 @@ std::string digest_of(Pipeline& pipeline) {
   std::vector<std::string> all;
   const auto& topology = PipelineAccess::layout(pipeline).place.topology;
   const auto texts = PipelineAccess::world(pipeline).all_gather_strings(mine);
-  for (int rank = 0; rank < topology.pipeline; ++rank) {
-    lines += texts[static_cast<std::size_t>(topology.rank_of(0, rank))];
+  for (int rank = 0; rank < topology.size.pipeline; ++rank) {
+    lines += texts[static_cast<std::size_t>(topology.rank_of({.pipeline = rank}))];
   }
   for (std::size_t start = 0; start < lines.size();) {
     const std::size_t end = lines.find('\n', start);

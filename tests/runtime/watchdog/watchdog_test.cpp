@@ -52,7 +52,7 @@ TEST(ActivityBoardTest, ShowsWhatTheRankDoes) {
   EXPECT_EQ(now.step, 1207U);
   EXPECT_EQ(now.op, 17);
   EXPECT_FALSE(now.waits);
-  board.begin_wait({WaitSubject::What::kReceive, 1, 3, 4096, 12}, WaitGroup::kPipeline);
+  board.begin_wait({WaitSubject::What::kReceive, 1, 3, 4096, 12}, Axis::kPipeline);
   now = board.read();
   EXPECT_TRUE(now.waits);
   EXPECT_EQ(now.subject.peer, 1);
@@ -132,7 +132,7 @@ TEST(WatchdogTest, EndsTheWaitsOfADeadlockOnAllRanks) {
     board.begin_run(Phase::kTrain, 7);
     board.at(op(OpKind::kWaitRecv, ActionKind::kRecvForward, comm.rank(), 1), 4);
     board.begin_wait({WaitSubject::What::kReceive, (comm.rank() + 1) % 3, 0, 64, 4},
-                     WaitGroup::kPipeline);
+                     Axis::kPipeline);
     EXPECT_THAT(wait_for_end(board), HasSubstr("deadlock: rank 0 on host (stage 0) waits for"));
     world.barrier();  // no rank leaves while another still waits
   });
@@ -152,7 +152,7 @@ TEST(WatchdogTest, NamesARankThatHasLeftTheOthersWaiting) {
     if (comm.rank() == 1) {
       watchdog.reset();
     } else {
-      board.begin_wait({WaitSubject::What::kReceive, 1, 0, 64, -1}, WaitGroup::kPipeline);
+      board.begin_wait({WaitSubject::What::kReceive, 1, 0, 64, -1}, Axis::kPipeline);
       EXPECT_THAT(wait_for_end(board), HasSubstr("rank 1 has destroyed its pipeline"));
     }
     world.barrier();
@@ -166,8 +166,7 @@ TEST(WatchdogTest, LeavesRanksAloneThatMove) {
     const Watchdog watchdog(world, job_of(board, 2), {.on = true, .timeout = 1});
     const auto until = Clock::now() + std::chrono::seconds(3);
     while (Clock::now() < until) {
-      board.begin_wait({WaitSubject::What::kReceive, 1 - comm.rank(), 0, 64, -1},
-                       WaitGroup::kPipeline);
+      board.begin_wait({WaitSubject::What::kReceive, 1 - comm.rank(), 0, 64, -1}, Axis::kPipeline);
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
       board.end_wait();
     }
@@ -203,8 +202,7 @@ TEST(WatchdogTest, WritesAStatusThatTheDoctorReads) {
                             {.on = true, .timeout = 1, .directory = directory.path().string()});
     board.begin_run(Phase::kTrain, 3);
     board.begin_run(Phase::kEvaluate, 0);
-    board.begin_wait({WaitSubject::What::kReceive, 1 - comm.rank(), 0, 64, -1},
-                     WaitGroup::kPipeline);
+    board.begin_wait({WaitSubject::What::kReceive, 1 - comm.rank(), 0, 64, -1}, Axis::kPipeline);
     board.saved(3);
     world.barrier();
   });

@@ -128,7 +128,8 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
     (void)pipeline.evaluate(source, 12);
     const std::string where = each.name + ", rank " + std::to_string(comm.rank());
     const JobLayout& layout = PipelineAccess::layout(pipeline);
-    const RankMemory& planned = layout.memory.ranks[static_cast<std::size_t>(layout.place.rank)];
+    const RankMemory& planned =
+        layout.memory.ranks[static_cast<std::size_t>(layout.place.here.pipeline)];
     ASSERT_EQ(pipeline.compute().device().index, comm.rank());
     EXPECT_EQ(ContextAccess::workspace_peak(pipeline.compute()), layout.memory.operator_bytes)
         << where;
@@ -137,7 +138,7 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
     const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
     // A rank that multiplies nothing, one of an embedding alone, leaves the matmuls' scratch.
     const std::size_t idle = planned.arena() - figures.used;
-    if (layout.place.rank > 0 || idle != library_bytes(DeviceKind::kCuda)) {
+    if (layout.place.here.pipeline > 0 || idle != library_bytes(DeviceKind::kCuda)) {
       EXPECT_EQ(idle, 0U) << where;
     }
     EXPECT_EQ(figures.peak, figures.used) << where;
@@ -157,7 +158,8 @@ void check_inference(int ranks) {
     Pipeline pipeline(comm, transformer(each.model), source, each.options);
     (void)pipeline.evaluate(source, 12);
     const JobLayout& layout = PipelineAccess::layout(pipeline);
-    const RankMemory& planned = layout.memory.ranks[static_cast<std::size_t>(layout.place.rank)];
+    const RankMemory& planned =
+        layout.memory.ranks[static_cast<std::size_t>(layout.place.here.pipeline)];
     EXPECT_EQ(planned.gradients, 0U);
     EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.arena());
     const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
@@ -167,7 +169,7 @@ void check_inference(int ranks) {
     trains.training.inference = false;
     const MemoryTable training =
         PipelineAccess::plan_layout(comm, trains, transformer(each.model), source).memory;
-    EXPECT_EQ(training.ranks[static_cast<std::size_t>(layout.place.rank)].parameters,
+    EXPECT_EQ(training.ranks[static_cast<std::size_t>(layout.place.here.pipeline)].parameters,
               planned.parameters + (ranks == 1 ? table : 0));
   });
 }

@@ -500,7 +500,7 @@ TEST_F(OldDriverTest, IsLookedAtOnlyWhereNcclCouldBeChosen) {
   run_loopback(2, [](Communicator& comm) {
     Collectives world(comm, 0, nullptr);
     const auto why = [&](const char* devices, TransportChoice wanted) {
-      const Topology topology = make_topology(2, 2, 1, RankOrder::kPipelineFirst);
+      const Topology topology = make_topology(2, {2, 1, 1}, RankOrder::kPipelineFirst);
       const auto job = choose_devices(world, topology, parse_devices(devices), {"host", "host"});
       return find_why_no_nccl(world, job, wanted);
     };

@@ -21,7 +21,7 @@ constexpr ProbeLimits kShortProbe = {
     .pair_seconds = 0.02, .total_seconds = 20, .silence_seconds = 20};
 
 Topology topology(int pipeline, int replicas, RankOrder order = RankOrder::kPipelineFirst) {
-  return make_topology(pipeline * replicas, pipeline, replicas, order);
+  return make_topology(pipeline * replicas, {pipeline, replicas, 1}, order);
 }
 
 TEST(PairsOfTrainingTest, AreNeighboursThenReplicas) {
