@@ -52,7 +52,6 @@ struct Layer : Stage {
   // wait for ever. Kernels of a source that includes <sluice/cuda.hpp> are loaded anyway.
   void prepare(const StageSetup& s) override {
     const DeviceMemory& memory = s.compute->memory();
-    set.allocate(memory, s.seed);
     for (const std::vector<TensorSpec>& in : s.input_sizes) {
       const Buffer of_x = memory.allocate(in[0].bytes(), DeviceMemory::Use::kTemporary);
       const Buffer of_y = memory.allocate(in[0].bytes(), DeviceMemory::Use::kTemporary);
@@ -60,7 +59,7 @@ struct Layer : Stage {
       const Tensor x{of_x.data(), in[0]}, y{of_y.data(), in[0]};
       StageContext ctx{.compute = *s.compute, .inputs = {&x, 1}};
       forward(ctx, {&x, 1}, {&y, 1});
-      backward(ctx, {&y, 1}, {&x, 1});
+      if (s.trains) backward(ctx, {&y, 1}, {&x, 1});
       s.compute->stream().synchronize();  // before the operands go
     }
     set.zero_grads(s.compute->stream());

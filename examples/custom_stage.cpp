@@ -17,7 +17,6 @@ struct OneNumber : Stage, SplitBackward, LossStage {
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
     return {.outputs = {in[0]}};
   }
-  void prepare(const StageSetup& s) override { set.allocate(s.compute->memory(), s.seed); }
   ParameterSet* parameters() override { return &set; }
   void forward(StageContext&, Tensors x, Tensors y) override {
     const float v = p.value.at(0);

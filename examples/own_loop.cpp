@@ -24,10 +24,7 @@ struct Dense : Stage,
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
     return {.outputs = {{DType::kF32, {in[0].shape[0], b.shape[0]}}}};
   }
-  void prepare(const StageSetup& setup) override {
-    set.allocate(setup.compute->memory(), setup.seed);
-    kept.resize(std::size_t(setup.slots));
-  }
+  void prepare(const StageSetup& setup) override { kept.resize(std::size_t(setup.slots)); }
   ParameterSet* parameters() override { return &set; }
   void forward(StageContext& ctx, Tensors x, Tensors y) override {
     linear_forward(ctx.compute, x[0], w.value, b.value, y[0]);

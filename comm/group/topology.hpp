@@ -52,7 +52,7 @@ struct Topology {
   [[nodiscard]] std::vector<int> group(Axis axis, Place place) const;
   // All groups along `axis`, by the place of their first rank.
   [[nodiscard]] std::vector<std::vector<int>> groups(Axis axis) const;
-  // The same for the members of a group, another one for each group along `axis`.
+  // Of `place`'s group along `axis`, for Communicator::split(): each has its own number.
   [[nodiscard]] int group_number(Axis axis, Place place) const;
 };
 

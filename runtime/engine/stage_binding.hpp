@@ -16,7 +16,7 @@ struct StageBinding {
   Stage* stage = nullptr;
   SplitBackward* split = nullptr;  // null: cannot split backward
   LossStage* loss = nullptr;       // set on the last stage
-  // Asked for once, after prepare(). Null: the stage has none.
+  // Asked for once, before prepare(). Null: the stage has none.
   ParameterSet* parameters = nullptr;
 };
 

@@ -119,7 +119,8 @@ void JobContext::join(const PipelineOptions& options) {
   const int depth =
       shape.pipeline > 0 ? shape.pipeline : std::max(size / std::max(shape.replicas, 1), 1);
   hosts = world.collectives->all_gather_strings(host_name());
-  const Topology numbered = make_topology(size, {depth, shape.replicas, 1}, shape.rank_order);
+  const Topology numbered = make_topology(
+      size, {.pipeline = depth, .replica = shape.replicas, .tensor = 1}, shape.rank_order);
   stage_places = stage_placement(options, depth);
   RankArrangement order = arrange_ranks(numbered, options, stage_places, hosts);
   place.topology = std::move(order.topology);
@@ -135,8 +136,9 @@ void JobContext::plan(const PipelineOptions& options) {
                 options.devices.choices.size());
   }
   stage_places = stage_placement(options, shape.pipeline);  // refuses what cannot be placed
-  place.topology =
-      make_topology(planned_ranks(shape), {shape.pipeline, shape.replicas, 1}, shape.rank_order);
+  place.topology = make_topology(
+      planned_ranks(shape), {.pipeline = shape.pipeline, .replica = shape.replicas, .tensor = 1},
+      shape.rank_order);
   const RankDevice mine =
       choose_devices(*world.collectives, Topology{}, options.devices.choices, {host_name()})
           .front();

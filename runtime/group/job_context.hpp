@@ -51,8 +51,8 @@ class JobWatch : public Interrupt {
   bool in_engine_;
 };
 
-// The whole job, or a group along an axis. The communicator is used for collectives alone; `watch`
-// is polled by them.
+// The whole job, or a group along an axis. The collectives poll `watch`; other messages have
+// communicators of their own, duplicates or parts of this one.
 struct RankGroup {
   RankGroup() = default;
   RankGroup(std::unique_ptr<Communicator> communicator, std::unique_ptr<JobWatch> polled);

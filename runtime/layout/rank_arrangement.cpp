@@ -84,15 +84,16 @@ Traffic traffic_of(const Topology& topology, const Placement& placement,
     bytes[a] += count;
     bytes[b] += count;
   };
-  for (int rank = 0; rank < topology.ranks(); ++rank) {
-    const Place place = topology.place_of(rank);
+  for (const std::vector<int>& pipeline : topology.groups(Axis::kPipeline)) {
     for (int stage = 1; stage < placement.stages(); ++stage) {
-      if (placement.rank_of(stage) != place.pipeline) continue;
-      Place before = place;
-      before.pipeline = placement.rank_of(stage - 1);
-      add(topology.rank_of(before), rank, edge_bytes);
+      add(pipeline[at(placement.rank_of(stage - 1))], pipeline[at(placement.rank_of(stage))],
+          edge_bytes);
     }
-    for (Place other = place; --other.replica >= 0;) add(topology.rank_of(other), rank, sum_bytes);
+    for (const int rank : pipeline) {
+      const Place place = topology.place_of(rank);
+      const std::vector<int> replicas = topology.group(Axis::kReplica, place);
+      for (int other = 0; other < place.replica; ++other) add(rank, replicas[at(other)], sum_bytes);
+    }
   }
   Traffic traffic;
   for (const std::vector<int>& ranks : topology.groups(Axis::kTensor)) {

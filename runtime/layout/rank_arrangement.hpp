@@ -4,8 +4,8 @@
 // has ranks enough. First the ranks that share a stage, then the pipelines, or the replicas of each
 // stage. Of these two and the two orders by numbers it takes the one that puts the ranks of the
 // fewest stages on several hosts, and then the one whose busiest host exchanges the fewest bytes
-// with others in a step. Rank 0 has the first place in every order. A greedy
-// packing, not always the best one.
+// with others in a step, without those among the ranks of a stage. Rank 0 has the first place in
+// every order. A greedy packing, not always the best one.
 #pragma once
 
 #include <string>

@@ -241,12 +241,22 @@ void PipelineParts::prepare_stages() {
       for (const EdgeTensor& tensor : layout.wires.edges.inputs(size, index))
         specs.push_back(tensor.spec);
     }
+    const auto parameters = [&] {
+      return calling(fmt::format("stage {}, parameters()", index),
+                     [&] { return stages[i]->parameters(); });
+    };
+    binding.parameters = parameters();
     rethrow_device_error_with_plan("the stages", [&] {
+      if (binding.parameters != nullptr) {
+        calling(fmt::format("stage {}, its parameters", index),
+                [&] { binding.parameters->allocate(compute->memory(), setup.seed, setup.trains); });
+      }
       calling(fmt::format("stage {}, prepare()", index), [&] { stages[i]->prepare(setup); });
     });
-    binding.parameters = calling(fmt::format("stage {}, parameters()", index),
-                                 [&] { return stages[i]->parameters(); });
-    require_prepared(binding, layout.parameters.stages[at(index)], setup.trains);
+    if (parameters() != binding.parameters) {
+      throw_usage("stage {} has another ParameterSet after prepare() than before", index);
+    }
+    require_prepared(binding, layout.parameters.stages[at(index)]);
     bindings.push_back(binding);
   }
 }

@@ -215,7 +215,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
   return report;
 }
 
-void require_prepared(const StageBinding& binding, const StageEntry& described, bool trains) {
+void require_prepared(const StageBinding& binding, const StageEntry& described) {
   const auto compare = [&](const std::vector<Parameter*>& now,
                            const std::vector<ParameterEntry>& then, const char* what) {
     const bool same = std::equal(now.begin(), now.end(), then.begin(), then.end(),
@@ -227,21 +227,11 @@ void require_prepared(const StageBinding& binding, const StageEntry& described, 
     throw_usage("stage {} has other {} after prepare() than when it was described: {}, then {}",
                 binding.index, what, then.size(), now.size());
   };
-  const auto require_memory = [&](const Parameter& parameter, bool gradient) {
-    if (parameter.shape.elements() == 0) return;
-    const bool has_memory = parameter.value.data != nullptr;
-    if (has_memory && (!gradient || parameter.grad.data != nullptr)) return;
-    throw_usage(
-        "stage {}: '{}' has no {} after prepare(), which has to call ParameterSet::allocate() "
-        "once, with StageSetup::trains",
-        binding.index, parameter.name, has_memory ? "gradient" : "memory");
-  };
   ParameterSet none;
   ParameterSet& set = binding.parameters == nullptr ? none : *binding.parameters;
   compare(set.all(), described.parameters, "parameters");
   compare(set.buffers(), described.buffers, "buffers");
-  for (const Parameter* parameter : set.all()) require_memory(*parameter, trains);
-  for (const Parameter* buffer : set.buffers()) require_memory(*buffer, false);
+  if (binding.parameters != nullptr) set.require_memory();
 }
 
 std::string to_text(const StageReport& report) {

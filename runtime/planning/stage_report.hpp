@@ -30,9 +30,9 @@ struct StageReport {
                                     const std::vector<std::vector<TensorSpec>>& targets,
                                     ComputeContext& compute);
 
-// After prepare(). Throws Error(kUsage) where a stage has other parameters than it described, or
-// some without memory; `trains`: StageSetup's.
-void require_prepared(const StageBinding& binding, const StageEntry& described, bool trains);
+// After prepare(). Throws Error(kUsage) where a stage has other parameters or buffers than it
+// described, or none of their memory.
+void require_prepared(const StageBinding& binding, const StageEntry& described);
 
 [[nodiscard]] std::string to_text(const StageReport& report);
 // Requires a text of to_text().

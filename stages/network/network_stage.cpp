@@ -133,7 +133,7 @@ void NetworkStage::allocate(const StageSetup& setup) {
     fill_zero_async(buffer->data(), buffer->size(), setup.compute->stream());
   }
   if (parameters() == nullptr) return;
-  parameters_.allocate(memory, setup.seed, trains_);
+  parameters_.require_memory();
   for (Parameter* parameter : parameters_.all()) {
     if (parameter->bf16_copy.data != nullptr) copied_.push_back(parameter);
   }

@@ -168,7 +168,7 @@ std::size_t parameter_bytes(std::int64_t elements) {
 }
 
 Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool decay, bool tied) {
-  if (is_allocated()) {
+  if (allocated_) {
     throw_usage("parameter {} is added after allocate(); add it before", name);
   }
   Parameter& parameter = add_to(parameters_, std::move(name), shape, init);
@@ -178,7 +178,7 @@ Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool deca
 }
 
 Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, ReplicaRule across) {
-  if (is_allocated()) {
+  if (allocated_) {
     throw_usage("buffer {} is added after allocate(); add it before", name);
   }
   Parameter& buffer = add_to(buffers_, std::move(name), shape, init);
@@ -188,7 +188,11 @@ Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, Re
 }
 
 void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients) {
-  if (is_allocated()) throw_usage("ParameterSet::allocate() is called twice; legal: once");
+  if (allocated_) {
+    throw_usage(
+        "ParameterSet::allocate() is called twice; legal: once, which a pipeline does before "
+        "Stage::prepare(). A set is of one stage in one pipeline");
+  }
   require_distinct(parameters_);
   const std::vector<std::size_t> offsets = offsets_of(parameters_, /*shared=*/!gradients);
   const std::size_t bytes = offsets.back();
@@ -213,6 +217,14 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
   allocate_buffers(memory, seed);
   allocate_bf16_copies(memory);
   mark_values_changed();
+  allocated_ = true;
+}
+
+void ParameterSet::require_memory() const {
+  if (allocated_) return;
+  throw_usage(
+      "parameters have no memory in or after prepare(); legal: those of a set that parameters() "
+      "returns, or ParameterSet::allocate() by whoever calls prepare()");
 }
 
 static bool keeps_bf16(const Parameter& parameter, DeviceKind device) {

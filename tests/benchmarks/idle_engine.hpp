@@ -26,7 +26,6 @@ class IdleStage : public Stage, public LossStage {
   StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {{inputs[0]}};
   }
-  void prepare(const StageSetup&) override {}
   // The engine looks at what the first calls write.
   void forward(StageContext& ctx, std::span<const Tensor>, std::span<const Tensor> y) override {
     if (++forwards_ == 1) write(ctx, y);

@@ -38,7 +38,6 @@ class SleepingStage : public Stage, public SplitBackward, public LossStage {
   StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {{inputs[0]}};
   }
-  void prepare(const StageSetup&) override {}
   void forward(StageContext&, std::span<const Tensor>, std::span<const Tensor> y) override {
     std::this_thread::sleep_for(time_);
     write_zeros(y);

@@ -39,6 +39,7 @@
 #include "runtime/group/job_context.hpp"
 #include "runtime/watchdog/watchdog.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
+#include "tests/stages/prepared.hpp"
 
 namespace sluice {
 namespace {
@@ -225,7 +226,7 @@ void deadlock(Communicator& world, const Arguments& arguments) {
       {1}, {std::vector<std::vector<EdgeTensor>>(3, {{{DType::kF32, Shape{1, 1}}, true}})});
   ComputeContext compute(Device{}, 1);
   ArithmeticStage stage(world.rank());
-  stage.prepare({.compute = &compute, .slots = 1});
+  prepare(stage, {.compute = &compute, .slots = 1});
   const auto source = make_array_source({1}, 1, {1}, 1, 1);
   const std::vector<SampleRange> ranges = {{0, 1}};
   const bool last = world.rank() == 1;

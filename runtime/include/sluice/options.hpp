@@ -44,33 +44,38 @@ struct StagePlace {
   int stage = 0, stages = 1;
 };
 
-// Makes stages: any callable that takes a const StagePlace&, or a stage and the number of stages as
-// two ints. Called on each rank that runs the stage, once, by the thread that constructs the
-// pipeline; must not return null.
+// Makes stages: by a copyable function of a stage and the number of stages as two ints, or of a
+// const StagePlace&. Called on each rank that runs the stage, once, by the thread that constructs
+// the pipeline; must not return null.
 class StageFactory {
- public:
-  StageFactory() = default;  // null: refused by a Pipeline, as is one of a null function
+  using Made = std::unique_ptr<Stage>;
   template <typename Make>
-  requires(!std::is_same_v<std::remove_cvref_t<Make>, StageFactory> &&
-           (std::is_invocable_v<Make&, const StagePlace&> || std::is_invocable_v<Make&, int, int>))
+  static constexpr bool kByNumbers = std::is_invocable_r_v<Made, Make&, int, int>;
+
+ public:
+  StageFactory() = default;        // null: refused by a Pipeline, as is one of a null function
+  StageFactory(std::nullptr_t) {}  // NOLINT(google-explicit-constructor)
+  template <typename Make>
+  requires(!std::is_same_v<Make, StageFactory> && std::is_copy_constructible_v<Make> &&
+           (kByNumbers<Make> || std::is_invocable_r_v<Made, Make&, const StagePlace&>))
       StageFactory(Make make) {  // NOLINT(google-explicit-constructor)
     if constexpr (requires { make == nullptr; }) {
       if (make == nullptr) return;
     }
-    if constexpr (std::is_invocable_v<Make&, const StagePlace&>) {
-      make_ = std::move(make);
-    } else {
-      make_ = [make = std::move(make)](const StagePlace& place) mutable {
+    if constexpr (kByNumbers<Make>) {
+      make_ = [make = std::move(make)](const StagePlace& place) mutable -> Made {
         return make(place.stage, place.stages);
       };
+    } else {
+      make_ = std::move(make);
     }
   }
 
   [[nodiscard]] explicit operator bool() const { return make_ != nullptr; }
-  [[nodiscard]] std::unique_ptr<Stage> operator()(const StagePlace& place) const;
+  [[nodiscard]] Made operator()(const StagePlace& place) const;
 
  private:
-  std::function<std::unique_ptr<Stage>(const StagePlace&)> make_;
+  std::function<Made(const StagePlace&)> make_;
 };
 
 struct PipelineOptions {

@@ -112,8 +112,8 @@ RankArrangement arrangement_of(const DoctorOptions& options,
   const int ranks = static_cast<int>(hosts.size());
   const int pipeline =
       options.pipeline > 0 ? options.pipeline : std::max(1, ranks / options.replicas);
-  const Topology numbered =
-      make_topology(ranks, {pipeline, options.replicas, 1}, options.rank_order);
+  const Topology numbered = make_topology(
+      ranks, {.pipeline = pipeline, .replica = options.replicas, .tensor = 1}, options.rank_order);
   PipelineOptions asked;
   asked.shape.rank_order = options.rank_order;
   asked.devices.choices = options.devices;

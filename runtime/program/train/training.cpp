@@ -304,7 +304,8 @@ int Training::pipeline_depth() const {
   const PipelineOptions::Shape& shape = options_.pipeline.shape;
   const int depth = shape.pipeline > 0 ? shape.pipeline : std::max(job_ranks() / shape.replicas, 1);
   if (job_ranks() == world_.size()) {
-    (void)make_topology(world_.size(), {depth, shape.replicas, 1}, shape.rank_order);
+    (void)make_topology(world_.size(), {.pipeline = depth, .replica = shape.replicas, .tensor = 1},
+                        shape.rank_order);
   }
   return depth;
 }

@@ -5,12 +5,12 @@
 //   Pipeline pipeline(world, model, batches, options);
 //
 // Layers and losses are in sluice::nn. The model is in sluice, beside Transformer and Pipeline.
-// A Sequential describes the model; each rank makes only the layers of its own stages. It is a
-// StageFactory. skip() lets outputs pass layers and stages. All ranks need the same one: kinds and
-// numbers of layers are compared when the pipeline is made, Error(kMismatch) where they differ.
-// Every layer has its input gradient and its weight gradient apart, so every schedule runs every
-// model. Parameters have the names that torch.nn.Sequential gives them: "0.weight", "0.bias",
-// "2.weight"; cut() has no number. Initial values are drawn from torch's distributions.
+// A Sequential describes the model; each rank makes only the layers of its own stages. It makes
+// the stages of a StageFactory. skip() lets outputs pass layers and stages. All ranks need the same
+// one: kinds and numbers of layers are compared when the pipeline is made, Error(kMismatch) where
+// they differ. Every layer has its input gradient and its weight gradient apart, so every schedule
+// runs every model. Parameters have the names that torch.nn.Sequential gives them: "0.weight",
+// "0.bias", "2.weight"; cut() has no number. Initial values are drawn from torch's distributions.
 //
 // Tensors. Dimension 0 is the sample. Layers compute in f32 unless ModelOptions, or a transformer's
 // configuration, say otherwise. What a layer keeps of a micro-batch is in memory that the stage
@@ -476,8 +476,9 @@ class Sequential {
   // checked now, and a model without cut() is cut by cost.
   [[nodiscard]] Sequential with_input(const TensorSpec& sample) const;
 
-  // A StageFactory. One stage has all layers. Several follow the cut()s, or else the cost of the
-  // layers. Throws Error(kUsage) where neither is given, or the cuts make another number of stages.
+  // For a StageFactory. One stage has all layers. Several follow the cut()s, or else the cost of
+  // the layers. Throws Error(kUsage) where neither is given, or the cuts make another number of
+  // stages.
   [[nodiscard]] std::unique_ptr<Stage> operator()(int stage, int stages) const;
   // Stage `stage` of another partition of the layers.
   [[nodiscard]] std::unique_ptr<Stage> stage_of(const Partition& partition, int stage) const;

@@ -59,7 +59,7 @@ struct Parameter {
   Tensor value, grad;
   std::shared_ptr<const void> memory;        // owns what both lie in
   ReplicaRule across = ReplicaRule::kMean;   // of a buffer, which has no gradient
-  Bf16Copy keeps_bf16 = Bf16Copy::kNowhere;  // to be set before ParameterSet::allocate()
+  Bf16Copy keeps_bf16 = Bf16Copy::kNowhere;  // to be set before allocate(), so before prepare()
   // A bf16 copy of the value, to nearest, that its stage renews for matmuls; null data:
   // none. It starts at a multiple of kBufferAlignment and has room up to the next. Who writes the
   // value either writes the copy too, or calls ParameterSet::mark_values_changed().
@@ -103,13 +103,16 @@ class ParameterSet {
   Parameter& add_buffer(std::string name, Shape shape, Init init,
                         ReplicaRule across = ReplicaRule::kMean);
 
-  // Allocates every value, gradient, buffer and copy, draws initial values (a function of seed,
-  // name and position alone) and zeroes gradients. `gradients` false: the stage never runs backward
-  // (StageSetup::trains). It then has no gradients, and uses of one name share the first one's
-  // value. Throws Error(kUsage) for a second call, for a name used twice and not tied, for uses of
-  // different shapes or initial values and for more bytes than a std::size_t holds, and what
-  // `memory` throws.
+  // A pipeline calls it once, before Stage::prepare(). Allocates every value, gradient, buffer and
+  // copy, draws initial values (a function of seed, name and position alone) and zeroes gradients.
+  // `gradients` false: the stage never runs backward (StageSetup::trains). It then has no
+  // gradients, and uses of one name share the first one's value. Throws Error(kUsage) for a second
+  // call, for a name used twice and not tied, for uses of different shapes or initial values and
+  // for more bytes than a std::size_t holds, and what `memory` throws.
   void allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients = true);
+
+  // Throws Error(kUsage) before allocate().
+  void require_memory() const;
 
   [[nodiscard]] std::vector<Parameter*> all();      // without buffers, in order of add()
   [[nodiscard]] std::vector<Parameter*> buffers();  // in order of add_buffer()
@@ -140,10 +143,8 @@ class ParameterSet {
   void allocate_buffers(const DeviceMemory& memory, std::uint64_t seed);
   void allocate_bf16_copies(const DeviceMemory& memory);
   void draw_values(Device device, std::uint64_t seed);
-  [[nodiscard]] bool is_allocated() const {
-    return memory_->values.data() != nullptr || memory_->buffers.data() != nullptr;
-  }
 
+  bool allocated_ = false;
   std::size_t flat_floats_ = 0, buffer_floats_ = 0;
   std::uint64_t version_ = 0;
 };

@@ -1,9 +1,9 @@
 // Stage: one contiguous piece of the model on one device. This is what users write.
 //
 // The runtime calls describe() first, for every known micro-batch size, before anything is
-// allocated. It calls prepare() once. Then it calls forward and backward in the order of the
-// schedule. Several micro-batches may be in flight: a stage keeps what lives between the two calls
-// per ctx.slot (0 <= slot < setup.slots).
+// allocated. It allocates the parameters, and calls prepare() once. Then it calls forward and
+// backward in the order of the schedule. Several micro-batches may be in flight: a stage keeps what
+// lives between the two calls per ctx.slot (0 <= slot < setup.slots).
 //
 // All calls come from one thread. On a GPU, work is asynchronous on ctx.compute.stream(). Tensors
 // lie on the stage's device unless a comment says host memory. The runtime owns them; they are
@@ -71,8 +71,8 @@ struct StageSetup {
   // False: the runtime calls only backward(), never its halves. A stage may then share between its
   // slots what lives between I and W.
   bool split_backward = true;
-  // False: the runtime calls forward() alone (PipelineOptions::Training::inference). The plan of
-  // memory has no gradients then, and a tied value once: pass it to ParameterSet::allocate().
+  // False: the runtime calls forward() alone (PipelineOptions::Training::inference). Parameters
+  // have no gradients then, and uses of one name share a value: prepare() runs no backward.
   bool trains = true;
   std::uint64_t seed = 0;  // of initial values
   // Input specs of the micro-batch sizes that are known to occur, the largest first. Others, with
@@ -136,12 +136,13 @@ class Stage {
   // device and libraries.
   [[nodiscard]] virtual StageDescription describe(std::span<const TensorSpec> inputs,
                                                   ComputeContext& compute) const = 0;
-  // Allocates parameters (parameters()->allocate) and state for `slots` micro-batches. Device
-  // memory comes from setup.compute->memory(), which has set aside what describe() returned; more
-  // is taken from the device, if it has any, and counted. On a GPU every library call and every
-  // kernel without <sluice/cuda.hpp> must have run once when this returns: CUDA loads a kernel at
-  // its first launch, and a load during an NCCL kernel can deadlock.
-  virtual void prepare(const StageSetup& setup) = 0;
+  // Allocates state for `slots` micro-batches. The parameters have their memory and their initial
+  // values: the pipeline has called ParameterSet::allocate(). Device memory comes from
+  // setup.compute->memory(), which has set aside what describe() returned; more is taken from the
+  // device, if it has any, and counted. On a GPU every library call and every kernel without
+  // <sluice/cuda.hpp> must have run once when this returns: CUDA loads a kernel at its first
+  // launch, and a load during an NCCL kernel can deadlock.
+  virtual void prepare(const StageSetup& /*setup*/) {}
   // Runs before the first micro-batch of a size that StageSetup::input_sizes does not have, which
   // has fewer samples than the largest. On a GPU it does for this size what prepare() does: it runs
   // every library call and kernel once. Gradients stay as they are. Takes no memory that lasts.
@@ -168,7 +169,9 @@ class Stage {
   // gets no grad_inputs. Equals backward_input then backward_weight.
   virtual void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                         std::span<const Tensor> grad_inputs) = 0;
-  // Null for a stage without parameters. The same set at all times; the pipeline keeps the address.
+  // Null for a stage without parameters. The same set at all times; the pipeline keeps the address,
+  // and gives memory to this set alone. A stage inside another one that is not in it has its
+  // parameters from whoever made it.
   [[nodiscard]] virtual ParameterSet* parameters() { return nullptr; }
   // Stage 0 only, before the first message of a step, an evaluation or an inference, with the
   // inputs of each micro-batch in host memory. Throws Error(kData) for values that forward cannot

@@ -118,7 +118,7 @@ struct ParameterInfo {
                                            const Partition& partition);
 
 // --- the model, and its layers ---
-// A StageFactory: Pipeline pipeline(world, Transformer(config), data, options). Stages are cut by
+// Makes stages: Pipeline pipeline(world, Transformer(config), data, options). Stages are cut by
 // the cost of the layers; stage_of() takes another partition. Throws as validate() does.
 class Transformer : public Sequential {
  public:

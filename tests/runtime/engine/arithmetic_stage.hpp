@@ -33,9 +33,6 @@ class ArithmeticStage : public Stage, public SplitBackward, public LossStage {
   StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {{inputs[0]}};
   }
-  void prepare(const StageSetup& setup) override {
-    set_.allocate(setup.compute->memory(), setup.seed);
-  }
   ParameterSet* parameters() override { return &set_; }
 
   void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {

@@ -15,9 +15,6 @@ class CopyingStage : public Stage, public LossStage {
   StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {.outputs = {inputs.begin(), inputs.end()}};
   }
-  void prepare(const StageSetup& setup) override {
-    set_.allocate(setup.compute->memory(), setup.seed);
-  }
   ParameterSet* parameters() override { return &set_; }
   void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
     copy(ctx, x, y);

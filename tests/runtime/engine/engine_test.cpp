@@ -24,6 +24,7 @@
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/expect_error.hpp"
+#include "tests/stages/prepared.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -58,7 +59,7 @@ class Rig {
         routes_(static_cast<std::size_t>(comm.size()), EdgeRoute{route, ""}),
         source_(counting_source(plan.micro_batches)) {
     StageSetup setup{.compute = &compute_, .slots = plan.micro_batches};
-    stage_->prepare(setup);
+    prepare(*stage_, setup);
     for (int m = 0; m < plan.micro_batches; ++m) ranges_.push_back({m, 1});
     const bool last = comm.rank() + 1 == comm.size();
     loader_ =

@@ -33,7 +33,6 @@ class ZeroingStage : public Stage {
   StageDescription describe(std::span<const TensorSpec>, ComputeContext&) const override {
     return {};
   }
-  void prepare(const StageSetup&) override {}
   bool graph_capturable() const override { return true; }
   bool overwrites_gradients() const override { return true; }
   ParameterSet* parameters() override { return &set_; }

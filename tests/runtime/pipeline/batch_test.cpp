@@ -902,9 +902,6 @@ struct Link : Stage, SplitBackward {
     EXPECT_EQ(in.size(), 1U);
     return {.outputs = std::vector<TensorSpec>(two ? 2 : 1, in[0])};
   }
-  void prepare(const StageSetup& setup) override {
-    set.allocate(setup.compute->memory(), setup.seed);
-  }
   ParameterSet* parameters() override { return &set; }
   void forward(StageContext&, std::span<const Tensor> in, std::span<const Tensor> out) override {
     for (std::int64_t i = 0; i < in[0].elements(); ++i) {

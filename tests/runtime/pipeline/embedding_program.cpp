@@ -54,7 +54,6 @@ class First : public Stage {
   StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {.outputs = {{DType::kF32, Shape{inputs[0].shape[0], kWidth}}}};
   }
-  void prepare(const StageSetup&) override {}
   void forward(StageContext& ctx, Tensors, Tensors outputs) override {
     if (fails_ && ctx.micro_batch == 1) throw std::runtime_error("stage 0 has a problem");
     clear(outputs);
@@ -72,7 +71,6 @@ class Last : public Stage, public LossStage {
   StageDescription describe(std::span<const TensorSpec>, ComputeContext&) const override {
     return {.outputs = {{DType::kF32, Shape{1, 1}}}};
   }
-  void prepare(const StageSetup&) override {}
   void forward(StageContext&, Tensors, Tensors outputs) override { clear(outputs); }
   void backward(StageContext&, Tensors, Tensors grad_inputs) override { clear(grad_inputs); }
   void loss(StageContext&, Tensors, Tensors, double* sum) override { *sum = 0; }

@@ -55,7 +55,7 @@ TEST(MemoryPlanTest, AddsUpReplicas) {
 }
 
 TEST(MemoryPlanTest, AsksNothingOfAHostWhoseMemoryIsNotKnown) {
-  const Topology topology = Topology{};
+  const Topology topology;
   EXPECT_NO_THROW(require_memory({RankDevice{}}, topology, {kNeeded}));
 }
 

@@ -294,8 +294,11 @@ TEST(PipelineTest, RefusesAParameterWhoseNameNoFileHolds) {
 
 TEST(PipelineTest, RefusesAFactoryThatIsNull) {
   const auto source = counting_source(4);
-  using ByNumbers = std::function<std::unique_ptr<Stage>(int, int)>;
-  for (const StageFactory& null : {StageFactory{}, StageFactory(ByNumbers{})}) {
+  using Made = std::unique_ptr<Stage>;
+  using ByNumbers = std::function<Made(int, int)>;
+  for (const StageFactory& null : {StageFactory{}, StageFactory(nullptr), StageFactory(ByNumbers{}),
+                                   StageFactory(static_cast<Made (*)(int, int)>(nullptr))}) {
+    EXPECT_FALSE(null);
     for (const Error& error : errors_of(2, [&](Communicator& comm) {
            Pipeline pipeline(comm, null, *source, sgd_options(4));
          })) {
@@ -315,9 +318,25 @@ TEST(PipelineTest, AFactoryTakesAPlaceOrTwoNumbers) {
     seen.insert(seen.end(), {stage, stages});
     return nullptr;
   };
+  const StageFactory of_any = [&](auto... numbers) {
+    seen.insert(seen.end(), {numbers...});
+    return std::make_unique<ArithmeticStage>(0);
+  };
+  const StageFactory counting = [made = 0, &seen](int, int) mutable {
+    seen.push_back(++made);
+    return std::unique_ptr<Stage>();
+  };
   EXPECT_EQ(by_place({1, 4}), nullptr);
   EXPECT_EQ(by_numbers({2, 3}), nullptr);
-  EXPECT_EQ(seen, (std::vector{1, 4, 2, 3}));
+  EXPECT_NE(of_any({5, 6}), nullptr);
+  EXPECT_EQ(counting({}), nullptr);
+  EXPECT_EQ(counting({}), nullptr);
+  EXPECT_EQ(seen, (std::vector{1, 4, 2, 3, 5, 6, 1, 2}));
+  const auto move_only = [owned = std::make_unique<int>(0)](int, int) {
+    return std::unique_ptr<Stage>();
+  };
+  static_assert(!std::is_constructible_v<StageFactory, decltype(move_only)>);
+  static_assert(!std::is_constructible_v<StageFactory, int (*)(int, int)>);
 }
 
 TEST(PipelineTest, RefusesAParameterWhoseNameIsNotUtf8) {
@@ -422,9 +441,8 @@ class BrokenStage : public ArithmeticStage {
     if (place_ == Place::kDescribe) throw std::invalid_argument("an odd width");
     return ArithmeticStage::describe(inputs, compute);
   }
-  void prepare(const StageSetup& setup) override {
+  void prepare(const StageSetup& /*setup*/) override {
     if (place_ == Place::kPrepare) throw std::invalid_argument("an odd width");
-    ArithmeticStage::prepare(setup);
   }
   double target_weight(std::span<const Tensor> targets) const override {
     if (place_ == Place::kCount) throw std::invalid_argument("an odd width");

@@ -20,6 +20,7 @@
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/scale_layer.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
+#include "tests/stages/prepared.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -441,7 +442,7 @@ TEST(PrecisionOptionsTest, Bf16KeepsHalfAndTakesThePlannedBytes) {
         setup.slots = 3;
         setup.split_backward = split;
         setup.input_sizes = {{{DType::kF32, {4, 1, kSide, kSide}}}};
-        stage->prepare(setup);
+        prepare(*stage, setup);
         const std::size_t slot = planned.state_bytes_until_input +
                                  planned.state_bytes_until_weight +
                                  (split ? planned.gradient_bytes_until_weight : 0);

@@ -39,7 +39,7 @@ PipelineOptions options_of(int ranks) {
 // What the stage with this mistake does in place of the right thing.
 struct Mistake {
   std::function<void(ParameterSet&, const StageSetup&)> prepare = {};
-  std::function<void()> parameters = {};  // before they are returned
+  std::function<void(ParameterSet&)> parameters = {};  // before they are returned
   std::function<double()> weight = {};
 };
 
@@ -52,7 +52,7 @@ class MistakenStage : public WrappedStage {
     WrappedStage::prepare(setup);
   }
   ParameterSet* parameters() override {
-    if (mistake_.parameters) mistake_.parameters();
+    if (mistake_.parameters) mistake_.parameters(*WrappedStage::parameters());
     return WrappedStage::parameters();
   }
   double target_weight(std::span<const Tensor> targets) const override {
@@ -124,23 +124,18 @@ TEST_P(StageMistakesTest, AStageThatPreparesOtherParametersIsNamed) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto source = counting_source(4);
     const std::vector<std::pair<Prepare, std::string>> wrong = {
-        {[](ParameterSet&, const StageSetup&) {}, "has no memory after prepare()"},
         {[](ParameterSet& set, const StageSetup& setup) {
-           set.allocate(setup.compute->memory(), setup.seed, /*gradients=*/false);
-         },
-         "has no gradient after prepare()"},
-        {[](ParameterSet& set, const StageSetup& setup) {
-           set.add("late", {1}, Init::constant(0));
            set.allocate(setup.compute->memory(), setup.seed);
          },
-         "has other parameters after prepare() than when it was described: 1, then 2"},
-        {[](ParameterSet& set, const StageSetup& setup) {
+         "legal: once, which a pipeline does before Stage::prepare()"},
+        {[](ParameterSet& set, const StageSetup&) { set.add("late", {1}, Init::constant(0)); },
+         "parameter late is added after allocate()"},
+        {[](ParameterSet& set, const StageSetup&) {
            set.add_buffer("late", {1}, Init::constant(0));
-           set.allocate(setup.compute->memory(), setup.seed);
          },
-         "has other buffers"}};
+         "buffer late is added after allocate()"}};
     for (const auto& [prepare, text] : wrong) {
-      expect_error(ErrorCode::kUsage, {last_stage(comm), text}, [&] {
+      expect_error(ErrorCode::kUsage, {last_stage(comm) + ", prepare(): ", text}, [&] {
         const Pipeline none(comm, factory_of({.prepare = prepare}), *source,
                             options_of(comm.size()));
       });
@@ -148,12 +143,40 @@ TEST_P(StageMistakesTest, AStageThatPreparesOtherParametersIsNamed) {
   });
 }
 
-TEST_P(StageMistakesTest, ParametersAreAskedForTwiceAndWhatThatThrowsNamesTheStage) {
+// What Stage::parameters() does in its call number `call`, from 1: in describe(), before prepare(),
+// after it.
+TEST_P(StageMistakesTest, AStageWithOtherParametersThanItDescribedIsNamed) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto source = counting_source(4);
-    for (const int failing : {1, 2, 3}) {
+    const auto refused = [&](int call, const std::string& text, const auto& change) {
       int calls = 0;
-      const StageFactory make = factory_of({.parameters = [&] {
+      const StageFactory make = factory_of({.parameters = [&](ParameterSet& set) {
+        if (++calls == call) change(set);
+      }});
+      expect_error(ErrorCode::kUsage, {last_stage(comm), text},
+                   [&] { const Pipeline none(comm, make, *source, options_of(comm.size())); });
+    };
+    refused(2, "has other parameters after prepare() than when it was described: 1, then 2",
+            [](ParameterSet& set) { set.add("late", {1}, Init::constant(0)); });
+    refused(2, "has other buffers after prepare() than when it was described: 0, then 1",
+            [](ParameterSet& set) { set.add_buffer("late", {1}, Init::constant(0)); });
+    refused(2, "its parameters: parameter w is declared twice in one stage", [](ParameterSet& set) {
+      for (int i = 0; i < 2; ++i) set.add("w", {1}, Init::constant(0));
+    });
+    refused(3, "parameters have no memory", [](ParameterSet& set) {
+      const Parameter was = *set.all()[0];
+      set = ParameterSet();
+      set.add(was.name, was.shape, was.init);
+    });
+  });
+}
+
+TEST_P(StageMistakesTest, WhatAskingForParametersThrowsNamesTheStage) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = counting_source(4);
+    for (const int failing : {1, 2, 3, 4}) {
+      int calls = 0;
+      const StageFactory make = factory_of({.parameters = [&](ParameterSet&) {
         if (++calls == failing) throw std::runtime_error("not yet");
       }});
       const auto train = [&] {
@@ -162,9 +185,9 @@ TEST_P(StageMistakesTest, ParametersAreAskedForTwiceAndWhatThatThrowsNamesTheSta
         (void)pipeline.state();
         pipeline.close();
       };
-      if (failing == 3) {
+      if (failing == 4) {
         train();
-        EXPECT_EQ(calls, comm.rank() + 1 == comm.size() ? 2 : 0);
+        EXPECT_EQ(calls, comm.rank() + 1 == comm.size() ? 3 : 0);
         continue;
       }
       expect_error(ErrorCode::kUser, {last_stage(comm) + ", parameters(): not yet"}, train);

@@ -18,6 +18,7 @@
 
 #include "stages/compute/context_access.hpp"
 #include "tests/comm/mpi/mpi_main.hpp"
+#include "tests/stages/prepared.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -63,8 +64,8 @@ void compare(const LayerSpec& spec, const TensorSpec& in, const Function& functi
     ComputeContext compute(Device{}, 1);
     const std::unique_ptr<Stage> stage = Sequential({spec})(0, 1);
     const StageDescription description = stage->describe({&in, 1}, compute);
-    stage->prepare(
-        {.compute = &compute, .split_backward = split, .seed = 5, .input_sizes = {{in}}});
+    prepare(*stage,
+            {.compute = &compute, .split_backward = split, .seed = 5, .input_sizes = {{in}}});
     ContextAccess::reserve_workspace(compute, description.operator_bytes);
     const TensorSpec& out = description.outputs[0];
     std::vector<float> x = numbers(in.shape.elements(), 1, 3), dx(x.size(), std::nanf(""));

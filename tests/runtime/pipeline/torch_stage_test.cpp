@@ -20,6 +20,7 @@
 #include <sluice/torch.hpp>
 
 #include "tests/comm/mpi/mpi_main.hpp"
+#include "tests/stages/prepared.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -271,7 +272,7 @@ TEST(TorchStageTest, RandomNumbersAreAFunctionOfPrefixSeedStepAndFirstSample) {
   const auto mask = [&](const char* prefix, std::uint64_t seed, std::uint64_t step,
                         std::int64_t first_sample) {
     const auto stage = torch_stage(prefix, nn::Dropout(0.5));
-    stage->prepare({.compute = &compute, .input_sizes = {{spec}}});
+    prepare(*stage, {.compute = &compute, .input_sizes = {{spec}}});
     std::vector<float> values(64);
     const Tensor output{values.data(), spec};
     StageContext ctx{.compute = compute, .step = step, .seed = seed, .first_sample = first_sample};

@@ -130,7 +130,6 @@ class TwoTensors : public Stage, public SplitBackward, public LossStage {
     return {.outputs = {
                 first, {options_.second, {in[0].shape[0]}}, {DType::kF32, {in[0].shape[0], 0}}}};
   }
-  void prepare(const StageSetup& /*setup*/) override {}
   void forward(StageContext& /*ctx*/, std::span<const Tensor> in,
                std::span<const Tensor> out) override {
     for (std::int64_t i = 0; i < out[0].elements(); ++i) {

@@ -55,12 +55,17 @@ TEST(ActivityBoardTest, ShowsWhatTheRankDoes) {
   board.begin_wait({WaitSubject::What::kReceive, 1, 3, 4096, 12}, Axis::kPipeline);
   now = board.read();
   EXPECT_TRUE(now.waits);
+  EXPECT_EQ(now.axis, Axis::kPipeline);
   EXPECT_EQ(now.subject.peer, 1);
   EXPECT_EQ(now.subject.bytes, 4096U);
   EXPECT_EQ(now.subject.needed_op, 12);
   EXPECT_EQ(describe_doing(now, room), "2F5");
   const std::uint64_t moves = now.moves;
   EXPECT_EQ(board.read().moves, moves) << "nothing moved";
+  for (const std::optional<Axis> axis : {std::optional<Axis>(), {Axis::kTensor}}) {
+    board.begin_wait({WaitSubject::What::kCollectiveReceive, 1, 3, 4096, 12}, axis);
+    EXPECT_EQ(board.read().axis, axis);
+  }
   board.end_wait();
   EXPECT_FALSE(board.read().waits);
   EXPECT_GT(board.read().moves, moves);

@@ -9,6 +9,7 @@
 
 #include "tests/emulated_cuda/modules.hpp"
 #include "tests/stages/cuda/gpu_tools.hpp"
+#include "tests/stages/prepared.hpp"
 #include "tests/stages/transformer/small_models.hpp"
 
 namespace sluice {
@@ -58,7 +59,7 @@ TEST_P(WarmUpTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
       StageSetup setup{.compute = &gpu};
       setup.split_backward = GetParam();
       setup.input_sizes = {{input}};
-      stage->prepare(setup);
+      testing::prepare(*stage, setup);
       const std::set<std::string> before = emulated::launched_kernels();
       run(gpu, *stage, input, s == 0, GetParam());
       EXPECT_EQ(emulated::launched_kernels(), before) << "stage " << s;
@@ -99,7 +100,7 @@ TEST(WarmUpBuffersTest, LeavesBuffersOfLayersAsTheyAre) {
       Sequential({nn::layer<Overwriting>("overwriting"), nn::linear(4, 4)})(0, 1);
   StageSetup setup{.compute = &gpu};
   setup.input_sizes = {{{DType::kF32, Shape{2, 4}}}};
-  stage->prepare(setup);
+  testing::prepare(*stage, setup);
   const auto buffer = [&stage] {
     float value = 0;
     copy_now(kGpu, &value, stage->parameters()->flat_buffers().data(), sizeof(value));

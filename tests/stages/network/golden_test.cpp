@@ -12,6 +12,7 @@
 #include <sluice/layers.hpp>
 
 #include "stages/operators/optimizer.hpp"
+#include "tests/stages/prepared.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -71,8 +72,8 @@ struct OneLayer {
   OneLayer(const LayerSpec& spec, const TensorSpec& in, bool split)
       : stage(Sequential({spec})(0, 1)) {
     description = stage->describe({&in, 1}, compute);
-    stage->prepare(
-        {.compute = &compute, .split_backward = split, .seed = 5, .input_sizes = {{in}}});
+    prepare(*stage,
+            {.compute = &compute, .split_backward = split, .seed = 5, .input_sizes = {{in}}});
   }
   [[nodiscard]] std::vector<Parameter*> parameters() const {
     return stage->parameters() == nullptr ? std::vector<Parameter*>() : stage->parameters()->all();

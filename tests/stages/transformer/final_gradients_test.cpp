@@ -10,6 +10,8 @@
 #include <sluice/stage.hpp>
 #include <sluice/transformer.hpp>
 
+#include "tests/stages/prepared.hpp"
+
 namespace sluice {
 namespace {
 
@@ -50,7 +52,8 @@ std::vector<Told> told_by(const TransformerConfig& config, int index, bool split
   const TensorSpec stream{DType::kF32, Shape{2, config.context, config.width}};
   const TensorSpec in_spec = index == 0 ? tokens : stream;
   const TensorSpec out_spec = stage->describe({&in_spec, 1}, compute).outputs[0];
-  stage->prepare(
+  testing::prepare(
+      *stage,
       {.compute = &compute, .slots = 1, .split_backward = split, .input_sizes = {{in_spec}}});
   Buffer in(Device{}, in_spec.bytes()), out(Device{}, out_spec.bytes()),
       din(Device{}, in_spec.bytes());

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "tests/stages/prepared.hpp"
+
 namespace sluice::testing {
 
 namespace {
@@ -58,7 +60,7 @@ LocalPipeline::LocalPipeline(const TransformerConfig& config, const Partition& p
     for (const InFlight& flight : flights_) {
       setup.input_sizes.push_back({flight.activations[s].spec});
     }
-    stages_[s]->prepare(setup);
+    prepare(*stages_[s], setup);
   }
 }
 

@@ -11,6 +11,7 @@
 
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/network/network_stage.hpp"
+#include "tests/stages/prepared.hpp"
 #include "tests/stages/transformer/local_pipeline.hpp"
 #include "tests/stages/transformer/small_models.hpp"
 
@@ -153,7 +154,7 @@ TEST_P(RecomputeMemoryTest, TakesTheBytesItDescribes) {
       setup.slots = slots;
       setup.split_backward = split;
       setup.input_sizes = {{input}};
-      stage.prepare(setup);
+      testing::prepare(stage, setup);
       const std::size_t between = split ? described.gradient_bytes_until_weight : 0;
       const std::size_t per_slot = state_of(described) + between;
       const std::size_t shared =

@@ -13,6 +13,7 @@
 #include <sluice/error.hpp>
 #include <sluice/transformer.hpp>
 
+#include "tests/stages/prepared.hpp"
 #include "tests/stages/transformer/local_pipeline.hpp"
 #include "tests/stages/transformer/reference_transformer.hpp"
 #include "tests/stages/transformer/small_models.hpp"
@@ -466,7 +467,7 @@ TEST(TransformerTest, RefusesMicroBatchesLargerThanPrepared) {
   StageSetup setup;
   setup.compute = &compute;
   setup.input_sizes = {{prepared}};
-  stage->prepare(setup);
+  testing::prepare(*stage, setup);
   std::vector<std::int32_t> tokens(15);
   std::vector<float> out(15 * 24);
   const Tensor input{tokens.data(), larger}, output{out.data(), {DType::kF32, {3, 5, 24}}};

@@ -388,7 +388,7 @@ class TorchStage : public Stage, public SplitBackward {
     in_torch(prefix_, "prepare", [&] {
       device_ = setup.compute->device();
       slots_.resize(static_cast<std::size_t>(setup.slots));
-      parameters_.allocate(setup.compute->memory(), setup.seed, setup.trains);
+      parameters_.require_memory();
       const TorchScope scope(*setup.compute, seed_of(setup.seed, 0, kInitial, 0));
       take_values(remake_ == nullptr ? module_ : remake_());
     });
