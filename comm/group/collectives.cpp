@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <utility>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/group/binomial_tree.hpp"
 #include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
 
@@ -102,6 +104,31 @@ class Collectives::OpenRequests {
   std::array<KeepAlive, 2> owners_;
 };
 
+// Where the ranks' parts lie in the result of a gather.
+class Collectives::Parts {
+ public:
+  Parts(int ranks, int root, std::size_t bytes_each)
+      : ranks_(ranks), root_(root), bytes_each_(bytes_each) {}
+  Parts(std::span<const std::size_t> ends, int root)
+      : ranks_(static_cast<int>(ends.size())), root_(root), ends_(ends) {}
+
+  // Bytes of the first `count` ranks, counted from the root.
+  [[nodiscard]] std::size_t before(int count) const {
+    const int rank = root_ + count;
+    return rank <= ranks_ ? begin(rank) - begin(root_)
+                          : begin(ranks_) - begin(root_) + begin(rank - ranks_);
+  }
+
+ private:
+  [[nodiscard]] std::size_t begin(int rank) const {
+    return ends_.empty() ? at(rank) * bytes_each_ : rank == 0 ? 0 : ends_[at(rank) - 1];
+  }
+
+  int ranks_, root_;
+  std::size_t bytes_each_ = 0;         // where `ends` is empty
+  std::span<const std::size_t> ends_;  // [rank]
+};
+
 Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
     : comm_(comm),
       base_tag_(base_tag),
@@ -191,43 +218,66 @@ void Collectives::barrier() {
   }
 }
 
-// Binomial tree over the ranks counted from `root`.
 void Collectives::broadcast(std::span<std::byte> bytes, int root) {
   const int size = comm_.size();
   const int me = (comm_.rank() - root + size) % size;
-  int subtree = 1;
-  while (subtree < size && (me & subtree) == 0) {
-    subtree *= 2;
-  }
-  if (me != 0) {
-    recv_tagged((me - subtree + root) % size, kBroadcastTag, bytes);
-  }
-  for (int child = subtree / 2; child > 0; child /= 2) {
-    if (me + child < size) {
-      send_tagged((me + child + root) % size, kBroadcastTag, bytes);
-    }
+  if (me != 0) recv_tagged((tree_parent(me) + root) % size, kBroadcastTag, bytes);
+  for (int i = child_count(me, size) - 1; i >= 0; --i) {
+    send_tagged((tree_child(me, i) + root) % size, kBroadcastTag, bytes);
   }
 }
 
 void Collectives::gather(std::span<const std::byte> mine, std::span<std::byte> all, int root) {
-  if (comm_.rank() != root) {
-    send_tagged(root, kGatherTag, mine);
-    return;
+  gather_parts(mine, Parts(comm_.size(), root, mine.size()), all, root);
+}
+
+void Collectives::gather(std::span<const std::byte> mine, std::span<const std::size_t> ends,
+                         std::span<std::byte> all, int root) {
+  gather_parts(mine, Parts(ends, root), all, root);
+}
+
+// Up the tree of the ranks counted from `root`. The parts of a rank's subtree lie behind each other
+// in copy_, its own first; the root's are the result, but begin with its own.
+void Collectives::gather_parts(std::span<const std::byte> mine, const Parts& parts,
+                               std::span<std::byte> all, int root) {
+  const int size = comm_.size();
+  const int me = (comm_.rank() - root + size) % size;
+  const std::size_t bytes = parts.before(subtree_end(me, size)) - parts.before(me);
+  if (mine.size() != parts.before(me + 1) - parts.before(me) || (me == 0 && all.size() != bytes)) {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("gather of {} bytes, {} with the subtree's, into {}", mine.size(),
+                            bytes, all.size()),
+                comm_.rank());
   }
-  if (all.size() != mine.size() * at(comm_.size())) {
-    throw Error(
-        ErrorCode::kInternal,
-        fmt::format("gather of {} x {} bytes into {}", comm_.size(), mine.size(), all.size()),
-        root);
+  renew_copy(bytes);
+  std::copy(mine.begin(), mine.end(), copy_->begin());
+  struct Child {
+    int rank;
+    std::span<std::byte> parts, first_piece;
+  };
+  const auto child = [&](std::size_t index) -> Child {
+    const int place = tree_child(me, static_cast<int>(index));
+    const std::size_t begin = parts.before(place);
+    const std::span<std::byte> theirs = std::span(*copy_).subspan(
+        begin - parts.before(me), parts.before(subtree_end(place, size)) - begin);
+    return {(place + root) % size, theirs, theirs.first(std::min(theirs.size(), kPieceBytes))};
+  };
+  const std::span<Request> open = std::span(open_).first(at(child_count(me, size)));
+  const OpenRequests guard(comm_, open, copy_);
+  for (std::size_t i = 0; i < open.size(); ++i) {
+    open[i] = comm_.post_recv(child(i).rank, base_tag_ + kGatherTag, child(i).first_piece);
   }
-  std::byte* part = all.data();
-  for (int rank = 0; rank < comm_.size(); ++rank, part += mine.size()) {
-    if (rank != root) {
-      recv_tagged(rank, kGatherTag, {part, mine.size()});
-    } else {
-      std::copy(mine.begin(), mine.end(), part);
+  for (std::size_t i = 0; i < open.size(); ++i) {
+    const auto [rank, theirs, piece] = child(i);
+    wait(open[i], piece.size(), receives(rank, base_tag_ + kGatherTag, piece.size()));
+    if (piece.size() < theirs.size()) {
+      recv_tagged(rank, kGatherTag, theirs.subspan(piece.size()), copy_);
     }
   }
+  const std::span<const std::byte> subtree = std::span(*copy_).first(bytes);
+  if (me != 0) return send_tagged((tree_parent(me) + root) % size, kGatherTag, subtree, copy_);
+  const auto rank_0 = subtree.begin() + static_cast<std::ptrdiff_t>(parts.before(size - root));
+  std::rotate_copy(subtree.begin(), rank_0, subtree.end(), all.begin());
 }
 
 void Collectives::all_gather(std::span<const std::byte> mine, std::span<std::byte> all) {
@@ -246,9 +296,21 @@ std::string Collectives::broadcast_string(const std::string& text, int root) {
 }
 
 std::vector<std::string> Collectives::all_gather_strings(const std::string& mine) {
+  std::vector<std::size_t> ends(at(comm_.size()));
+  all_gather(mine.size(), ends);
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
+  std::string text(ends.back(), '\0');
+  const std::span<std::byte> bytes = std::as_writable_bytes(std::span(text));
+  if (!text.empty()) {
+    gather(std::as_bytes(std::span(mine)), ends, bytes, 0);
+    broadcast(bytes, 0);
+  }
+  if (copy_->size() > kPieceBytes) copy_ = std::make_shared<std::vector<std::byte>>(kFirstCopy);
   std::vector<std::string> all;
-  for (int rank = 0; rank < comm_.size(); ++rank) {
-    all.push_back(broadcast_string(mine, rank));
+  std::size_t begin = 0;
+  for (const std::size_t end : ends) {
+    all.push_back(text.substr(begin, end - begin));
+    begin = end;
   }
   return all;
 }

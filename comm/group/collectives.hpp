@@ -3,7 +3,9 @@
 // same calls. `interrupt` may be null. A call that throws has cancelled its requests; the object
 // may be used again only if every rank threw. Sizes that differ between ranks are Error(kMismatch).
 // Messages that go on after a throw use the object's own memory, or memory whose owner the caller
-// names; the communicator keeps both.
+// names; the communicator keeps both. Broadcasts and gathers are binomial trees
+// (binomial_tree.hpp): of n ranks none exchanges more than ceil(log2(n)) messages a call, but for
+// pieces, and a rank that gathers holds its subtree's bytes.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +29,10 @@ class Collectives {
   void broadcast(std::span<std::byte> bytes, int root);
   // result = rank-major concatenation, on `root` only. Sizes agree on every rank.
   void gather(std::span<const std::byte> mine, std::span<std::byte> all, int root);
+  // The same of parts of any sizes: that of rank r ends at byte ends[r] of the result. All ranks
+  // pass the same `ends`.
+  void gather(std::span<const std::byte> mine, std::span<const std::size_t> ends,
+              std::span<std::byte> all, int root);
   // As gather, on all ranks.
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all);
   // A value of each rank; `all` has one for each.
@@ -34,7 +40,8 @@ class Collectives {
   void all_gather(const T& mine, std::vector<T>& all) {
     all_gather(object_bytes(mine), std::as_writable_bytes(std::span(all)));
   }
-  // Strings of any length; for start-up and errors. Allocates.
+  // Strings of any length, in one gather and one broadcast after those of the lengths; for start-up
+  // and errors. Allocates.
   [[nodiscard]] std::vector<std::string> all_gather_strings(const std::string& mine);
   [[nodiscard]] std::string broadcast_string(const std::string& text, int root);
 
@@ -58,6 +65,7 @@ class Collectives {
 
  private:
   class OpenRequests;
+  class Parts;
 
   void wait(Request& request, std::size_t expected_bytes, const WaitSubject& subject);
   void send_tagged(int peer, int tag, std::span<const std::byte> bytes,
@@ -65,6 +73,8 @@ class Collectives {
   void recv_tagged(int peer, int tag, std::span<std::byte> bytes, const KeepAlive& owner = nullptr);
   // Makes copy_ one of at least `bytes` that no message uses.
   void renew_copy(std::size_t bytes);
+  void gather_parts(std::span<const std::byte> mine, const Parts& parts, std::span<std::byte> all,
+                    int root);
   // Of open_: what block `block` of the running sum exchanges with `rank`; two blocks at a time.
   Request& block_receive(int rank, std::size_t block);
   Request& block_send(int rank, std::size_t block);
@@ -75,9 +85,9 @@ class Collectives {
   int base_tag_;
   Interrupt* interrupt_;
   Waiter waiter_;
-  std::vector<Request> open_;  // of the running call, for ordered_sum; sized once
-  // Of the piece that is being sent or received, and the received blocks of a sum. The communicator
-  // shares them after a throw.
+  std::vector<Request> open_;  // of the running call; sized once
+  // Of the piece that is being sent or received, or of a gather's subtree; and the received blocks
+  // of a sum. The communicator shares them after a throw.
   std::shared_ptr<std::vector<std::byte>> copy_;
   std::shared_ptr<std::vector<float>> blocks_;
 };

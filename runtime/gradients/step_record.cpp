@@ -12,6 +12,8 @@
 namespace sluice {
 namespace {
 
+constexpr std::size_t kFirstLoss = 5;  // index in a record
+
 void check(StepTotals& totals, double value, double index, double is_loss) {
   if (std::isfinite(value) || totals.finite == 0) return;
   totals.finite = 0;
@@ -59,27 +61,33 @@ RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
     : job_(job),
       layout_(layout),
       rate_(options.training.learning_rate),
-      first_square_(first_loss_ + 2 * at(options.shape.micro_batches)) {
-  std::size_t most = 0;
-  for (int rank = 0; rank < layout_.place.topology.size.pipeline; ++rank) {
-    std::size_t count = 0;
-    for (const int stage : layout_.plans.placement().stages_of(rank)) {
-      count += layout_.parameters.stages[at(stage)].parameters.size();
+      losses_(2 * at(options.shape.micro_batches)),
+      next_(at(layout.place.topology.size.pipeline)) {
+  const Topology& topology = layout_.place.topology;
+  for (int s = 0; s < layout_.plans.num_stages(); ++s) {
+    const int rank = layout_.plans.placement().rank_of(s);
+    for (std::size_t i = 0; i < layout_.parameters.stages[at(s)].parameters.size(); ++i) {
+      if (layout_.parameters.is_owner(s, static_cast<int>(i))) ++next_[at(rank)];
     }
-    most = std::max(most, count);
   }
-  mine_.resize(first_square_ + most);
+  std::size_t end = 0;
+  for (int rank = 0; rank < topology.ranks(); ++rank) {
+    const Place place = topology.place_of(rank);
+    std::size_t size = first_square(place.pipeline);
+    if (place.replica == 0) size += next_[at(place.pipeline)];
+    if (rank == job_.world.ranks->rank()) mine_.resize(size);
+    ends_.push_back(end += size * sizeof(double));
+  }
   if (job_.world.ranks->rank() != 0) return;
-  all_.resize(mine_.size() * at(job_.world.ranks->size()));
-  peaks_.resize(at(layout_.place.topology.size.pipeline));
-  busy_.resize(at(job_.world.ranks->size()));
-  next_.resize(at(layout_.place.topology.size.pipeline));
+  all_.resize(end / sizeof(double));
+  peaks_.resize(next_.size());
+  busy_.resize(ends_.size());
 }
 
 void RecordExchange::exchange(StepState& step, const StepOutcome& outcome,
                               std::span<const double> squares) {
   pack(step, outcome, squares);
-  job_.world.collectives->gather(std::as_bytes(std::span(mine_)),
+  job_.world.collectives->gather(std::as_bytes(std::span(mine_)), ends_,
                                  std::as_writable_bytes(std::span(all_)), 0);
   if (job_.world.ranks->rank() == 0) reduce(step);
   job_.world.collectives->broadcast(object_bytes(step.totals), 0);
@@ -89,10 +97,13 @@ void RecordExchange::pack(const StepState& step, const StepOutcome& outcome,
                           std::span<const double> squares) {
   std::fill(mine_.begin(), mine_.end(), 0.0);
   for (std::size_t i = 0; i < outcome.losses.size(); ++i) {
-    mine_[first_loss_ + 2 * i] = outcome.losses[i].sum;
-    mine_[first_loss_ + 2 * i + 1] = outcome.losses[i].weight;
+    mine_[kFirstLoss + 2 * i] = outcome.losses[i].sum;
+    mine_[kFirstLoss + 2 * i + 1] = outcome.losses[i].weight;
   }
-  std::copy(squares.begin(), squares.end(), mine_.begin() + static_cast<int>(first_square_));
+  if (layout_.place.here.replica == 0) {
+    std::copy(squares.begin(), squares.end(),
+              mine_.begin() + static_cast<int>(first_square(layout_.place.here.pipeline)));
+  }
   mine_[0] = steady_seconds() - step.started;
   mine_[1] = outcome.busy_seconds;
   mine_[2] = outcome.peak_in_flight;
@@ -100,9 +111,16 @@ void RecordExchange::pack(const StepState& step, const StepOutcome& outcome,
   mine_[4] = rate_.at(step.number);
 }
 
-const double* RecordExchange::record(int replica, int rank) const {
-  return &all_[at(layout_.place.topology.rank_of({.pipeline = rank, .replica = replica})) *
-               mine_.size()];
+const double* RecordExchange::record(int rank) const {
+  return &all_[rank == 0 ? 0 : ends_[at(rank) - 1] / sizeof(double)];
+}
+
+const double* RecordExchange::record(int replica, int pipeline_rank) const {
+  return record(layout_.place.topology.rank_of({.pipeline = pipeline_rank, .replica = replica}));
+}
+
+std::size_t RecordExchange::first_square(int pipeline_rank) const {
+  return kFirstLoss + (pipeline_rank == layout_.plans.last_rank() ? losses_ : 0);
 }
 
 // On rank 0. Losses are added in order of batch, replica and micro-batch, whatever the number of
@@ -119,7 +137,7 @@ void RecordExchange::reduce_losses(StepState& step) const {
   totals.loss_sum = step.earlier.loss_sum;
   totals.targets = step.earlier.targets;
   for (int r = 0; r < layout_.place.topology.size.replica; ++r) {
-    const double* const losses = record(r, layout_.plans.last_rank()) + first_loss_;
+    const double* const losses = record(r, layout_.plans.last_rank()) + kFirstLoss;
     for (int m = 0; m < step.micro_batches; ++m) {
       check(totals, losses[2 * m], r * step.micro_batches + m, 1);
       totals.loss_sum += losses[2 * m];
@@ -130,7 +148,9 @@ void RecordExchange::reduce_losses(StepState& step) const {
 
 void RecordExchange::reduce_squares(StepTotals& totals) {
   double squares = 0;
-  std::fill(next_.begin(), next_.end(), first_square_);
+  for (std::size_t rank = 0; rank < next_.size(); ++rank) {
+    next_[rank] = first_square(static_cast<int>(rank));
+  }
   double index = 0;
   for (int s = 0; s < layout_.plans.num_stages(); ++s) {
     const int rank = layout_.plans.placement().rank_of(s);
@@ -147,7 +167,7 @@ void RecordExchange::reduce_squares(StepTotals& totals) {
 void RecordExchange::reduce_ranks(StepTotals& totals) {
   std::uint32_t flags = 0;
   for (int rank = 0; rank < job_.world.ranks->size(); ++rank) {
-    const double* values = &all_[at(rank) * mine_.size()];
+    const double* const values = record(rank);
     totals.window_seconds = std::max(totals.window_seconds, values[0]);
     totals.busy_seconds += values[1];
     busy_[at(rank)] = values[1];

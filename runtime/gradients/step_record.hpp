@@ -113,15 +113,19 @@ class RecordExchange {
   void reduce_losses(StepState& step) const;
   void reduce_squares(StepTotals& totals);
   void reduce_ranks(StepTotals& totals);
-  [[nodiscard]] const double* record(int replica, int rank) const;
+  [[nodiscard]] const double* record(int rank) const;
+  [[nodiscard]] const double* record(int replica, int pipeline_rank) const;
+  // Index in a record.
+  [[nodiscard]] std::size_t first_square(int pipeline_rank) const;
 
   JobContext& job_;
   const JobLayout& layout_;
   const LearningRate& rate_;
-  std::size_t first_loss_ = 5, first_square_ = 0;
-  // Per rank: window, busy, peak, flags, learning rate, then (sum, weight) per micro-batch, then
-  // squares per owned parameter.
+  std::size_t losses_;  // of a record of the last stage's ranks
+  // Records. Of each rank: window, busy, peak, flags, learning rate; then, of the last stage's
+  // ranks, (sum, weight) per micro-batch; then, of replica 0, squares per owned parameter.
   std::vector<double> mine_, all_;
+  std::vector<std::size_t> ends_;  // [rank of the job] bytes of all_ up to the end of its record
   std::vector<std::size_t> next_;  // [pipeline rank] index of its next square
   std::vector<int> peaks_;
   std::vector<double> busy_;

@@ -227,6 +227,7 @@ void BatchFeed::agree(const Asked& asked, const std::function<void()>& check) {
   };
   const std::optional<Error> fault = error_of(std::cref(look));  // allocates nothing
   if (fault) mine.fault = 1 + static_cast<std::int32_t>(fault->code());
+  if (asked.targets != nullptr) mine.counted = *asked.targets;
   job_.world.collectives->all_gather(mine, headers_);
   for (std::size_t rank = 0; rank < headers_.size(); ++rank) {
     if (headers_[rank].fault == 0) continue;
@@ -291,6 +292,15 @@ void BatchFeed::compare_samples(Call call) {
 SampleRange BatchFeed::share() const {
   const auto mine = shares_.begin() + layout_.place.here.replica;
   return {std::accumulate(shares_.begin(), mine, std::int64_t{0}), *mine};
+}
+
+double BatchFeed::targets() const {
+  const int last = layout_.plans.last_rank();
+  double total = 0;
+  for (int r = 0; r < layout_.place.topology.size.replica; ++r) {
+    total += headers_[at(layout_.place.topology.rank_of({.pipeline = last, .replica = r}))].counted;
+  }
+  return total;
 }
 
 void BatchFeed::send_share(std::span<const Tensor> whole, int rank, SampleRange share) const {

@@ -37,6 +37,8 @@ class BatchFeed {
     std::uint64_t step = 0;        // steps done: equal on all ranks where the call counts on
     std::int64_t argument = 0;     // equal on all ranks
     const Batch* batch = nullptr;  // null for calls without one
+    // Targets that count, on the last stage's ranks; read after `check`. Null: none.
+    const double* targets = nullptr;
   };
   // Collective over the job. Throws Refused for what all ranks refuse. `check` throws, in any type,
   // what this rank finds wrong by itself; it calls no other rank, and may be empty.
@@ -45,6 +47,8 @@ class BatchFeed {
   [[nodiscard]] std::span<const std::int64_t> shares() const { return shares_; }
   // The first sample of this replica's share in the batch, and their number.
   [[nodiscard]] SampleRange share() const;
+  // Asked::targets of the last agree(), added in the order of replicas.
+  [[nodiscard]] double targets() const;
 
   // What this rank passes of each batch.
   [[nodiscard]] BatchShare passed() const;
@@ -65,7 +69,8 @@ class BatchFeed {
     std::int32_t call = 0;
     std::int32_t fault = 0;  // 0: none, else 1 + its ErrorCode
     std::uint64_t step = 0;
-    std::int64_t argument = 0, inputs = 0, targets = 0;
+    std::int64_t argument = 0, inputs = 0, targets = 0;  // the last two: samples
+    double counted = 0;                                  // Asked::targets
   };
   // Samples of `tensors`, which need to be like the shapes'; throws Error(kUsage).
   [[nodiscard]] std::int64_t samples_of(std::span<const Tensor> tensors, bool targets) const;

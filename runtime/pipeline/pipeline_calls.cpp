@@ -26,8 +26,11 @@ Doing doing_of(Call call) {
 
 void PipelineCalls::agree(Call call, const Batch* batch, std::int64_t argument,
                           const std::function<void()>& check) {
-  const BatchFeed::Asked asked{
-      .call = call, .step = parts_.step.done, .argument = argument, .batch = batch};
+  const BatchFeed::Asked asked{.call = call,
+                               .step = parts_.step.done,
+                               .argument = argument,
+                               .batch = batch,
+                               .targets = &parts_.step.targets_here};
   refusable([&] { parts_.feed->agree(asked, check); });
 }
 

@@ -14,10 +14,7 @@
 namespace sluice {
 
 TrainingSteps::TrainingSteps(PipelineParts& parts, PipelineCalls& calls)
-    : parts_(parts),
-      calls_(calls),
-      step_(parts.step),
-      replica_targets_(at(parts.layout.place.topology.size.replica)) {
+    : parts_(parts), calls_(calls), step_(parts.step) {
   if (parts.options.training.inference) return;
   const ActivityScope setting_up(*parts.job.activity, Doing::kSettingUp);
   parts.job.guarded([&] {
@@ -85,16 +82,6 @@ void TrainingSteps::cut_step() {
   parts_.training.plan(static_cast<int>(pieces));
 }
 
-// The number of targets in the global batch, which the mean loss is taken over. On the last stage's
-// ranks, with one exchange between replicas; elsewhere 1.
-double TrainingSteps::count_targets() {
-  if (!parts_.layout.owns(parts_.layout.plans.num_stages() - 1)) return 1;
-  parts_.job.group(Axis::kReplica).collectives->all_gather(step_.targets_here, replica_targets_);
-  double total = 0;
-  for (const double count : replica_targets_) total += count;
-  return total;
-}
-
 StepReport TrainingSteps::train_step() {
   require_training();
   if (loader_ == nullptr) {
@@ -147,12 +134,11 @@ StepReport TrainingSteps::run_batch(const BatchLoader::Batch& batch, BatchEnd en
     parts_.rethrow_oom_with_plan("messages",
                                  [&] { parts_.engine = &parts_.training.engine(micro_batches); });
     parts_.job.set_progress_engine(parts_.engine);
-    const double targets = count_targets();
     step_.begin_batch(started, micro_batches, end);
     const StepRequest request{.phase = Phase::kTrain,
                               .step = step_.number,
                               .seed = parts_.options.training.seed,
-                              .loss_scale = 1 / step_.divisor(targets),
+                              .loss_scale = 1 / step_.divisor(parts_.feed->targets()),
                               .first_batch = step_.earlier.samples == 0,
                               .last_batch = end != BatchEnd::kAccumulate,
                               .micro_batches = step_.ranges,

@@ -5,7 +5,6 @@
 #include <functional>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include <sluice/pipeline.hpp>
 
@@ -40,7 +39,6 @@ class TrainingSteps {
   void require_rate() const;
   // Divides the shares of a step's batch into micro-batches. All ranks throw the same.
   void cut_step();
-  double count_targets();
   // Runs this rank's part of a batch, of step.ranges.
   StepReport run_batch(const BatchLoader::Batch& batch, BatchEnd end);
   StepReport end_batch(BatchEnd end, double started);
@@ -52,7 +50,6 @@ class TrainingSteps {
   std::unique_ptr<BatchLoader> loader_;  // null: batches are handed in
   std::unique_ptr<GradientSync> gradients_;
   std::unique_ptr<StageBuffers> stage_buffers_;
-  std::vector<double> replica_targets_;  // [replica]
 };
 
 }  // namespace sluice
