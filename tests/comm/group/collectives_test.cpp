@@ -2,13 +2,20 @@
 
 #include <array>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <numeric>
+#include <string>
+#include <vector>
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
+#include "comm/group/binomial_tree.hpp"
 #include "comm/group/communicator.hpp"
+#include "comm/group/control.hpp"
 #include "tests/comm/group/both_transports.hpp"
 
 namespace sluice {
@@ -110,15 +117,48 @@ SLUICE_COMM_TEST(CollectivesTest, GathersInTheOrderOfRanks) {
   }
 }
 
+// Numbers of rank's part; some ranks have none.
+std::vector<int> part(int rank) { return std::vector<int>(at(rank * rank % 5), rank); }
+
+SLUICE_COMM_TEST(CollectivesTest, GathersPartsOfDifferentSizes) {
+  Collectives collectives(comm, 0, nullptr);
+  std::vector<int> expected;
+  std::vector<std::size_t> ends;
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    for (const int value : part(rank)) expected.push_back(value);
+    ends.push_back(expected.size() * sizeof(int));
+  }
+  const std::vector<int> mine = part(comm.rank());
+  for (int root = 0; root < comm.size(); ++root) {
+    std::vector<int> all(comm.rank() == root ? expected.size() : 0, -1);
+    collectives.gather(std::as_bytes(std::span(mine)), ends, writable(all), root);
+    EXPECT_TRUE(comm.rank() != root || all == expected) << root;
+  }
+}
+
+SLUICE_COMM_TEST(CollectivesTest, GathersLongSubtreesInPieces) {
+  Collectives collectives(comm, 0, nullptr);
+  const std::size_t count = 3 * Collectives::kPieceBytes / sizeof(int) / at(comm.size()) + 1;
+  const std::vector<int> mine(count, comm.rank());
+  for (const int root : {0, comm.size() - 1}) {
+    std::vector<int> all(comm.rank() == root ? count * at(comm.size()) : 0, -1);
+    collectives.gather(std::as_bytes(std::span(mine)), writable(all), root);
+    std::size_t wrong = 0;
+    for (std::size_t i = 0; i < all.size(); ++i) wrong += at(all[i]) != i / count ? 1 : 0;
+    EXPECT_EQ(wrong, 0U);
+  }
+}
+
 SLUICE_COMM_TEST(CollectivesTest, GathersStringsOfDifferentLengths) {
   Collectives collectives(comm, 0, nullptr);
-  const auto text = [](int rank) {
-    return std::string(static_cast<std::size_t>(rank) * 3000, static_cast<char>('a' + rank));
-  };
-  const std::vector<std::string> all = collectives.all_gather_strings(text(comm.rank()));
-  ASSERT_EQ(all.size(), static_cast<std::size_t>(comm.size()));
-  for (int rank = 0; rank < comm.size(); ++rank) {
-    EXPECT_EQ(all[static_cast<std::size_t>(rank)], text(rank));
+  // The longest needs several pieces; without a letter there is no second message.
+  for (const int letters : {3000, 3'000'000 / comm.size(), 0}) {
+    const auto text = [&](int rank) {
+      return std::string(at(rank % 5 * letters), static_cast<char>('A' + rank % 26));
+    };
+    const std::vector<std::string> all = collectives.all_gather_strings(text(comm.rank()));
+    ASSERT_EQ(all.size(), at(comm.size()));
+    for (int rank = 0; rank < comm.size(); ++rank) EXPECT_TRUE(all[at(rank)] == text(rank));
   }
 }
 
@@ -203,6 +243,102 @@ SLUICE_COMM_TEST(CollectivesTest, RefusesSizesThatDiffer) {
           << error.what();
     }
   }
+}
+
+SLUICE_COMM_TEST(CollectivesTest, RefuseAPartThatIsNotWhereItEnds) {
+  Collectives collectives(comm, 0, nullptr);
+  const std::array<int, 2> mine = {};
+  std::vector<int> all(at(comm.size()));
+  std::vector<std::size_t> ends(all.size());
+  std::iota(ends.begin(), ends.end(), std::size_t{1});
+  EXPECT_THROW(collectives.gather(std::as_bytes(std::span(mine)), ends, writable(all), 0), Error);
+}
+
+// What ends a collective on this rank, as in a job: what it throws is reported to the others, whose
+// next wait throws it.
+Error ending(ControlChannel& control, const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return control.report(error);
+  }
+  return {ErrorCode::kInternal, "nothing"};
+}
+
+SLUICE_COMM_TEST(CollectivesTest, AGatherOfSizesThatDifferNamesBothEnds) {
+  if (comm.size() == 1) return;
+  const auto copy = comm.duplicate();
+  ControlChannel control(comm);
+  Collectives collectives(*copy, 0, &control);
+  const int last = comm.size() - 1;
+  const std::vector<int> mine(comm.rank() == last ? 2 : 4);
+  std::vector<int> all(4 * at(comm.size()));
+  const Error error = ending(control, [&] {
+    collectives.gather(std::as_bytes(std::span(mine)), writable(all), 0);
+    collectives.barrier();
+  });
+  EXPECT_EQ(error.code(), ErrorCode::kMismatch);
+  EXPECT_EQ(std::string(error.what()),
+            "rank " + std::to_string(tree_parent(last)) + " expected 16 bytes from rank " +
+                std::to_string(last) +
+                ", got 8: the ranks disagree about the size of a collective");
+  copy->leave_open(/*by_all=*/true);
+}
+
+SLUICE_COMM_TEST(CollectivesTest, AGatherEndsOnAllRanksWhereOneFails) {
+  if (comm.size() == 1) return;
+  for (const int failing : {0, comm.size() / 2, comm.size() - 1}) {
+    const auto copy = comm.duplicate();
+    ControlChannel control(comm);
+    Collectives collectives(*copy, 0, &control);
+    const std::vector<int> mine(4);
+    std::vector<int> all(4 * at(comm.size()));
+    const Error error = ending(control, [&] {
+      if (comm.rank() == failing) throw Error(ErrorCode::kIo, "disk full");
+      collectives.all_gather(std::as_bytes(std::span(mine)), writable(all));
+    });
+    EXPECT_STREQ(error.what(), "disk full") << failing;
+    copy->leave_open(/*by_all=*/true);
+  }
+}
+
+// Keeps the last subject; ends a wait that takes long.
+struct Watch : Interrupt {
+  void poll() override {
+    if (std::chrono::steady_clock::now() > end) throw Error(ErrorCode::kPeer, "rung");
+  }
+  void begin_wait(const WaitSubject& what) noexcept override { subject = what; }
+  WaitSubject subject;
+  std::chrono::steady_clock::time_point end =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
+};
+
+// Whoever looks at the ranks follows peer by peer to the one that does not come.
+SLUICE_COMM_TEST(CollectivesTest, AGatherNamesWhomItWaitsFor) {
+  if (comm.size() == 1) return;
+  const auto copy = comm.duplicate();
+  const int last = comm.size() - 1;
+  if (comm.rank() == last) return copy->leave_open(/*by_all=*/true);
+  Watch watch;
+  Collectives collectives(*copy, 5, &watch);
+  std::vector<std::int64_t> all(at(comm.size()));
+  bool on_the_way = false;
+  int child = last;
+  for (int rank = tree_parent(last); !on_the_way && child != 0; rank = tree_parent(rank)) {
+    on_the_way = comm.rank() == rank;
+    if (!on_the_way) child = rank;
+  }
+  const std::int64_t mine = 1;
+  if (on_the_way) {
+    EXPECT_THROW(collectives.gather(object_bytes(mine), writable(all), 0), Error);
+    EXPECT_EQ(watch.subject.what, WaitSubject::What::kCollectiveReceive);
+    EXPECT_EQ(watch.subject.peer, child);
+    EXPECT_GE(watch.subject.tag, 5);
+    EXPECT_EQ(watch.subject.bytes, sizeof(mine) * at(subtree_end(child, comm.size()) - child));
+  } else {
+    collectives.gather(object_bytes(mine), writable(all), 0);
+  }
+  copy->leave_open(/*by_all=*/true);
 }
 
 SLUICE_COMM_TEST(CollectivesTest, AreEndedByTheirInterrupt) {

@@ -164,10 +164,12 @@ class SharedWord {
   int* word_ = nullptr;
 };
 
+using Messages = std::function<void(Collectives&)>;
+
 // Rank 1 starts a send to rank 0 and stops. Rank 0's `receive` ends by an exception, unless one
 // copy by rank 0 has moved the whole message. Then `after` runs there, rank 1 goes on, and the
 // message ends. True on rank 0 where `receive` threw.
-bool give_up_a_receive(std::size_t bytes, const std::function<void(Collectives&)>& receive,
+bool give_up_a_receive(const Messages& send, const Messages& receive,
                        const std::function<void()>& after) {
   enum : int { kBefore, kStarted, kGoOn };
   struct Sender : Interrupt {
@@ -202,21 +204,40 @@ bool give_up_a_receive(std::size_t bytes, const std::function<void(Collectives&)
     word.get() = kGoOn;
   } else if (comm->rank() == 1) {
     Sender interrupt(word);
-    Collectives(*comm, 0, &interrupt).send(0, Bytes(bytes, std::byte{7}));
+    Collectives collectives(*comm, 0, &interrupt);
+    send(collectives);
   }
   others.barrier();
   return threw;
+}
+
+void send_sevens(Collectives& collectives) {
+  collectives.send(0, Bytes(Collectives::kPieceBytes, std::byte{7}));
 }
 
 TEST(GivenUpReceivesTest, LeaveMemoryWithoutAnOwnerAlone) {
   if (testing::world().size() < 2) return;
   Bytes memory(Collectives::kPieceBytes);
   const bool threw = give_up_a_receive(
-      memory.size(), [&](Collectives& collectives) { collectives.recv(1, memory); },
+      send_sevens, [&](Collectives& collectives) { collectives.recv(1, memory); },
       [&] { std::fill(memory.begin(), memory.end(), std::byte{5}); });
   if (!threw) return;
   EXPECT_EQ(std::count(memory.begin(), memory.end(), std::byte{5}),
             static_cast<std::ptrdiff_t>(memory.size()));
+}
+
+TEST(GivenUpReceivesTest, OfAGatherLeaveItsResultAlone) {
+  const int ranks = testing::world().size();
+  if (ranks < 2) return;
+  const Bytes mine(Collectives::kPieceBytes, std::byte{7});
+  Bytes all(mine.size() * static_cast<std::size_t>(ranks));
+  const bool threw =
+      give_up_a_receive([&](Collectives& collectives) { collectives.gather(mine, {}, 0); },
+                        [&](Collectives& collectives) { collectives.gather(mine, all, 0); },
+                        [&] { std::fill(all.begin(), all.end(), std::byte{5}); });
+  if (!threw) return;
+  EXPECT_EQ(std::count(all.begin(), all.end(), std::byte{5}),
+            static_cast<std::ptrdiff_t>(all.size()));
 }
 
 TEST(GivenUpReceivesTest, WriteToMemoryWhoseOwnerIsNamed) {
@@ -225,7 +246,7 @@ TEST(GivenUpReceivesTest, WriteToMemoryWhoseOwnerIsNamed) {
   const std::weak_ptr<Bytes> kept = memory;
   bool freed = false;
   const bool threw = give_up_a_receive(
-      memory->size(), [&](Collectives& collectives) { collectives.recv(1, *memory, memory); },
+      send_sevens, [&](Collectives& collectives) { collectives.recv(1, *memory, memory); },
       [&] {
         memory.reset();
         freed = kept.expired();

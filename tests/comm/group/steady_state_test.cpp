@@ -43,12 +43,27 @@ SLUICE_COMM_TEST(SteadyStateTest, AllocatesNothing) {
     std::vector<float> values(5001, 1.0F);
     collectives.reserve_sum(values.size());
     std::vector<int> all(static_cast<std::size_t>(comm.size()));
+    // Records of a step: longer on rank 0, as replica 0's are.
+    std::vector<double> records;
+    std::vector<std::size_t> ends;
+    std::size_t mine = 0;
+    for (int rank = 0; rank < comm.size(); ++rank) {
+      const std::size_t size = rank == 0 ? 1000 : 5;
+      records.resize(records.size() + size);
+      ends.push_back(records.size() * sizeof(double));
+      if (rank == comm.rank()) mine = size;
+    }
+    const std::vector<double> record(mine);
+    collectives.gather(std::as_bytes(std::span(record)), ends,
+                       std::as_writable_bytes(std::span(records)), 0);
     const std::size_t before = testing::allocations_of_this_thread();
     for (int step = 0; step < 50; ++step) {
       exchange(comm, *transport, control, outgoing, incoming, step);
       collectives.ordered_sum(values);
       collectives.all_gather(std::as_bytes(std::span(&step, 1)),
                              std::as_writable_bytes(std::span(all)));
+      collectives.gather(std::as_bytes(std::span(record)), ends,
+                         std::as_writable_bytes(std::span(records)), 0);
       collectives.barrier();
     }
     EXPECT_EQ(testing::allocations_of_this_thread(), before)
