@@ -166,12 +166,12 @@ def deadlock(setup, limit):
     return first
 
 
-def leaves(setup, limit):
-    """A rank that goes its own way: the others wait for good."""
-    job = program(setup, "leave", limit, ranks=3)
+def leaves(setup, limit, ranks):
+    """A rank that goes its own way: the others wait for good, those of a tree for each other."""
+    job = program(setup, "leave", limit, ranks=ranks)
     first, _ = report_of(job, limit, time.monotonic())
     ends(job)
-    require("rank 1 has destroyed its pipeline" in first, first)
+    require(f"rank {ranks - 2} has destroyed its pipeline" in first, first)
     return first
 
 
@@ -355,7 +355,7 @@ def cases_of(setup, options):
         *((f"kill -9 of rank {rank}, spared", lambda rank=rank: killed(setup, limit, rank)) for rank in kills),
         *((f"kill -9 of rank {rank}", lambda rank=rank: killed_all(setup, limit, rank)) for rank in kills[:5]),
         *(("deadlock", lambda: deadlock(setup, limit)) for _ in range(5 if full else 1)),
-        ("a rank that leaves", lambda: leaves(setup, limit)),
+        *((f"one of {ranks} ranks leaves", lambda ranks=ranks: leaves(setup, limit, ranks)) for ranks in (3, 8)),
         ("embedded", lambda: embedded(setup, limit)),
         ("closed ports", lambda: no_ports(setup, limit)),
         ("many pipelines", lambda: many(setup, 1000 if full else 50)),

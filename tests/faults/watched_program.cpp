@@ -4,7 +4,7 @@
 //   loading   in step 3 the data source takes <number> seconds
 //   deadlock  the engine executes a plan that no proof has seen: each of two ranks waits for the
 //             other
-//   leave     rank 1 destroys its pipeline after step 3, the others go on
+//   leave     the last rank but one destroys its pipeline after step 3, the others go on
 //   embedded  as train; a lost rank is an Error that the program catches; prints it, and how long
 //             the end of the pipeline takes
 //   many      makes and destroys <number> pipelines; prints threads and descriptors
@@ -138,7 +138,8 @@ void train(Communicator& world, const Arguments& arguments) {
   auto pipeline = make_pipeline(world, arguments, *source);
   const long steps = arguments.how == "train" ? arguments.number : 6;
   for (long step = 1; step <= steps; ++step) {
-    if (world.rank() == 1 && arguments.how == "leave" && step > static_cast<long>(kStep)) {
+    if (world.rank() == world.size() - 2 && arguments.how == "leave" &&
+        step > static_cast<long>(kStep)) {
       pipeline.reset();
       sleep_for(1000);
     }

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/base/index.hpp"
+#include "comm/group/binomial_tree.hpp"
 #include "runtime/watchdog/report.hpp"
 
 namespace sluice {
@@ -202,6 +204,24 @@ TEST(WatchRulesTest, AWaitForARankThatHasLeftIsADeadlock) {
   const auto verdict = job.judged();
   ASSERT_TRUE(verdict);
   EXPECT_THAT(headline(job.view(), *verdict), HasSubstr("rank 3 has destroyed its pipeline"));
+}
+
+// Ranks of a gather wait for whom others wait: the chain ends at the one that does not come.
+TEST(WatchRulesTest, FollowATreeToTheRankThatHasLeft) {
+  Job job(std::vector<std::string>(16, "a"));
+  for (int rank = 0; rank < 16; ++rank) {
+    job.wait(at(rank), rank == 0 ? 8 : tree_parent(rank), 40);  // for the broadcast that follows
+  }
+  job.wait(8, 12, 40);
+  job.wait(12, 14, 40);
+  job.sightings[14].left = true;
+  const auto verdict = job.judged();
+  ASSERT_TRUE(verdict);
+  EXPECT_EQ(verdict->kind, Verdict::Kind::kDeadlock);
+  ASSERT_GE(verdict->ranks.size(), 4U);
+  EXPECT_THAT(std::vector<int>(verdict->ranks.end() - 4, verdict->ranks.end()),
+              ElementsAre(0, 8, 12, 14));
+  EXPECT_THAT(headline(job.view(), *verdict), HasSubstr("rank 14 has destroyed its pipeline"));
 }
 
 TEST(WatchRulesTest, EndALongActionOnlyWithALimitForActions) {
