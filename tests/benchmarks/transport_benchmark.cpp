@@ -7,6 +7,9 @@
 // MPI_Test until both are done. Ours: the transport, header included. Rounds of both take turns;
 // the table shows the fastest round of each. Overhead: windows of small messages one way and back,
 // against bare MPI with the same bytes, the same window and a comparison of the header.
+//
+// A second table has no measurement: what the records of a step take to rank 0 and back in large
+// jobs, in a model of the network, up a tree and one after the other.
 #include <fmt/core.h>
 #include <mpi.h>
 
@@ -21,6 +24,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/group/binomial_tree.hpp"
 #include "comm/group/transport.hpp"
 #include "comm/mpi/mpi_session.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
@@ -264,6 +268,91 @@ Report report_of(const char* transport, const std::vector<Row>& rows) {
   return report;
 }
 
+// Of one message: the time under way, that of a processor at each end, and the bandwidth at the
+// receiver, which takes one message after the other. All ranks begin at once.
+struct Network {
+  double latency = 2e-6, overhead = 5e-7, seconds_per_byte = 1 / 12.5e9;
+
+  [[nodiscard]] double arrival(double start) const { return start + overhead + latency; }
+  [[nodiscard]] double take(double bytes) const { return overhead + bytes * seconds_per_byte; }
+};
+
+// Bytes of a rank's record, of a job's ranks.
+struct Records {
+  const char* name;
+  int ranks;
+  std::function<double(int)> bytes;
+  double answer;  // bytes that all ranks get
+
+  [[nodiscard]] double of(int first, int end) const {
+    double sum = 0;
+    for (int rank = first; rank < end; ++rank) sum += bytes(rank);
+    return sum;
+  }
+};
+
+double serial_gather(const Network& net, const Records& records) {
+  double time = 0;
+  for (int rank = 1; rank < records.ranks; ++rank) {
+    time = std::max(time, net.arrival(0)) + net.take(records.bytes(rank));
+  }
+  return time;
+}
+
+// Until `rank` has its subtree's records.
+double tree_gather(const Network& net, const Records& records, int rank = 0) {
+  double time = 0;
+  for (int i = 0; i < sluice::child_count(rank, records.ranks); ++i) {
+    const int child = sluice::tree_child(rank, i);
+    time = std::max(time, net.arrival(tree_gather(net, records, child))) +
+           net.take(records.of(child, sluice::subtree_end(child, records.ranks)));
+  }
+  return time;
+}
+
+// Until the last rank of the subtree of `rank`, which has the answer at `time`, has it too.
+double broadcast(const Network& net, const Records& records, int rank = 0, double time = 0) {
+  double last = time;
+  for (int i = sluice::child_count(rank, records.ranks) - 1; i >= 0; --i) {
+    const double there = net.arrival(time) + net.take(records.answer);
+    last = std::max(last, broadcast(net, records, sluice::tree_child(rank, i), there));
+    time += net.take(records.answer);
+  }
+  return last;
+}
+
+// Pipelines of 64 ranks, 64 micro-batches, 8 parameters per rank.
+Report model_of_records() {
+  constexpr int kPipeline = 64;
+  constexpr double kHead = 40, kLosses = 16 * 64, kSquares = 8 * 8, kHeader = 48;
+  Report report("Small records of a step to rank 0 and back, in a model of the network",
+                {"records", "ranks", "receives of rank 0", "KB to it", "serial us", "tree us",
+                 "serial and back us", "tree and back us"});
+  const Network net;
+  for (const int ranks : {64, 512, 4096}) {
+    const Records all_have_all{"losses and squares of all", ranks,
+                               [&](int) { return kHead + kLosses + kSquares; }, 128};
+    const Records of_step{"of last stages, replica 0", ranks,
+                          [&](int rank) {
+                            return kHead + (rank % kPipeline == kPipeline - 1 ? kLosses : 0) +
+                                   (rank < kPipeline ? kSquares : 0);
+                          },
+                          128};
+    const Records of_call{"what a call begins with", ranks, [&](int) { return kHeader; },
+                          kHeader * ranks};
+    for (const Records* each : {&all_have_all, &of_step, &of_call}) {
+      const double serial = serial_gather(net, *each), tree = tree_gather(net, *each);
+      const double back = broadcast(net, *each);
+      report.row({each->name, ranks, sluice::child_count(0, ranks), each->of(1, ranks) * 1e-3,
+                  serial * 1e6, tree * 1e6, (serial + back) * 1e6, (tree + back) * 1e6});
+    }
+  }
+  report.fact("latency us", net.latency * 1e6);
+  report.fact("overhead us", net.overhead * 1e6);
+  report.fact("GB/s", 1e-9 / net.seconds_per_byte);
+  return report;
+}
+
 // The rows of one pair of ranks; only rank 0's count.
 std::vector<Row> measure(Communicator& comm, bool with_bare) {
   std::vector<Row> rows;
@@ -299,9 +388,10 @@ int main(int argc, char** argv) try {
   if (world->rank() != 0 || rows.empty()) {
     return rows.empty() ? 2 : 0;
   }
-  const Report report = report_of(name, rows);
-  report.print();
-  report.save(sluice::benchmarks::argument(argc, argv, "--json", ""));
+  for (const Report& report : {report_of(name, rows), model_of_records()}) {
+    report.print();
+    report.save(sluice::benchmarks::argument(argc, argv, "--json", ""));
+  }
   return 0;
 } catch (const sluice::Error& error) {
   fmt::print(stderr, "{}\n", error.what());
