@@ -533,6 +533,38 @@ TEST(PipelineTest, ReplicasThatDriftApartAreNamed) {
 
 // The whole step: loading, stages, messages, tied sums, replicas, norm, optimizer. The stages are
 // hand-written: the matmul library allocates inside its matmuls.
+TEST(PipelineTest, EveryRankKnowsHowManyTargetsAllReplicasHave) {
+  class ScaledStage : public ArithmeticStage {
+   public:
+    ScaledStage(int stage, double& scale) : ArithmeticStage(stage), scale_(scale) {}
+    void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+      scale_ = static_cast<double>(ctx.loss_scale);
+      ArithmeticStage::forward(ctx, x, y);
+    }
+
+   private:
+    double& scale_;
+  };
+  const auto source = counting_source(11);
+  PipelineOptions options = sgd_options(2);
+  options.shape.pipeline = 2;
+  options.shape.replicas = 3;
+  options.shape.micro_batch_size = 2;
+  options.shape.batch_size = 11;  // 4, 4 and 3
+  std::array<double, 6> scales{};
+  run_loopback(6, [&](Communicator& comm) {
+    Pipeline pipeline(
+        comm,
+        [&](int stage, int) {
+          return std::make_unique<ScaledStage>(stage,
+                                               scales[static_cast<std::size_t>(comm.rank())]);
+        },
+        *source, options);
+    EXPECT_EQ(pipeline.train_step().targets, 11);
+  });
+  for (const double scale : scales) EXPECT_EQ(scale, 1 / 11.0);
+}
+
 TEST(PipelineTest, AStepInSteadyStateAllocatesNothing) {
   const auto source = counting_source(8);
   const StageFactory tied = [](int stage, int) {
