@@ -1,5 +1,6 @@
 // A training loop of one's own: batches that the program has, a held-out part, a learning rate that
 // halves, early stopping, the best values, and answers in the end.   mpirun -n 2 own_loop
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -16,28 +17,27 @@ struct Dense : Stage,
   ParameterSet set;
   Parameter &w, &b;
   bool last;
-  std::vector<std::vector<float>> kept;  // [slot] outputs of ReLU
   Dense(int stage, int in, int out, bool is_last)
       : w(set.add(std::to_string(stage) + ".w", {out, in}, Init::uniform(1 / std::sqrt(in)))),
         b(set.add(std::to_string(stage) + ".b", {out}, Init::constant(0))),
         last(is_last) {}
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
-    return {.outputs = {{DType::kF32, {in[0].shape[0], b.shape[0]}}}};
+    const TensorSpec y{DType::kF32, {in[0].shape[0], b.shape[0]}};
+    return {.outputs = {y}, .state_bytes_until_weight = last ? 0 : y.bytes()};
   }
-  void prepare(const StageSetup& setup) override { kept.resize(std::size_t(setup.slots)); }
   ParameterSet* parameters() override { return &set; }
   void forward(StageContext& ctx, Tensors x, Tensors y) override {
     linear_forward(ctx.compute, x[0], w.value, b.value, y[0]);
     if (last) return;
     pointwise_forward(ctx.compute, Pointwise::kRelu, y[0], y[0]);
-    kept[std::size_t(ctx.slot)].assign(y[0].floats().begin(), y[0].floats().end());
+    std::copy_n(y[0].floats().begin(), y[0].elements(), inner(ctx, y).floats().begin());
   }
   void backward(StageContext& ctx, Tensors dy, Tensors dx) override {
     backward_input(ctx, dy, dx), backward_weight(ctx, dy);
   }
-  // With respect to w x + b. kept has ReLU's outputs, then their gradients.
+  // With respect to w x + b. What is kept: ReLU's outputs, then their gradients.
   Tensor inner(StageContext& ctx, Tensors dy) {
-    return last ? dy[0] : view(kept[std::size_t(ctx.slot)], dy[0].shape());
+    return last ? dy[0] : Tensor{ctx.state.until_weight.data(), dy[0].spec};
   }
   void backward_input(StageContext& ctx, Tensors dy, Tensors dx) override {
     const Tensor y = inner(ctx, dy);

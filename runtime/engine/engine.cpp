@@ -481,10 +481,12 @@ void Engine::Impl::release(const PlanOp& op) {
 
 StageContext Engine::Impl::context_of(const PlanOp& op) {
   const SampleRange& range = request.micro_batches[at(op.micro_batch)];
+  const Slot* const state = table.slot(op, BufferKind::kState);  // null: expect() refuses the op
   return {.compute = *config.compute,
           .stage = op.stage,
           .micro_batch = op.micro_batch,
           .micro_batches = static_cast<int>(request.micro_batches.size()),
+          .state = state != nullptr ? state->memory : StageContext::State{},
           .slot = op.slot(BufferKind::kState),
           .phase = request.phase,
           .step = calls.step(),

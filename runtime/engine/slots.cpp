@@ -72,9 +72,10 @@ const SlotStore::Memory& SlotStore::take(const BufferPool& pool, const DeviceMem
   return taken.back();
 }
 
-std::vector<std::span<std::byte>> SlotStore::device_memory() const {
+std::vector<std::span<std::byte>> SlotStore::message_memory() const {
   std::vector<std::span<std::byte>> all;
   for (const auto& [pool, taken] : memory_) {
+    if (pool.second == BufferKind::kState) continue;
     for (const Memory& memory : taken) {
       if (memory.device.size() > 0) all.emplace_back(memory.device.data(), memory.device.size());
     }
@@ -88,7 +89,12 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
       edges_(&edges),
       slots_(static_cast<std::size_t>(pool.count)) {
   for (Slot& slot : slots_) slot.pool = this;
-  if (pool.kind == BufferKind::kState) return;
+  if (pool.kind == BufferKind::kState) {
+    const std::size_t bytes = multiply_bytes(place.state.slot(), slots_.size());
+    std::byte* const states = place.store.take(pool, place.memory, bytes, 0, {}).device.data();
+    for (std::size_t i = 0; i < slots_.size(); ++i) slots_[i].memory = place.state.cut(states, i);
+    return;
+  }
   const bool staged = route_ == RouteKind::kStaged, direct = route_ == RouteKind::kDirect;
   const bool nccl = route_ == RouteKind::kNccl, headers_alone = direct || nccl;
   const bool from_device = staged || headers_alone;

@@ -15,6 +15,7 @@
 
 #include "comm/group/transport.hpp"
 #include "runtime/layout/edge_route.hpp"
+#include "stages/network/state_bytes.hpp"
 
 namespace sluice {
 
@@ -24,7 +25,8 @@ enum class SlotState : std::uint8_t { kFree, kPosted, kFilled, kSending };
 class SlotPool;
 
 // One message buffer per tensor of an edge. tensors[i] is a view of buffers[i]'s payload, on the
-// device, in the shape of its micro-batch. Its data are null where the edge has no gradient.
+// device, in the shape of its micro-batch. Its data are null where the edge has no gradient. A slot
+// of kState has `memory` instead.
 struct Slot {
   SlotState state = SlotState::kFree;
   std::int64_t samples = -1;           // of the shapes; -1: none, or as received
@@ -36,6 +38,7 @@ struct Slot {
   std::vector<DeviceSide> device;      // of buffers, for messages from or to a GPU
   std::vector<Ticket> tickets;         // [tensor] of the last message
   double started = 0;                  // when the open operation began, for traces
+  StageContext::State memory;
 };
 
 // The header of the message that carries tensor `index` of the slot for a message op.
@@ -71,21 +74,22 @@ class SlotStore {
   // Slots at equal places of two such pools have the same memory.
   [[nodiscard]] const Memory& take(const BufferPool& pool, const DeviceMemory& memory,
                                    std::size_t bytes, std::size_t host_bytes, Device locked);
-  // The device memory of all slots so far.
-  [[nodiscard]] std::vector<std::span<std::byte>> device_memory() const;
+  // The device memory of all messages so far.
+  [[nodiscard]] std::vector<std::span<std::byte>> message_memory() const;
 
  private:
   // What was outgrown stays: engines point to it.
   std::map<std::pair<int, BufferKind>, std::deque<Memory>> memory_;
 };
 
-// All slots of one stage and kind. Slots of kState have no memory here: the stage owns it.
+// All slots of one stage and kind.
 class SlotPool {
  public:
   struct Place {
     const DeviceMemory& memory;
     SlotStore& store;  // outlives the pool
     RouteKind route = RouteKind::kHost;
+    StateBytes state = {};  // of a slot of kState
   };
   SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place);
   SlotPool(const SlotPool&) = delete;
@@ -104,7 +108,8 @@ class SlotPool {
   [[nodiscard]] static bool is_gradient(BufferKind kind) {
     return kind == BufferKind::kGradOutput || kind == BufferKind::kGradInput;
   }
-  // Bytes on the device. A GPU's staged pool has the same amount of page-locked host memory.
+  // Bytes on the device for messages. A GPU's staged pool has the same amount of page-locked host
+  // memory.
   [[nodiscard]] static std::size_t bytes(const BufferPool& pool, const EdgeTable& edges);
 
  private:

@@ -8,6 +8,8 @@
 #include <sluice/parameter.hpp>
 #include <sluice/stage.hpp>
 
+#include "stages/network/state_bytes.hpp"
+
 namespace sluice {
 
 // The pointers are of one object, which the caller owns, and of what it owns.
@@ -18,6 +20,7 @@ struct StageBinding {
   LossStage* loss = nullptr;       // set on the last stage
   // Asked for once, before prepare(). Null: the stage has none.
   ParameterSet* parameters = nullptr;
+  StateBytes state = {};  // of its slots; none where the memory is its own
 };
 
 // LossStage::target_weight() of the last stage. Throws what it throws, and Error(kUsage) for a

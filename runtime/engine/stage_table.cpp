@@ -32,21 +32,22 @@ StageTable::StageTable(const EngineConfig& config)
       stages_(config.stages.size()) {
   const RankPlan& mine = config.plan->ranks[at(config.rank)];
   const Placement& placement = config.plan->placement;
-  for (const BufferPool& pool : mine.pools) {
-    const DeviceMemory& memory = config.compute->memory();
-    pools_.emplace_back(
-        pool, *config.edges,
-        SlotPool::Place{memory, *store_, end_of(route_of(pool, config), memory.device())});
-    if (pool.kind != BufferKind::kState) {
-      const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
-      tensors_ += static_cast<std::size_t>(pool.count) * edge.size();
-    }
-  }
   index_of_stage_.assign(at(placement.stages()), -1);
   for (std::size_t i = 0; i < stages_.size(); ++i) {
     stages_[i].binding = config.stages[i];
     stages_[i].seconds.stage = config.stages[i].index;
     index_of_stage_[at(config.stages[i].index)] = static_cast<std::int32_t>(i);
+  }
+  for (const BufferPool& pool : mine.pools) {
+    const DeviceMemory& memory = config.compute->memory();
+    pools_.emplace_back(
+        pool, *config.edges,
+        SlotPool::Place{memory, *store_, end_of(route_of(pool, config), memory.device()),
+                        find(pool.stage)->binding.state});
+    if (pool.kind != BufferKind::kState) {
+      const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
+      tensors_ += static_cast<std::size_t>(pool.count) * edge.size();
+    }
   }
   bind_pools();
   for (const PlanOp& op : ops_) op_stages_.push_back(find(op.stage));

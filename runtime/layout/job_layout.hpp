@@ -17,6 +17,7 @@
 #include "comm/group/topology.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
+#include "stages/network/state_bytes.hpp"
 
 namespace sluice {
 
@@ -30,8 +31,7 @@ struct ParameterEntry {
 struct StageEntry {
   std::vector<ParameterEntry> parameters;  // in the stage's order
   std::vector<ParameterEntry> buffers;     // likewise
-  std::size_t state_bytes = 0;             // per slot, at the largest micro-batch
-  std::size_t split_bytes = 0;             // more per slot where backward is split into I and W
+  StateBytes state;                        // per slot, at the largest micro-batch
   std::size_t shared_gradient_bytes = 0;   // once where it is not
   std::size_t workspace_bytes = 0;
   std::size_t copy_bytes = 0;               // of parameters in another precision

@@ -128,7 +128,7 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
       if (!layout.plans.forward.ranks.empty()) forward.add(layout.plans.forward);
     });
     if (nccl != nullptr) {
-      for (const std::span<std::byte> memory : slots->device_memory()) {
+      for (const std::span<std::byte> memory : slots->message_memory()) {
         nccl->register_messages(memory);
       }
     }
@@ -246,17 +246,26 @@ void PipelineParts::prepare_stages() {
                      [&] { return stages[i]->parameters(); });
     };
     binding.parameters = parameters();
+    const StageEntry& entry = layout.parameters.stages[at(index)];
+    if (!entry.own_memory) binding.state = entry.state.in_plan(splits);
     rethrow_device_error_with_plan("the stages", [&] {
       if (binding.parameters != nullptr) {
         calling(fmt::format("stage {}, its parameters", index),
                 [&] { binding.parameters->allocate(compute->memory(), setup.seed, setup.trains); });
       }
+      // As many slots as any plan has. Touches every page before the first step.
+      const std::size_t bytes = multiply_bytes(binding.state.slot(), at(setup.slots));
+      const Buffer& states =
+          slots->take({index, BufferKind::kState, setup.slots}, compute->memory(), bytes, 0, {})
+              .device;
+      fill_zero_async(states.data(), states.size(), compute->stream());
+      setup.state = binding.state.cut(states.data(), 0);
       calling(fmt::format("stage {}, prepare()", index), [&] { stages[i]->prepare(setup); });
     });
     if (parameters() != binding.parameters) {
       throw_usage("stage {} has another ParameterSet after prepare() than before", index);
     }
-    require_prepared(binding, layout.parameters.stages[at(index)]);
+    require_prepared(binding, entry);
     bindings.push_back(binding);
   }
 }

@@ -339,7 +339,9 @@ std::vector<int> slots_of_smaller_steps(const PipelineOptions& options, int rank
 
 // Whether the memory that `needed` describes is within what was planned.
 bool fits(const StageEntry& needed, const StageEntry& planned) {
-  return needed.state_bytes <= planned.state_bytes && needed.split_bytes <= planned.split_bytes &&
+  return needed.state.until_input <= planned.state.until_input &&
+         needed.state.until_weight <= planned.state.until_weight &&
+         needed.state.gradients <= planned.state.gradients &&
          needed.shared_gradient_bytes <= planned.shared_gradient_bytes &&
          needed.workspace_bytes <= planned.workspace_bytes &&
          needed.copy_bytes <= planned.copy_bytes && needed.table_bytes <= planned.table_bytes;

@@ -113,9 +113,8 @@ class MemorySum {
       // Training keeps a copy of them until a step is done.
       add_bytes(memory_.parameters, multiply_bytes(buffers, training.inference ? 1 : 2));
       const bool splits = layout_.plans.splits_backward();
-      const std::size_t slot = sum_of_bytes({entry.state_bytes, splits ? entry.split_bytes : 0});
       const std::size_t activations =
-          padded(multiply_bytes(slot, at(layout_.plans.slots_of(stage))));
+          multiply_bytes(entry.state.in_plan(splits).slot(), at(layout_.plans.slots_of(stage)));
       const std::size_t workspace = sum_of_bytes(
           {padded(entry.workspace_bytes), splits ? 0 : padded(entry.shared_gradient_bytes)});
       add_bytes(memory_.parameters, padded(entry.copy_bytes));

@@ -33,10 +33,10 @@ static void from_json(const Json& json, Shape& shape) {
 }
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorSpec, dtype, shape)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state_bytes, split_bytes,
-                                   shared_gradient_bytes, workspace_bytes, copy_bytes,
-                                   operator_bytes, table_bytes, own_memory, note, forward_sums,
-                                   backward_sums)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
+                                   workspace_bytes, copy_bytes, operator_bytes, table_bytes,
+                                   own_memory, note, forward_sums, backward_sums)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients)
 
 namespace {
@@ -164,9 +164,9 @@ std::string use_of(const Parameter& parameter) {
 // An entry has the maximum over all sizes of micro-batches.
 void raise(StageEntry& entry, const StageDescription& description) {
   const auto raise_to = [](std::size_t& to, std::size_t bytes) { to = std::max(to, bytes); };
-  raise_to(entry.state_bytes, sum_of_bytes({description.state_bytes_until_input,
-                                            description.state_bytes_until_weight}));
-  raise_to(entry.split_bytes, description.gradient_bytes_until_weight);
+  raise_to(entry.state.until_input, description.state_bytes_until_input);
+  raise_to(entry.state.until_weight, description.state_bytes_until_weight);
+  raise_to(entry.state.gradients, description.gradient_bytes_until_weight);
   raise_to(entry.shared_gradient_bytes, description.shared_gradient_bytes);
   raise_to(entry.workspace_bytes, description.workspace_bytes);
   raise_to(entry.copy_bytes, description.copy_bytes);

@@ -21,16 +21,6 @@ class OneReplica : public Collective {
   void sum(std::span<double> /*values*/) override {}
 };
 
-LayerMemory largest(const LayerMemory& a, const LayerMemory& b) {
-  return {std::max(a.until_input, b.until_input), std::max(a.until_weight, b.until_weight),
-          std::max(a.lasting, b.lasting), std::max(a.gradients, b.gradients),
-          std::max(a.scratch, b.scratch)};
-}
-
-std::size_t state_of(const LayerMemory& memory) {
-  return sum_of_bytes({memory.until_input, memory.until_weight, memory.lasting});
-}
-
 }  // namespace
 
 NetworkStage::NetworkStage(StageLayers parts)
@@ -52,9 +42,9 @@ std::vector<TensorSpec> NetworkStage::taken(std::span<const TensorSpec> inputs) 
   return specs;
 }
 
-std::size_t NetworkStage::entry_bytes(std::span<const TensorSpec> inputs) const {
-  const TensorSpec spec = at_entry(inputs[0], entry_);
-  return spec == inputs[0] ? 0 : round_up(spec.bytes(), kBufferAlignment);
+std::size_t NetworkStage::entry_bytes(const TensorSpec& input) const {
+  const TensorSpec spec = at_entry(input, entry_);
+  return spec == input ? 0 : round_up(spec.bytes(), kBufferAlignment);
 }
 
 ParameterSet* NetworkStage::parameters() {
@@ -74,7 +64,7 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
   description.outputs = run_.outputs_of(plan);
   description.state_bytes_until_input = needs.memory.until_input;
   description.state_bytes_until_weight =
-      sum_of_bytes({needs.memory.until_weight, needs.memory.lasting, entry_bytes(inputs)});
+      sum_of_bytes({needs.memory.until_weight, needs.memory.lasting, entry_bytes(inputs[0])});
   description.gradient_bytes_until_weight = needs.memory.gradients;
   description.shared_gradient_bytes = plan.shared_gradients;
   description.workspace_bytes =
@@ -104,31 +94,27 @@ void NetworkStage::check_inputs(std::span<const Tensor> inputs) const {
 void NetworkStage::prepare(const StageSetup& setup) {
   split_ = setup.split_backward;
   trains_ = setup.trains;
+  trial_ = setup.state;
   prepared_.clear();
-  most_ = {};
-  most_entry_ = 0;
+  std::size_t gradients = 0, scratch = 0;
   for (const std::vector<TensorSpec>& inputs : setup.input_sizes) {
     const Plan& plan = run_.plan_of(taken(inputs), *setup.compute);
-    most_entry_ = std::max(most_entry_, entry_bytes(inputs));
     inputs_.reserve(inputs.size());
     prepared_.push_back(&plan);
-    LayerMemory memory = plan.needs.memory;
-    if (!split_) memory.gradients = plan.shared_gradients;
-    memory.scratch = std::max(memory.scratch, other_scratch(plan.specs.back(), *setup.compute));
-    most_ = largest(most_, memory);
+    if (!split_) gradients = std::max(gradients, plan.shared_gradients);
+    scratch = std::max(
+        {scratch, plan.needs.memory.scratch, other_scratch(plan.specs.back(), *setup.compute)});
   }
-  allocate(setup);
+  allocate(setup, gradients, scratch);
   for (const Plan* plan : std::vector(prepared_)) warm_up_size(*setup.compute, *plan);
   parameters_.zero_grads(setup.compute->stream());
 }
 
-void NetworkStage::allocate(const StageSetup& setup) {
+void NetworkStage::allocate(const StageSetup& setup, std::size_t gradients, std::size_t scratch) {
   const DeviceMemory& memory = setup.compute->memory();
-  const auto slots = static_cast<std::size_t>(setup.slots);
-  state_ = memory.allocate(multiply_bytes(sum_of_bytes({state_of(most_), most_entry_}), slots));
-  gradients_ = memory.allocate(multiply_bytes(most_.gradients, split_ ? slots : 1));
-  scratch_ = memory.allocate(most_.scratch);
-  for (const Buffer* buffer : {&state_, &gradients_, &scratch_}) {
+  gradients_ = memory.allocate(gradients);
+  scratch_ = memory.allocate(scratch);
+  for (const Buffer* buffer : {&gradients_, &scratch_}) {
     // Touches every page before the first step.
     fill_zero_async(buffer->data(), buffer->size(), setup.compute->stream());
   }
@@ -143,15 +129,6 @@ void NetworkStage::allocate(const StageSetup& setup) {
 
 void NetworkStage::prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) {
   const Plan& plan = run_.plan_of(taken(inputs), compute);
-  const LayerMemory& memory = plan.needs.memory;
-  const LayerMemory most = largest(most_, memory);
-  const std::size_t gradients = split_ ? memory.gradients : plan.shared_gradients;
-  if (most.until_input > most_.until_input || most.until_weight > most_.until_weight ||
-      most.lasting > most_.lasting || most.scratch > most_.scratch || gradients > most_.gradients ||
-      entry_bytes(inputs) > most_entry_) {
-    throw_usage("layers need more memory for {} than for a larger micro-batch",
-                to_string(inputs[0]));
-  }
   prepared_.push_back(&plan);
   if (compute.device().kind == DeviceKind::kCpu) return;
   const GradientsAside aside(parameters_, compute.memory());
@@ -187,7 +164,7 @@ void NetworkStage::warm_up_size(ComputeContext& compute, const Plan& plan) {
     return tensors;
   };
   const std::vector<Tensor> inputs = zeros(plan.inputs), outputs = zeros(run_.outputs_of(plan));
-  StageContext ctx{.compute = compute};
+  StageContext ctx{.compute = compute, .state = trial_};
   ctx.samples = plan.specs.front().shape[0];
   ctx.loss_scale = 0.0;
   ctx.inputs = inputs;
@@ -227,21 +204,29 @@ LayerRun::Call NetworkStage::call_of(StageContext& ctx) {
     }
     throw_error(ErrorCode::kInternal, "a micro-batch {} was not prepared", to_string(first));
   }();
-  const auto slot = static_cast<std::size_t>(ctx.slot);
-  const std::size_t state = slot * (state_of(most_) + most_entry_);
+  const LayerMemory& needs = plan->needs.memory;
+  const StageContext::State& state = ctx.state;
+  const std::size_t entry = needs.until_weight + needs.lasting;
   std::span<const Tensor> inputs = ctx.inputs;
+  if (state.until_input.size() < needs.until_input ||
+      state.until_weight.size() < entry + entry_bytes(inputs[0].spec) ||
+      (split_ && state.gradients.size() < needs.gradients)) {
+    throw_usage("StageContext::state has less memory than the stage describes for {}",
+                to_string(inputs[0].spec));
+  }
+  std::byte* const until_weight = state.until_weight.data();
   if (first != inputs[0].spec) {
     inputs_.assign(inputs.begin(), inputs.end());
-    inputs_[0] = {at(state_.data(), state + state_of(most_)), first};
+    inputs_[0] = {until_weight + entry, first};
     inputs = inputs_;
   }
   return {.stage = ctx,
           .plan = *plan,
           .inputs = inputs,
-          .memory = {.until_input = at(state_.data(), state),
-                     .until_weight = at(state_.data(), state + most_.until_input),
-                     .lasting = at(state_.data(), state + most_.until_input + most_.until_weight),
-                     .gradients = at(gradients_.data(), split_ ? slot * most_.gradients : 0),
+          .memory = {.until_input = state.until_input.data(),
+                     .until_weight = until_weight,
+                     .lasting = at(until_weight, needs.until_weight),
+                     .gradients = split_ ? state.gradients.data() : gradients_.data(),
                      .scratch = scratch_.data(),
                      .shared = !split_}};
 }

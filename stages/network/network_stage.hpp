@@ -1,6 +1,6 @@
 // A run of a Sequential's layers as a pipeline stage. Internal to stages/.
 //
-// Each slot has what the layers keep of a micro-batch. Gradients are in each slot where the
+// What the layers keep of a micro-batch lies in StageContext::state. Gradients do where the
 // schedule splits the backward pass, otherwise in one area: see LayerRun.
 #pragma once
 
@@ -51,9 +51,7 @@ class NetworkStage : public Stage, public SplitBackward {
   void backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) override;
   [[nodiscard]] ParameterSet* parameters() override;
   // Bytes that prepare() took for what describe() returned, without parameters.
-  [[nodiscard]] std::size_t prepared_bytes() const {
-    return state_.size() + gradients_.size() + scratch_.size();
-  }
+  [[nodiscard]] std::size_t prepared_bytes() const { return gradients_.size() + scratch_.size(); }
 
  protected:
   // Runs every primitive for one size, on zeros; changes only gradients and buffers.
@@ -74,10 +72,10 @@ class NetworkStage : public Stage, public SplitBackward {
   [[nodiscard]] LayerRun::Call call_of(StageContext& ctx);
   // The inputs as the layers take them: see at_entry().
   [[nodiscard]] std::vector<TensorSpec> taken(std::span<const TensorSpec> inputs) const;
-  // Of a converted input, per slot.
-  [[nodiscard]] std::size_t entry_bytes(std::span<const TensorSpec> inputs) const;
+  // Of a converted input, per micro-batch.
+  [[nodiscard]] std::size_t entry_bytes(const TensorSpec& input) const;
   void warm_up_size(ComputeContext& compute, const Plan& plan);
-  void allocate(const StageSetup& setup);
+  void allocate(const StageSetup& setup, std::size_t gradients, std::size_t scratch);
 
   LayerRun run_;
   std::string model_;
@@ -88,10 +86,9 @@ class NetworkStage : public Stage, public SplitBackward {
   std::vector<Conversion> conversions_;  // of one begin_step()
   bool split_ = true, trains_ = true;    // of StageSetup
   std::vector<const Plan*> prepared_;    // sizes
-  LayerMemory most_;                     // of them; gradients: of a slot, or shared
-  std::size_t most_entry_ = 0;           // likewise, of entry_bytes()
   std::vector<Tensor> inputs_;           // of a call, where the first one is converted
-  Buffer state_, gradients_, scratch_;
+  StageContext::State trial_;            // of StageSetup
+  Buffer gradients_, scratch_;           // gradients: those that micro-batches share
 };
 
 class LossNetworkStage final : public NetworkStage, public LossStage {

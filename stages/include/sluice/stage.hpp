@@ -3,7 +3,7 @@
 // The runtime calls describe() first, for every known micro-batch size, before anything is
 // allocated. It allocates the parameters, and calls prepare() once. Then it calls forward and
 // backward in the order of the schedule. Several micro-batches may be in flight: a stage keeps what
-// lives between the two calls per ctx.slot (0 <= slot < setup.slots).
+// lives between the two calls in ctx.state, which has the bytes that it describes.
 //
 // All calls come from one thread. On a GPU, work is asynchronous on ctx.compute.stream(). Tensors
 // lie on the stage's device unless a comment says host memory. The runtime owns them; they are
@@ -48,6 +48,7 @@ struct StageDescription {
   std::size_t table_bytes = 0;
   // The memory described here comes from another allocator than compute.memory(), such as a
   // framework's. It counts in the memory table, but not in the rank's arena.
+  // StageContext::state is empty then.
   bool own_memory = false;
   // Calls of ctx.collective->sum() in each forward of training, and in each backward or
   // backward_input; backward_weight makes none. As many for every size of micro-batch. They become
@@ -63,21 +64,6 @@ struct StageDescription {
   // Of a LossStage: type and shape of the targets that its loss takes with these inputs. The
   // pipeline refuses data with others when it is made. Empty: nothing is compared.
   std::vector<TensorSpec> targets = {};
-};
-
-struct StageSetup {
-  ComputeContext* compute = nullptr;
-  int slots = 1;  // micro-batches in flight at once, by the plan
-  // False: the runtime calls only backward(), never its halves. A stage may then share between its
-  // slots what lives between I and W.
-  bool split_backward = true;
-  // False: the runtime calls forward() alone (PipelineOptions::Training::inference). Parameters
-  // have no gradients then, and uses of one name share a value: prepare() runs no backward.
-  bool trains = true;
-  std::uint64_t seed = 0;  // of initial values
-  // Input specs of the micro-batch sizes that are known to occur, the largest first. Others, with
-  // fewer samples, come to prepare_size() first.
-  std::vector<std::vector<TensorSpec>> input_sizes = {};
 };
 
 // Sums over this stage's replicas, within one action: all of them compute the same micro-batch. For
@@ -103,11 +89,26 @@ class FinalGradients {
 };
 
 struct StageContext {
+  // What a stage keeps of one micro-batch in flight: memory of the runtime on the stage's device,
+  // as many bytes as described for the largest micro-batch. Each part starts at a multiple of
+  // kBufferAlignment.
+  struct State {
+    std::span<std::byte> until_input = {};   // StageDescription::state_bytes_until_input
+    std::span<std::byte> until_weight = {};  // state_bytes_until_weight
+    // gradient_bytes_until_weight; empty unless StageSetup::split_backward.
+    std::span<std::byte> gradients = {};
+  };
+
   ComputeContext& compute;
   int stage = 0;
   int micro_batch = 0;
   int micro_batches =
       1;  // of this call of train_step(), accumulate() and the like, on this replica
+  // The micro-batch's own from forward() to the end of backward() or backward_weight(), at the same
+  // address in all of its calls. Other micro-batches have it before and after: forward() finds any
+  // content. In evaluation it lasts for forward() and loss().
+  State state = {};
+  // Where `state` lies, for a stage that keeps something else: 0 <= slot < StageSetup::slots.
   int slot = 0;
   Phase phase = Phase::kTrain;
   StepValue<std::uint64_t> step = 0;
@@ -127,6 +128,24 @@ struct StageContext {
   bool first_batch = true, last_batch = true;
 };
 
+struct StageSetup {
+  ComputeContext* compute = nullptr;
+  int slots = 1;  // micro-batches in flight at once, by the plan
+  // That of a slot, for trial calls in prepare() and prepare_size(): no micro-batch is in flight
+  // then. Valid as long as the stage.
+  StageContext::State state = {};
+  // False: the runtime calls only backward(), never its halves. A stage may then share between its
+  // slots what lives between I and W.
+  bool split_backward = true;
+  // False: the runtime calls forward() alone (PipelineOptions::Training::inference). Parameters
+  // have no gradients then, and uses of one name share a value: prepare() runs no backward.
+  bool trains = true;
+  std::uint64_t seed = 0;  // of initial values
+  // Input specs of the micro-batch sizes that are known to occur, the largest first. Others, with
+  // fewer samples, come to prepare_size() first.
+  std::vector<std::vector<TensorSpec>> input_sizes = {};
+};
+
 class Stage {
  public:
   virtual ~Stage() = default;
@@ -136,8 +155,8 @@ class Stage {
   // device and libraries.
   [[nodiscard]] virtual StageDescription describe(std::span<const TensorSpec> inputs,
                                                   ComputeContext& compute) const = 0;
-  // Allocates state for `slots` micro-batches. The parameters have their memory and their initial
-  // values: the pipeline has called ParameterSet::allocate(). Device memory comes from
+  // Allocates what calls share, such as workspace. The parameters have their memory and their
+  // initial values: the pipeline has called ParameterSet::allocate(). Device memory comes from
   // setup.compute->memory(), which has set aside what describe() returned; more is taken from the
   // device, if it has any, and counted. On a GPU every library call and every kernel without
   // <sluice/cuda.hpp> must have run once when this returns: CUDA loads a kernel at its first

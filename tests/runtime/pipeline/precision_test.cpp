@@ -21,6 +21,7 @@
 #include "tests/runtime/pipeline/scale_layer.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #include "tests/stages/prepared.hpp"
+#include "tests/stages/state_slot.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -437,17 +438,13 @@ TEST(PrecisionOptionsTest, Bf16KeepsHalfAndTakesThePlannedBytes) {
         const StageDescription planned = described(model(options));
         ComputeContext compute({}, 1);
         const std::unique_ptr<Stage> stage = model(options)(0, 1);
-        StageSetup setup;
-        setup.compute = &compute;
-        setup.slots = 3;
-        setup.split_backward = split;
-        setup.input_sizes = {{{DType::kF32, {4, 1, kSide, kSide}}}};
-        prepare(*stage, setup);
-        const std::size_t slot = planned.state_bytes_until_input +
-                                 planned.state_bytes_until_weight +
-                                 (split ? planned.gradient_bytes_until_weight : 0);
+        const StateSlot slot(Device{}, planned);
+        prepare(*stage, {.compute = &compute,
+                         .state = slot.state(),
+                         .split_backward = split,
+                         .input_sizes = {{{DType::kF32, {4, 1, kSide, kSide}}}}});
         EXPECT_EQ(dynamic_cast<NetworkStage&>(*stage).prepared_bytes(),
-                  3 * slot + planned.workspace_bytes + (split ? 0 : planned.shared_gradient_bytes));
+                  planned.workspace_bytes + (split ? 0 : planned.shared_gradient_bytes));
       }
     }
   }

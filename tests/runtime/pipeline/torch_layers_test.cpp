@@ -19,6 +19,7 @@
 #include "stages/compute/context_access.hpp"
 #include "tests/comm/mpi/mpi_main.hpp"
 #include "tests/stages/prepared.hpp"
+#include "tests/stages/state_slot.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -64,8 +65,12 @@ void compare(const LayerSpec& spec, const TensorSpec& in, const Function& functi
     ComputeContext compute(Device{}, 1);
     const std::unique_ptr<Stage> stage = Sequential({spec})(0, 1);
     const StageDescription description = stage->describe({&in, 1}, compute);
-    prepare(*stage,
-            {.compute = &compute, .split_backward = split, .seed = 5, .input_sizes = {{in}}});
+    const StateSlot slot(Device{}, description);
+    prepare(*stage, {.compute = &compute,
+                     .state = slot.state(),
+                     .split_backward = split,
+                     .seed = 5,
+                     .input_sizes = {{in}}});
     ContextAccess::reserve_workspace(compute, description.operator_bytes);
     const TensorSpec& out = description.outputs[0];
     std::vector<float> x = numbers(in.shape.elements(), 1, 3), dx(x.size(), std::nanf(""));
@@ -78,7 +83,7 @@ void compare(const LayerSpec& spec, const TensorSpec& in, const Function& functi
     const Tensor output{y.data(), out}, gradient = view(dy, out.shape);
     const Tensor input_gradient{dx.data(), in};
     const std::span<const Tensor> wanted{&input_gradient, trains_input ? 1U : 0U};
-    StageContext ctx{.compute = compute};
+    StageContext ctx{.compute = compute, .state = slot.state()};
     ctx.samples = in.shape[0];
     ctx.inputs = {&input, 1};
     stage->forward(ctx, ctx.inputs, {&output, 1});

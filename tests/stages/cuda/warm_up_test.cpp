@@ -10,18 +10,19 @@
 #include "tests/emulated_cuda/modules.hpp"
 #include "tests/stages/cuda/gpu_tools.hpp"
 #include "tests/stages/prepared.hpp"
+#include "tests/stages/state_slot.hpp"
 #include "tests/stages/transformer/small_models.hpp"
 
 namespace sluice {
 namespace {
 
 // A micro-batch forward and backward, whole or split.
-void run(ComputeContext& gpu, Stage& stage, const TensorSpec& input, bool first,
-         bool split_backward) {
+void run(ComputeContext& gpu, Stage& stage, const TensorSpec& input,
+         const StageContext::State& state, bool first, bool split_backward) {
   const TensorSpec output = stage.describe({&input, 1}, gpu).outputs.at(0);
   const OnGpu in{Operand(input)}, out{Operand(output)}, din{Operand(input)};
   fill_zero_async(in.data(), in.tensor().spec.bytes(), gpu.stream());
-  StageContext ctx{.compute = gpu};
+  StageContext ctx{.compute = gpu, .state = state};
   ctx.samples = input.shape[0];
   ctx.inputs = {&in.tensor(), 1};
   stage.begin_step(gpu);
@@ -56,12 +57,13 @@ TEST_P(WarmUpTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
       const auto stage = Transformer(testing::odd_model(kind)).stage_of({{0, 1, 2, 3, 4}}, s);
       const TensorSpec input = s == 0 ? TensorSpec{DType::kI32, Shape{2, 13}}
                                       : TensorSpec{DType::kF32, Shape{2, 13, 24}};
-      StageSetup setup{.compute = &gpu};
+      const testing::StateSlot slot(kGpu, stage->describe({&input, 1}, gpu));
+      StageSetup setup{.compute = &gpu, .state = slot.state()};
       setup.split_backward = GetParam();
       setup.input_sizes = {{input}};
       testing::prepare(*stage, setup);
       const std::set<std::string> before = emulated::launched_kernels();
-      run(gpu, *stage, input, s == 0, GetParam());
+      run(gpu, *stage, input, slot.state(), s == 0, GetParam());
       EXPECT_EQ(emulated::launched_kernels(), before) << "stage " << s;
     }
   }
@@ -98,8 +100,10 @@ TEST(WarmUpBuffersTest, LeavesBuffersOfLayersAsTheyAre) {
   ComputeContext gpu(kGpu, 1);
   const std::unique_ptr<Stage> stage =
       Sequential({nn::layer<Overwriting>("overwriting"), nn::linear(4, 4)})(0, 1);
-  StageSetup setup{.compute = &gpu};
-  setup.input_sizes = {{{DType::kF32, Shape{2, 4}}}};
+  const TensorSpec input{DType::kF32, Shape{2, 4}};
+  const testing::StateSlot slot(kGpu, stage->describe({&input, 1}, gpu));
+  StageSetup setup{.compute = &gpu, .state = slot.state()};
+  setup.input_sizes = {{input}};
   testing::prepare(*stage, setup);
   const auto buffer = [&stage] {
     float value = 0;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 
 #include "stages/operators/optimizer.hpp"
 #include "tests/stages/prepared.hpp"
+#include "tests/stages/state_slot.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -68,12 +70,17 @@ struct OneLayer {
   ComputeContext compute{Device{}, 1};
   std::unique_ptr<Stage> stage;
   StageDescription description;
+  std::optional<StateSlot> slot;
 
   OneLayer(const LayerSpec& spec, const TensorSpec& in, bool split)
       : stage(Sequential({spec})(0, 1)) {
     description = stage->describe({&in, 1}, compute);
-    prepare(*stage,
-            {.compute = &compute, .split_backward = split, .seed = 5, .input_sizes = {{in}}});
+    slot.emplace(Device{}, description);
+    prepare(*stage, {.compute = &compute,
+                     .state = slot->state(),
+                     .split_backward = split,
+                     .seed = 5,
+                     .input_sizes = {{in}}});
   }
   [[nodiscard]] std::vector<Parameter*> parameters() const {
     return stage->parameters() == nullptr ? std::vector<Parameter*>() : stage->parameters()->all();
@@ -103,7 +110,7 @@ void compare_layer(const LayerSpec& spec, const Json& golden, bool trains, bool 
   HostTensor y{dy.spec, std::vector<std::byte>(dy.bytes.size())};
   HostTensor dx{x.spec, std::vector<std::byte>(x.bytes.size())};
   const Tensor in = x.tensor(), out = y.tensor(), gradient = dy.tensor(), wanted = dx.tensor();
-  StageContext ctx{.compute = one.compute};
+  StageContext ctx{.compute = one.compute, .state = one.slot->state()};
   ctx.phase = trains ? Phase::kTrain : Phase::kEvaluate;
   ctx.samples = in.shape()[0];
   ctx.inputs = {&in, 1};

@@ -11,6 +11,7 @@
 #include <sluice/transformer.hpp>
 
 #include "tests/stages/prepared.hpp"
+#include "tests/stages/state_slot.hpp"
 
 namespace sluice {
 namespace {
@@ -51,10 +52,13 @@ std::vector<Told> told_by(const TransformerConfig& config, int index, bool split
   const TensorSpec tokens{DType::kI32, Shape{2, config.context}};
   const TensorSpec stream{DType::kF32, Shape{2, config.context, config.width}};
   const TensorSpec in_spec = index == 0 ? tokens : stream;
-  const TensorSpec out_spec = stage->describe({&in_spec, 1}, compute).outputs[0];
-  testing::prepare(
-      *stage,
-      {.compute = &compute, .slots = 1, .split_backward = split, .input_sizes = {{in_spec}}});
+  const StageDescription description = stage->describe({&in_spec, 1}, compute);
+  const TensorSpec& out_spec = description.outputs[0];
+  const testing::StateSlot slot(Device{}, description);
+  testing::prepare(*stage, {.compute = &compute,
+                            .state = slot.state(),
+                            .split_backward = split,
+                            .input_sizes = {{in_spec}}});
   Buffer in(Device{}, in_spec.bytes()), out(Device{}, out_spec.bytes()),
       din(Device{}, in_spec.bytes());
   const Tensor input{in.data(), in_spec}, output{out.data(), out_spec}, dinput{din.data(), in_spec};
@@ -63,7 +67,7 @@ std::vector<Told> told_by(const TransformerConfig& config, int index, bool split
   } else {
     for (int i = 0; i < input.elements(); ++i) input.at(i) = static_cast<float>(i % 7) - 3.0F;
   }
-  StageContext ctx{.compute = compute};
+  StageContext ctx{.compute = compute, .state = slot.state()};
   ctx.samples = 2;
   ctx.inputs = {&input, 1};
   stage->forward(ctx, ctx.inputs, {&output, 1});

@@ -54,12 +54,16 @@ LocalPipeline::LocalPipeline(const TransformerConfig& config, const Partition& p
   for (size_t s = 0; s < stages_.size(); ++s) {
     StageSetup setup;
     setup.compute = &compute_;
-    setup.slots = static_cast<int>(micro_batches_.size());
     setup.split_backward = options_.split_backward;
     setup.seed = 1234;
     for (const InFlight& flight : flights_) {
       setup.input_sizes.push_back({flight.activations[s].spec});
     }
+    const auto largest = std::max_element(flights_.begin(), flights_.end(),
+                                          [s](const InFlight& a, const InFlight& b) {
+                                            return a.states[s].size() < b.states[s].size();
+                                          });
+    setup.state = largest->states[s].state();
     prepare(*stages_[s], setup);
   }
 }
@@ -73,7 +77,9 @@ void LocalPipeline::make_edges(const MicroBatch& batch, InFlight& flight) {
   for (const auto& stage : stages_) {
     const TensorSpec input = flight.activations.back().spec;
     flight.gradients.emplace_back(device, input);
-    flight.activations.emplace_back(device, stage->describe({&input, 1}, compute_).outputs.at(0));
+    const StageDescription description = stage->describe({&input, 1}, compute_);
+    flight.activations.emplace_back(device, description.outputs.at(0));
+    flight.states.emplace_back(device, description);
   }
 }
 
@@ -83,7 +89,7 @@ StageContext LocalPipeline::context(int stage, int micro_batch) {
   StageContext ctx{.compute = compute_};
   ctx.stage = stage;
   ctx.micro_batch = micro_batch;
-  ctx.slot = micro_batch;
+  ctx.state = flight.states[static_cast<size_t>(stage)].state();
   ctx.phase = options_.phase;
   ctx.step = 3;
   ctx.seed = 99;

@@ -11,6 +11,8 @@
 
 #include <sluice/transformer.hpp>
 
+#include "tests/stages/state_slot.hpp"
+
 namespace sluice::testing {
 
 // One micro-batch's data.
@@ -80,7 +82,8 @@ class LocalPipeline {
     std::vector<Edge> gradients;    // [stage]: of its input
     Edge targets;
     Tensor input;
-    HostBuffer sum;  // of the loss
+    std::vector<StateSlot> states;  // [stage]
+    HostBuffer sum;                 // of the loss
   };
   [[nodiscard]] std::vector<float> floats_of(const Tensor& tensor) const;
   void make_edges(const MicroBatch& batch, InFlight& flight);

@@ -12,6 +12,7 @@
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/network/network_stage.hpp"
 #include "tests/stages/prepared.hpp"
+#include "tests/stages/state_slot.hpp"
 #include "tests/stages/transformer/local_pipeline.hpp"
 #include "tests/stages/transformer/small_models.hpp"
 
@@ -144,24 +145,17 @@ TEST_P(RecomputeMemoryTest, TakesTheBytesItDescribes) {
   const TensorSpec input{config.stream_precision, kStreamSpec.shape};
   const StageDescription described = describe(config, {{0, 1, 4, 5}}, 1, input);
   EXPECT_EQ(described.outputs, std::vector{input});
+  const testing::StateSlot slot(Device{}, described);
   for (const bool split : {false, true}) {
-    for (const int slots : {1, 4}) {
-      ComputeContext compute({}, 1);
-      const auto made = Transformer(config).stage_of({{0, 1, 4, 5}}, 1);
-      auto& stage = dynamic_cast<nn::NetworkStage&>(*made);
-      StageSetup setup;
-      setup.compute = &compute;
-      setup.slots = slots;
-      setup.split_backward = split;
-      setup.input_sizes = {{input}};
-      testing::prepare(stage, setup);
-      const std::size_t between = split ? described.gradient_bytes_until_weight : 0;
-      const std::size_t per_slot = state_of(described) + between;
-      const std::size_t shared =
-          described.workspace_bytes + (split ? 0 : described.shared_gradient_bytes);
-      EXPECT_EQ(stage.prepared_bytes(), static_cast<std::size_t>(slots) * per_slot + shared)
-          << slots << " slots";
-    }
+    ComputeContext compute({}, 1);
+    const auto made = Transformer(config).stage_of({{0, 1, 4, 5}}, 1);
+    auto& stage = dynamic_cast<nn::NetworkStage&>(*made);
+    testing::prepare(stage, {.compute = &compute,
+                             .state = slot.state(),
+                             .split_backward = split,
+                             .input_sizes = {{input}}});
+    EXPECT_EQ(stage.prepared_bytes(),
+              described.workspace_bytes + (split ? 0 : described.shared_gradient_bytes));
   }
 }
 

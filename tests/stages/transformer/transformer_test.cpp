@@ -14,6 +14,7 @@
 #include <sluice/transformer.hpp>
 
 #include "tests/stages/prepared.hpp"
+#include "tests/stages/state_slot.hpp"
 #include "tests/stages/transformer/local_pipeline.hpp"
 #include "tests/stages/transformer/reference_transformer.hpp"
 #include "tests/stages/transformer/small_models.hpp"
@@ -464,10 +465,9 @@ TEST(TransformerTest, RefusesMicroBatchesLargerThanPrepared) {
   ComputeContext compute({}, 1);
   const auto stage = Transformer(config).stage_of({{0, 2, 4}}, 0);
   const TensorSpec prepared{DType::kI32, {2, 5}}, larger{DType::kI32, {3, 5}};
-  StageSetup setup;
-  setup.compute = &compute;
-  setup.input_sizes = {{prepared}};
-  testing::prepare(*stage, setup);
+  const testing::StateSlot slot(Device{}, stage->describe({&prepared, 1}, compute));
+  testing::prepare(*stage,
+                   {.compute = &compute, .state = slot.state(), .input_sizes = {{prepared}}});
   std::vector<std::int32_t> tokens(15);
   std::vector<float> out(15 * 24);
   const Tensor input{tokens.data(), larger}, output{out.data(), {DType::kF32, {3, 5, 24}}};

@@ -255,7 +255,7 @@ StageFactory first_and_last(const TransformerConfig& model, Arguments... argumen
   };
 }
 
-// Describes none of its memory.
+// Describes the states of its micro-batches, and no other memory.
 class SilentStage : public ChangedStage {
  public:
   using ChangedStage::ChangedStage;
@@ -264,6 +264,9 @@ class SilentStage : public ChangedStage {
     StageDescription silent, description = ChangedStage::describe(inputs, compute);
     silent.outputs = description.outputs;
     silent.input_gradients = description.input_gradients;
+    silent.state_bytes_until_input = description.state_bytes_until_input;
+    silent.state_bytes_until_weight = description.state_bytes_until_weight;
+    silent.gradient_bytes_until_weight = description.gradient_bytes_until_weight;
     return silent;
   }
 };
