@@ -4,8 +4,8 @@
 // may be used again only if every rank threw. Sizes that differ between ranks are Error(kMismatch).
 // Messages that go on after a throw use the object's own memory, or memory whose owner the caller
 // names; the communicator keeps both. Broadcasts and gathers are binomial trees
-// (binomial_tree.hpp): of n ranks none exchanges more than ceil(log2(n)) messages a call, but for
-// pieces, and a rank that gathers holds its subtree's bytes.
+// (binomial_tree.hpp): of n ranks none exchanges more than ceil(log2(n)) messages for each, and a
+// rank that gathers holds its subtree's bytes. Long messages travel in pieces.
 #pragma once
 
 #include <cstddef>

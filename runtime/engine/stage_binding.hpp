@@ -20,7 +20,7 @@ struct StageBinding {
   LossStage* loss = nullptr;       // set on the last stage
   // Asked for once, before prepare(). Null: the stage has none.
   ParameterSet* parameters = nullptr;
-  StateBytes state = {};  // of its slots; none where the memory is its own
+  StateBytes state = {};  // of its slots; none for a stage with own_memory
 };
 
 // LossStage::target_weight() of the last stage. Throws what it throws, and Error(kUsage) for a

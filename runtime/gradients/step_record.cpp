@@ -61,26 +61,27 @@ RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
     : job_(job),
       layout_(layout),
       rate_(options.training.learning_rate),
-      losses_(2 * at(options.shape.micro_batches)),
-      next_(at(layout.place.topology.size.pipeline)) {
+      losses_(2 * at(options.shape.micro_batches)) {
   const Topology& topology = layout_.place.topology;
+  std::vector<std::size_t> squares(at(topology.size.pipeline));  // of each pipeline rank
   for (int s = 0; s < layout_.plans.num_stages(); ++s) {
     const int rank = layout_.plans.placement().rank_of(s);
     for (std::size_t i = 0; i < layout_.parameters.stages[at(s)].parameters.size(); ++i) {
-      if (layout_.parameters.is_owner(s, static_cast<int>(i))) ++next_[at(rank)];
+      if (layout_.parameters.is_owner(s, static_cast<int>(i))) ++squares[at(rank)];
     }
   }
   std::size_t end = 0;
   for (int rank = 0; rank < topology.ranks(); ++rank) {
     const Place place = topology.place_of(rank);
     std::size_t size = first_square(place.pipeline);
-    if (place.replica == 0) size += next_[at(place.pipeline)];
+    if (place.replica == 0) size += squares[at(place.pipeline)];
     if (rank == job_.world.ranks->rank()) mine_.resize(size);
     ends_.push_back(end += size * sizeof(double));
   }
   if (job_.world.ranks->rank() != 0) return;
   all_.resize(end / sizeof(double));
-  peaks_.resize(next_.size());
+  peaks_.resize(squares.size());
+  next_.resize(squares.size());
   busy_.resize(ends_.size());
 }
 

@@ -206,30 +206,34 @@ void PipelineParts::make_nccl() {
   nccl = NcclRoutes::make(job, layout, *compute, sums, open, options.devices.all_reduce);
 }
 
+StageBinding PipelineParts::bind(Stage& stage, int index) {
+  StageBinding binding{.index = index,
+                       .stage = &stage,
+                       .split = dynamic_cast<SplitBackward*>(&stage),
+                       .loss = nullptr,
+                       .parameters = nullptr};
+  if (layout.plans.splits_backward() && binding.split == nullptr) {
+    throw_usage("schedule '{}' splits the backward pass, but stage {} is not a SplitBackward",
+                options.order.schedule, index);
+  }
+  if (index + 1 < layout.plans.num_stages()) return binding;
+  binding.loss = dynamic_cast<LossStage*>(&stage);
+  lacks_loss = binding.loss == nullptr;
+  if (lacks_loss && !options.training.inference) {
+    throw_usage(
+        "stage {} is the last one, but is not a LossStage; legal for infer() alone, with "
+        "options.training.inference",
+        index);
+  }
+  return binding;
+}
+
 void PipelineParts::prepare_stages() {
   const std::vector<int>& mine = layout.plans.placement().stages_of(layout.place.here.pipeline);
   const bool splits = layout.plans.splits_backward();
   for (std::size_t i = 0; i < stages.size(); ++i) {
     const int index = mine[i];
-    StageBinding binding{.index = index,
-                         .stage = stages[i].get(),
-                         .split = dynamic_cast<SplitBackward*>(stages[i].get()),
-                         .loss = nullptr,
-                         .parameters = nullptr};
-    if (splits && binding.split == nullptr) {
-      throw_usage("schedule '{}' splits the backward pass, but stage {} is not a SplitBackward",
-                  options.order.schedule, index);
-    }
-    if (index + 1 == layout.plans.num_stages()) {
-      binding.loss = dynamic_cast<LossStage*>(stages[i].get());
-      lacks_loss = binding.loss == nullptr;
-      if (lacks_loss && !options.training.inference) {
-        throw_usage(
-            "stage {} is the last one, but is not a LossStage; legal for infer() alone, with "
-            "options.training.inference",
-            index);
-      }
-    }
+    StageBinding binding = bind(*stages[i], index);
     StageSetup setup{.compute = compute.get(),
                      .slots = layout.plans.slots_of(index),
                      .split_backward = splits,

@@ -78,6 +78,7 @@ struct PipelineParts {
   JobContext job;
   PolledDeviceWait device_wait{*job.world.watch};
   JobLayout layout;
+  std::shared_ptr<SlotStore> slots = std::make_shared<SlotStore>();
   std::vector<std::unique_ptr<Stage>> stages;
   bool lacks_loss = false;  // the last stage is here, and is not a LossStage
   std::vector<StageBinding> bindings;
@@ -85,7 +86,6 @@ struct PipelineParts {
   std::unique_ptr<HostMirror> mirror;
   std::unique_ptr<Collective> replica_sum;  // of a stage's batch statistics
   std::unique_ptr<NcclRoutes> nccl;
-  std::shared_ptr<SlotStore> slots = std::make_shared<SlotStore>();
   std::unique_ptr<DeviceBatch> device_batch;
   Batches batches;
   PlanCache training{job.place.here.pipeline, [this](int n) { return plan_smaller(n); },
@@ -101,6 +101,8 @@ struct PipelineParts {
  private:
   [[noreturn]] void throw_with_plan(const std::string& who, const Error& error) const;
   void take_memory();
+  // The interfaces of a stage. Throws Error(kUsage) where one is missing.
+  StageBinding bind(Stage& stage, int index);
   void prepare_stages();
   void make_nccl();
   [[nodiscard]] DeviceBatch::Capacity batch_capacity() const;

@@ -129,6 +129,12 @@ void NetworkStage::allocate(const StageSetup& setup, std::size_t gradients, std:
 
 void NetworkStage::prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) {
   const Plan& plan = run_.plan_of(taken(inputs), compute);
+  const std::size_t scratch =
+      std::max(plan.needs.memory.scratch, other_scratch(plan.specs.back(), compute));
+  if (scratch > scratch_.size() || (!split_ && plan.shared_gradients > gradients_.size())) {
+    throw_usage("layers need more memory for {} than for a larger micro-batch",
+                to_string(inputs[0]));
+  }
   prepared_.push_back(&plan);
   if (compute.device().kind == DeviceKind::kCpu) return;
   const GradientsAside aside(parameters_, compute.memory());

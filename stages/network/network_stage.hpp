@@ -50,7 +50,7 @@ class NetworkStage : public Stage, public SplitBackward {
                       std::span<const Tensor> grad_inputs) override;
   void backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) override;
   [[nodiscard]] ParameterSet* parameters() override;
-  // Bytes that prepare() took for what describe() returned, without parameters.
+  // Bytes that prepare() took for what describe() returned: all but parameters and states.
   [[nodiscard]] std::size_t prepared_bytes() const { return gradients_.size() + scratch_.size(); }
 
  protected:

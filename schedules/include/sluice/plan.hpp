@@ -16,7 +16,7 @@
 //                that is on the same rank (then the next stage has no kGradInput pool). Held until
 //                W (or B) is done. The last stage has none.
 //   kGradInput   gradients on their way to the previous stage: held until the send is done.
-//   kState       what the stage itself keeps between F and W (or B).
+//   kState       what the stage keeps of the micro-batch between F and W (or B).
 // Slots named by a compute op: kInput, kState, kGradOutput are the stage's own pools; kOutput means
 // the stage's own kOutput pool or, at a local hand-over, stage + 1's kInput pool; kGradInput its
 // own kGradInput pool or, at a local hand-over, stage - 1's kGradOutput pool. Message and release

@@ -131,8 +131,8 @@ struct StageContext {
 struct StageSetup {
   ComputeContext* compute = nullptr;
   int slots = 1;  // micro-batches in flight at once, by the plan
-  // That of a slot, for trial calls in prepare() and prepare_size(): no micro-batch is in flight
-  // then. Valid as long as the stage.
+  // The state of one slot, for trial calls in prepare() and prepare_size(): no micro-batch is in
+  // flight then. Valid as long as the stage.
   StageContext::State state = {};
   // False: the runtime calls only backward(), never its halves. A stage may then share between its
   // slots what lives between I and W.
@@ -156,11 +156,12 @@ class Stage {
   [[nodiscard]] virtual StageDescription describe(std::span<const TensorSpec> inputs,
                                                   ComputeContext& compute) const = 0;
   // Allocates what calls share, such as workspace. The parameters have their memory and their
-  // initial values: the pipeline has called ParameterSet::allocate(). Device memory comes from
-  // setup.compute->memory(), which has set aside what describe() returned; more is taken from the
-  // device, if it has any, and counted. On a GPU every library call and every kernel without
-  // <sluice/cuda.hpp> must have run once when this returns: CUDA loads a kernel at its first
-  // launch, and a load during an NCCL kernel can deadlock.
+  // initial values: the pipeline has called ParameterSet::allocate(). Micro-batches have theirs,
+  // setup.state. Device memory comes from setup.compute->memory(), which has set aside the rest of
+  // what describe() returned; more is taken from the device, if it has any, and counted. On a GPU
+  // every library call and every kernel without <sluice/cuda.hpp> must have run once when this
+  // returns: CUDA loads a kernel at its first launch, and a load during an NCCL kernel can
+  // deadlock.
   virtual void prepare(const StageSetup& /*setup*/) {}
   // Runs before the first micro-batch of a size that StageSetup::input_sizes does not have, which
   // has fewer samples than the largest. On a GPU it does for this size what prepare() does: it runs

@@ -303,15 +303,20 @@ SLUICE_COMM_TEST(CollectivesTest, AGatherEndsOnAllRanksWhereOneFails) {
   }
 }
 
-// Keeps the last subject; ends a wait that takes long.
+// Keeps the last subject; ends a wait for `peer` after a while.
 struct Watch : Interrupt {
+  explicit Watch(int ended_peer) : peer(ended_peer) {}
   void poll() override {
     if (std::chrono::steady_clock::now() > end) throw Error(ErrorCode::kPeer, "rung");
   }
-  void begin_wait(const WaitSubject& what) noexcept override { subject = what; }
+  void begin_wait(const WaitSubject& what) noexcept override {
+    subject = what;
+    const std::chrono::milliseconds most(what.peer == peer ? 300 : 60000);
+    end = std::chrono::steady_clock::now() + most;
+  }
+  int peer;
   WaitSubject subject;
-  std::chrono::steady_clock::time_point end =
-      std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
+  std::chrono::steady_clock::time_point end = std::chrono::steady_clock::time_point::max();
 };
 
 // Whoever looks at the ranks follows peer by peer to the one that does not come.
@@ -320,8 +325,6 @@ SLUICE_COMM_TEST(CollectivesTest, AGatherNamesWhomItWaitsFor) {
   const auto copy = comm.duplicate();
   const int last = comm.size() - 1;
   if (comm.rank() == last) return copy->leave_open(/*by_all=*/true);
-  Watch watch;
-  Collectives collectives(*copy, 5, &watch);
   std::vector<std::int64_t> all(at(comm.size()));
   bool on_the_way = false;
   int child = last;
@@ -329,6 +332,8 @@ SLUICE_COMM_TEST(CollectivesTest, AGatherNamesWhomItWaitsFor) {
     on_the_way = comm.rank() == rank;
     if (!on_the_way) child = rank;
   }
+  Watch watch(on_the_way ? child : -1);
+  Collectives collectives(*copy, 5, &watch);
   const std::int64_t mine = 1;
   if (on_the_way) {
     EXPECT_THROW(collectives.gather(object_bytes(mine), writable(all), 0), Error);

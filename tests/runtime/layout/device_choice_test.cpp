@@ -50,7 +50,8 @@ TEST(DeviceChoiceTest, DriversThatDifferAreNamedWithTheirRanks) {
 #ifdef SLUICE_EMULATED
 std::vector<RankDevice> choose(Communicator& comm, const char* devices, int replicas = 1) {
   Collectives world(comm, 0, nullptr);
-  return choose_devices(world, make_topology(2, {2 / replicas, replicas, 1}, RankOrder::kPipelineFirst),
+  return choose_devices(world,
+                        make_topology(2, {2 / replicas, replicas, 1}, RankOrder::kPipelineFirst),
                         parse_devices(devices), {"host", "host"});
 }
 

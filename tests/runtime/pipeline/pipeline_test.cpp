@@ -531,8 +531,6 @@ TEST(PipelineTest, ReplicasThatDriftApartAreNamed) {
   }
 }
 
-// The whole step: loading, stages, messages, tied sums, replicas, norm, optimizer. The stages are
-// hand-written: the matmul library allocates inside its matmuls.
 TEST(PipelineTest, EveryRankKnowsHowManyTargetsAllReplicasHave) {
   class ScaledStage : public ArithmeticStage {
    public:
@@ -565,6 +563,8 @@ TEST(PipelineTest, EveryRankKnowsHowManyTargetsAllReplicasHave) {
   for (const double scale : scales) EXPECT_EQ(scale, 1 / 11.0);
 }
 
+// The whole step: loading, stages, messages, tied sums, replicas, norm, optimizer. The stages are
+// hand-written: the matmul library allocates inside its matmuls.
 TEST(PipelineTest, AStepInSteadyStateAllocatesNothing) {
   const auto source = counting_source(8);
   const StageFactory tied = [](int stage, int) {
