@@ -221,7 +221,7 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
 }
 
 void ParameterSet::require_memory() const {
-  if (allocated_) return;
+  if (allocated_ || (parameters_.empty() && buffers_.empty())) return;
   throw_usage(
       "parameters have no memory in or after prepare(); legal: those of a set that parameters() "
       "returns, or ParameterSet::allocate() by whoever calls prepare()");

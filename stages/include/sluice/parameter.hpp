@@ -111,7 +111,7 @@ class ParameterSet {
   // for more bytes than a std::size_t holds, and what `memory` throws.
   void allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients = true);
 
-  // Throws Error(kUsage) before allocate().
+  // Throws Error(kUsage) before allocate(), but for an empty set.
   void require_memory() const;
 
   [[nodiscard]] std::vector<Parameter*> all();      // without buffers, in order of add()

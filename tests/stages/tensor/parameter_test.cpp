@@ -51,8 +51,11 @@ TEST(ParameterSetTest, ValuesThatCannotBeDrawnAndASecondAllocationAreRefused) {
     EXPECT_THROW(set.add("w", {2}, init), Error);
     EXPECT_THROW(set.add_buffer("b", {2}, init), Error);
   }
+  set.require_memory();  // an empty set needs none
   set.add("w", {2}, Init::constant(-3));
+  EXPECT_THROW(set.require_memory(), Error);
   set.allocate({}, 1);
+  set.require_memory();
   EXPECT_THROW(set.allocate({}, 1), Error);
   EXPECT_EQ(set.find("w")->value.at(1), -3);
 }
