@@ -18,7 +18,7 @@ struct StageBinding {
   Stage* stage = nullptr;
   SplitBackward* split = nullptr;  // null: cannot split backward
   LossStage* loss = nullptr;       // set on the last stage
-  // Asked for once, before prepare(). Null: the stage has none.
+  // As before prepare(). Null: the stage has none.
   ParameterSet* parameters = nullptr;
   StateBytes state = {};  // of its slots; none for a stage with own_memory
 };

@@ -231,11 +231,7 @@ void require_prepared(const StageBinding& binding, const StageEntry& described) 
   ParameterSet& set = binding.parameters == nullptr ? none : *binding.parameters;
   compare(set.all(), described.parameters, "parameters");
   compare(set.buffers(), described.buffers, "buffers");
-  try {
-    if (binding.parameters != nullptr) set.require_memory();
-  } catch (...) {
-    rethrow_from(fmt::format("stage {}", binding.index));
-  }
+  calling(fmt::format("stage {}", binding.index), [&] { set.require_memory(); });
 }
 
 std::string to_text(const StageReport& report) {

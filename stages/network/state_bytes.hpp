@@ -17,10 +17,6 @@ namespace sluice {
 struct StateBytes {
   std::size_t until_input = 0, until_weight = 0, gradients = 0;
 
-  [[nodiscard]] static StateBytes of(const StageDescription& description) {
-    return {description.state_bytes_until_input, description.state_bytes_until_weight,
-            description.gradient_bytes_until_weight};
-  }
   // Those of a plan; one that calls backward() alone keeps no gradients.
   [[nodiscard]] StateBytes in_plan(bool split_backward) const {
     return {until_input, until_weight, split_backward ? gradients : 0};

@@ -14,7 +14,9 @@ namespace sluice::testing {
 class StateSlot {
  public:
   StateSlot(Device device, const StageDescription& description)
-      : bytes_(StateBytes::of(description)), memory_(device, bytes_.slot()) {
+      : bytes_{description.state_bytes_until_input, description.state_bytes_until_weight,
+               description.gradient_bytes_until_weight},
+        memory_(device, bytes_.slot()) {
     const std::vector<std::byte> nan(memory_.size(), std::byte{0xFF});
     copy_now(device, memory_.data(), nan.data(), nan.size());
   }

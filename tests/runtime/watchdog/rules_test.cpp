@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/base/index.hpp"
@@ -222,6 +224,21 @@ TEST(WatchRulesTest, FollowATreeToTheRankThatHasLeft) {
   EXPECT_THAT(std::vector<int>(verdict->ranks.end() - 4, verdict->ranks.end()),
               ElementsAre(0, 8, 12, 14));
   EXPECT_THAT(headline(job.view(), *verdict), HasSubstr("rank 14 has destroyed its pipeline"));
+}
+
+TEST(WatchRulesTest, SayAmongWhomARankWaits) {
+  Job job(kOneHost);
+  const std::vector<std::pair<std::optional<Axis>, const char*>> groups = {
+      {std::nullopt, "among all ranks"},
+      {Axis::kPipeline, "among the pipeline's ranks"},
+      {Axis::kReplica, "among the replicas"},
+      {Axis::kTensor, "among the ranks of a stage"}};
+  for (const auto& [axis, text] : groups) {
+    job.wait(1, 0, 1);
+    job.activity(1).subject.what = WaitSubject::What::kCollectiveReceive;
+    job.activity(1).axis = axis;
+    EXPECT_THAT(rank_lines(job.view(), kLimits), HasSubstr(text));
+  }
 }
 
 TEST(WatchRulesTest, EndALongActionOnlyWithALimitForActions) {

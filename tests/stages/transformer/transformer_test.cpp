@@ -471,9 +471,37 @@ TEST(TransformerTest, RefusesMicroBatchesLargerThanPrepared) {
   std::vector<std::int32_t> tokens(15);
   std::vector<float> out(15 * 24);
   const Tensor input{tokens.data(), larger}, output{out.data(), {DType::kF32, {3, 5, 24}}};
-  StageContext ctx{.compute = compute};
+  StageContext ctx{.compute = compute, .state = slot.state()};
   ctx.inputs = {&input, 1};
   EXPECT_THROW(stage->forward(ctx, ctx.inputs, {&output, 1}), Error);
+}
+
+TEST(TransformerTest, RefusesLessMemoryForAMicroBatchThanItDescribes) {
+  const TransformerConfig config = small_config(TransformerKind::kGpt2, true);
+  ComputeContext compute({}, 1);
+  const auto stage = Transformer(config).stage_of({{0, 2, 4}}, 0);
+  const TensorSpec spec{DType::kI32, {2, 5}};
+  const testing::StateSlot slot(Device{}, stage->describe({&spec, 1}, compute));
+  testing::prepare(*stage, {.compute = &compute, .state = slot.state(), .input_sizes = {{spec}}});
+  std::vector<std::int32_t> tokens(10);
+  std::vector<float> out(10 * 24);
+  const Tensor input{tokens.data(), spec}, output{out.data(), {DType::kF32, {2, 5, 24}}};
+  StageContext ctx{.compute = compute, .state = slot.state()};
+  ctx.inputs = {&input, 1};
+  stage->forward(ctx, ctx.inputs, {&output, 1});
+  for (auto part : {&StageContext::State::until_input, &StageContext::State::until_weight}) {
+    ctx.state = slot.state();
+    if ((ctx.state.*part).empty()) continue;
+    ctx.state.*part = (ctx.state.*part).first((ctx.state.*part).size() - 1);
+    try {
+      stage->forward(ctx, ctx.inputs, {&output, 1});
+      FAIL() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kUsage);
+      EXPECT_NE(std::string(error.what()).find("less memory than the stage describes"),
+                std::string::npos);
+    }
+  }
 }
 
 TEST(TransformerTest, RefusesAStageThatThePartitionDoesNotHave) {
