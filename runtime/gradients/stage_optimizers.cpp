@@ -70,9 +70,12 @@ StageOptimizers::StageOptimizers(const PipelineOptions::Training& training,
   }
   for (Updated& each : updated_) {
     if (training.make_optimizer) {
-      each.optimizer =
-          calling([&] { return "making " + each.name(); },
-                  [&] { return training.make_optimizer(each.parameters, compute_.memory()); });
+      std::vector<ParameterSlice> slices;
+      for (Parameter* parameter : each.parameters) {
+        slices.push_back({parameter, 0, parameter->shape.elements()});
+      }
+      each.optimizer = calling([&] { return "making " + each.name(); },
+                               [&] { return training.make_optimizer(slices, compute_.memory()); });
       if (each.optimizer == nullptr) throw_usage("the factory made no optimizer");
       require_savable(each.state(), each.parameters, model);
       continue;

@@ -37,6 +37,7 @@ std::string text_of(const Value& value) {
 }
 
 std::string text_of(TransportChoice choice) { return name_of(choice); }
+std::string text_of(ShardLevel level) { return name_of(level); }
 std::string text_of(DType type) { return name_of(type); }
 std::string text_of(const std::vector<DeviceChoice>& choices) { return to_string(choices); }
 std::string text_of(const std::vector<std::int64_t>& numbers) { return joined(numbers, ","); }
@@ -126,7 +127,24 @@ void require_sensible_training(const PipelineOptions::Training& training) {
               training.clip);
 }
 
+void require_sensible_shards(const PipelineOptions& options) {
+  if (options.shape.shard == ShardLevel::kNone || options.training.inference) return;
+  const OptimizerFactory& own = options.training.make_optimizer;
+  if (own && !own.takes_slices()) {
+    throw_usage(
+        "shards of the optimizer (options.shape.shard) with an OptimizerFactory of whole "
+        "parameters; legal: a factory that takes std::span<const ParameterSlice>, or no shards");
+  }
+  if (options.devices.all_reduce) {
+    throw_usage(
+        "shards of the optimizer with --all-reduce, which gives every replica the whole gradient; "
+        "legal: one of the two");
+  }
+}
+
 }  // namespace
+
+const char* name_of(ShardLevel level) { return level == ShardLevel::kNone ? "none" : "optimizer"; }
 
 void require_sensible(const PipelineOptions& options) {
   if (options.shape.pipeline < 0) {
@@ -139,6 +157,7 @@ void require_sensible(const PipelineOptions& options) {
                 ComputeContext::kMostThreads);
   }
   require_sensible_training(options.training);
+  require_sensible_shards(options);
 }
 
 void require_sensible(const LearningRate& rate, std::span<const ParameterGroup> groups) {
@@ -177,10 +196,12 @@ Facts agreed_values(const PipelineOptions& options) {
   const auto& [replicas_every, trace] = checks;
   add(values, {"build of Sluice", "comparison of replicas every", "trace"}, build_name(),
       replicas_every, trace);
-  const auto& [pipeline, replicas, rank_order, micro_batches, micro_batch_size, batch_size] = shape;
+  const auto& [pipeline, replicas, rank_order, micro_batches, micro_batch_size, batch_size, shard] =
+      shape;
   add(values,
-      {"pipeline", "replicas", "rank-order", "micro-batches", "micro-batch-size", "batch-size"},
-      pipeline, replicas, rank_order, micro_batches, micro_batch_size, batch_size);
+      {"pipeline", "replicas", "rank-order", "micro-batches", "micro-batch-size", "batch-size",
+       "shard"},
+      pipeline, replicas, rank_order, micro_batches, micro_batch_size, batch_size, shard);
   const auto& [schedule, chunks, given] = order;
   add(values, {"schedule", "chunks", "SHA-256 of the schedule"}, schedule, chunks, given);
   const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs] = devices;

@@ -21,11 +21,27 @@
 
 namespace sluice {
 
+// Consecutive elements of a parameter.
+struct ElementRange {
+  std::int64_t first = 0, count = 0;
+  [[nodiscard]] std::int64_t end() const { return first + count; }
+};
+
 struct ParameterEntry {
   std::string name;
   std::int64_t elements = 0;
   bool tied = false;
   std::string use = {};  // of a tied one, what all its uses share: "[4, 2], initially normal 0.02"
+  int unit = 0;          // Parameter::unit
+  // [replica] where the part that it updates ends; each begins where the one before it ends. Empty:
+  // all update the whole.
+  std::vector<std::int64_t> ends = {};
+  [[nodiscard]] ElementRange part(int replica) const {
+    if (ends.empty()) return {0, elements};
+    const auto at = static_cast<std::size_t>(replica);
+    const std::int64_t first = at == 0 ? 0 : ends[at - 1];
+    return {first, ends[at] - first};
+  }
 };
 
 struct StageEntry {

@@ -21,6 +21,7 @@
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/group/guard.hpp"
+#include "runtime/layout/parameter_cut.hpp"
 #include "runtime/planning/memory_plan.hpp"
 #include "runtime/planning/stage_report.hpp"
 #include "runtime/planning/transport_plan.hpp"
@@ -410,6 +411,13 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   layout.parameters.tied = find_ties(layout.parameters.stages);
   require_own_buffer_names(layout.parameters.stages);
   require_groups(options, layout.parameters.stages);
+  if (options.shape.shard != ShardLevel::kNone && !options.training.inference) {
+    cut_parameters(layout.parameters, layout.place.topology.size.replica,
+                   [&](const ParameterEntry& each) {
+                     const ParameterGroup* group = group_of(options.training.groups, each.name);
+                     return group != nullptr && group->frozen;
+                   });
+  }
   choose_all_routes(job, options, layout);
   // The order that NCCL's queues need suits tagged messages too.
   layout.wires.carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();

@@ -32,7 +32,7 @@ static void from_json(const Json& json, Shape& shape) {
   shape = Shape(std::span(dims));
 }
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorSpec, dtype, shape)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
@@ -206,7 +206,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     const auto list = [&](const std::vector<Parameter*>& from, std::vector<ParameterEntry>& to) {
       for (const Parameter* p : from) {
         require_legal_name(p->name, index);
-        to.push_back({p->name, p->shape.elements(), p->tied, p->tied ? use_of(*p) : ""});
+        to.push_back({p->name, p->shape.elements(), p->tied, p->tied ? use_of(*p) : "", p->unit});
       }
     };
     list(parameters->all(), report.entry.parameters);

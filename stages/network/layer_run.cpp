@@ -168,6 +168,7 @@ void LayerRun::add_parameters(ParameterSet& set, const std::string& name) {
   for (Part& part : parts_) {
     if (part.join) continue;
     const NumberedLayer& each = layers_[part.index];
+    if (outermost_) set.begin_unit();
     part.first_parameter = set.size();
     each.layer->add_parameters(set, name + each.name);
     part.parameters = set.size() - part.first_parameter;

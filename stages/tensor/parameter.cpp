@@ -174,7 +174,13 @@ Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool deca
   Parameter& parameter = add_to(parameters_, std::move(name), shape, init);
   parameter.decay = decay;
   parameter.tied = tied;
+  parameter.unit = unit_;
   return parameter;
+}
+
+void ParameterSet::begin_unit() {
+  if (allocated_) throw_usage("a unit begins after allocate(); begin it before");
+  if (!parameters_.empty()) unit_ = parameters_.back().unit + 1;
 }
 
 Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, ReplicaRule across) {

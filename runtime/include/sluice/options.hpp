@@ -78,6 +78,16 @@ class StageFactory {
   std::function<Made(const StagePlace&)> make_;
 };
 
+// What the replicas of a stage divide among them, where each holds all of it else.
+enum class ShardLevel {
+  kNone,
+  // The state of the optimizer (ZeRO stage 1, Rajbhandari et al. 2020): each replica updates a part
+  // of the parameters and sends it to the others. No bit of a training changes.
+  kOptimizer,
+};
+// "none", "optimizer".
+[[nodiscard]] const char* name_of(ShardLevel level);
+
 struct PipelineOptions {
   // How many ranks there are, and how a step's samples are divided among them.
   struct Shape {
@@ -88,6 +98,7 @@ struct PipelineOptions {
     std::int64_t micro_batch_size = 1;  // samples
     // Samples per step over all replicas; 0: replicas * micro_batches * micro_batch_size.
     std::int64_t batch_size = 0;
+    ShardLevel shard = ShardLevel::kNone;
   };
 
   // The order in which each rank runs its micro-batches.

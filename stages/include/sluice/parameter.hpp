@@ -10,6 +10,7 @@
 // Settings of optimizers and learning rates are at the end.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -20,6 +21,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <sluice/device.hpp>
@@ -54,6 +57,7 @@ struct Parameter {
   Init init;
   bool decay = true;  // weight decay applies (not to norms and biases)
   bool tied = false;  // other uses of the same name exist
+  int unit = 0;       // its number in the set: ParameterSet::begin_unit()
   // fp32, set by allocate(); they start at multiples of kBufferAlignment. grad: null data without
   // gradients.
   Tensor value, grad;
@@ -96,6 +100,11 @@ class ParameterSet {
   // Throws Error(kUsage) after allocate(), and for an Init that is none or not a number from 0 (a
   // constant: any finite one).
   Parameter& add(std::string name, Shape shape, Init init, bool decay = true, bool tied = false);
+
+  // What add() gets from now on is one unit, such as a block of layers: the grain in which ranks
+  // divide parameters among them. Without a call all parameters are one unit. Throws Error(kUsage)
+  // after allocate().
+  void begin_unit();
 
   // State that is not trained, such as running statistics: fp32, saved with the parameters, under a
   // name that no parameter has. A stage writes it in forward(), which the runtime calls once for
@@ -145,6 +154,7 @@ class ParameterSet {
   void draw_values(Device device, std::uint64_t seed);
 
   bool allocated_ = false;
+  int unit_ = 0;
   std::size_t flat_floats_ = 0, buffer_floats_ = 0;
   std::uint64_t version_ = 0;
 };
@@ -184,20 +194,32 @@ struct OptimizerConfig {
   static OptimizerConfig adamw() { return {.beta2 = 0.999F, .weight_decay = 0.01F}; }
 };
 
-// One parameter's state by name ("exp_avg", "exp_avg_sq" or "momentum"), for checkpoints.
-struct OptimizerState {
-  std::string parameter, kind;
-  Tensor tensor;  // f32 or bf16, the parameter's shape; owned by the optimizer
+// Consecutive elements of a parameter, in the order of its memory: all of them, or the part that
+// one of several ranks updates (PipelineOptions::Shape::shard).
+struct ParameterSlice {
+  Parameter* parameter = nullptr;
+  std::int64_t first = 0, count = 0;  // elements; count is at least 1 unless the parameter has none
+  [[nodiscard]] bool whole() const { return count == parameter->shape.elements(); }
 };
 
-// Updates parameters. One object per rank and per kind of settings, over the parameters that the
-// rank owns. A pipeline makes it from OptimizerConfig, or from the program's OptimizerFactory.
+// A parameter's state by name ("exp_avg", "exp_avg_sq" or "momentum"), for checkpoints.
+struct OptimizerState {
+  std::string parameter, kind;
+  // f32 or bf16, owned by the optimizer: the parameter's shape, or [count] of a slice that is not
+  // whole.
+  Tensor tensor;
+  std::int64_t first = 0;  // the slice's
+};
+
+// Updates parameters. One object per rank and per kind of settings, over the slices that the rank
+// updates. A pipeline makes it from OptimizerConfig, or from the program's OptimizerFactory.
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
-  // Changes the values of its parameters by their gradients, in order of the compute stream. `step`
+  // Changes the values of its slices by their gradients, in order of the compute stream. `step`
   // counts from 1. `grad_scale` multiplies gradients (clipping). The calls have equal arguments on
-  // all ranks and replicas, and equal gradients give equal values. It should allocate nothing. What
+  // all ranks and replicas, and equal gradients give equal values. Outside its slices, values and
+  // gradients have any content. It should allocate nothing. What
   // it throws ends the pipeline. Nothing follows it in a step: ranks that have done theirs throw
   // the same in their next call, at the latest in Pipeline::close().
   virtual void update(ComputeContext& compute, std::uint64_t step, float learning_rate,
@@ -207,10 +229,52 @@ class Optimizer {
   // is made, and throws Error(kUsage) for anything else.
   [[nodiscard]] virtual std::vector<OptimizerState> state() = 0;
 };
-// `parameters` outlive the optimizer; their memory is there. `memory`: of the rank's device. Memory
-// that a program's own optimizer takes is not in the plan.
-using OptimizerFactory = std::function<std::unique_ptr<Optimizer>(
-    std::span<Parameter* const> parameters, const DeviceMemory& memory)>;
+
+// Makes optimizers: by a copyable function of (std::span<Parameter* const>, const DeviceMemory&),
+// or of (std::span<const ParameterSlice>, const DeviceMemory&). Only the latter can be used where
+// ranks update parts of parameters (PipelineOptions::Shape::shard). The parameters outlive the
+// optimizer; their memory is there. `memory`: of the rank's device. Memory that a program's own
+// optimizer takes is not in the plan.
+class OptimizerFactory {
+  using Made = std::unique_ptr<Optimizer>;
+  using Parameters = std::span<Parameter* const>;
+  using Slices = std::span<const ParameterSlice>;
+  template <typename Make>
+  static constexpr bool kBySlices = std::is_invocable_r_v<Made, Make&, Slices, const DeviceMemory&>;
+
+ public:
+  OptimizerFactory() = default;        // none: OptimizerConfig counts
+  OptimizerFactory(std::nullptr_t) {}  // NOLINT(google-explicit-constructor)
+  template <typename Make>
+  requires(!std::is_same_v<Make, OptimizerFactory> && std::is_copy_constructible_v<Make> &&
+           (kBySlices<Make> || std::is_invocable_r_v<Made, Make&, Parameters, const DeviceMemory&>))
+      OptimizerFactory(Make make)  // NOLINT(google-explicit-constructor)
+      : takes_slices_(kBySlices<Make>) {
+    if constexpr (requires { make == nullptr; }) {
+      if (make == nullptr) return;
+    }
+    if constexpr (kBySlices<Make>) {
+      make_ = std::move(make);
+    } else {
+      make_ = [make = std::move(make)](Slices slices, const DeviceMemory& memory) mutable -> Made {
+        std::vector<Parameter*> parameters;
+        for (const ParameterSlice& slice : slices) parameters.push_back(slice.parameter);
+        return make(parameters, memory);
+      };
+    }
+  }
+
+  [[nodiscard]] explicit operator bool() const { return make_ != nullptr; }
+  // Whether slices may be parts of parameters.
+  [[nodiscard]] bool takes_slices() const { return takes_slices_; }
+  [[nodiscard]] Made operator()(Slices slices, const DeviceMemory& memory) const {
+    return make_(slices, memory);
+  }
+
+ private:
+  std::function<Made(Slices, const DeviceMemory&)> make_;
+  bool takes_slices_ = false;
+};
 
 // Other settings for the parameters whose names match.
 struct ParameterGroup {

@@ -1,0 +1,91 @@
+#include "runtime/layout/parameter_cut.hpp"
+
+#include <algorithm>
+#include <map>
+
+#include "comm/base/index.hpp"
+#include "stages/compute/call_arguments.hpp"
+
+namespace sluice {
+namespace {
+
+std::int64_t blocks_of(const ParameterEntry& entry) {
+  return (entry.elements + kSumBlock - 1) / kSumBlock;
+}
+
+// Cuts `entries` as one sequence of blocks. `next` is the replica that gets the next remaining
+// block, of this sequence and those before.
+void cut_sequence(std::span<ParameterEntry* const> entries, std::size_t replicas,
+                  std::size_t& next) {
+  std::int64_t blocks = 0;
+  for (const ParameterEntry* entry : entries) blocks += blocks_of(*entry);
+  const auto count = static_cast<std::int64_t>(replicas);
+  std::vector<std::int64_t> ends(replicas, blocks / count);  // blocks
+  for (std::int64_t left = blocks % count; left > 0; --left, next = (next + 1) % replicas) {
+    ++ends[next];
+  }
+  for (std::size_t r = 1; r < replicas; ++r) ends[r] += ends[r - 1];
+  std::int64_t begin = 0;
+  for (ParameterEntry* entry : entries) {
+    for (const std::int64_t end : ends) {
+      entry->ends.push_back(
+          std::clamp<std::int64_t>((end - begin) * kSumBlock, 0, entry->elements));
+    }
+    begin += blocks_of(*entry);
+  }
+}
+
+}  // namespace
+
+void cut_parameters(ParameterTable& table, int replicas,
+                    const std::function<bool(const ParameterEntry&)>& is_frozen) {
+  for (std::size_t s = 0; s < table.stages.size(); ++s) {
+    std::vector<ParameterEntry>& all = table.stages[s].parameters;
+    std::size_t next = 0, next_frozen = 0;
+    for (std::size_t i = 0; i < all.size();) {
+      std::vector<ParameterEntry*> updated, frozen;
+      for (const int unit = all[i].unit; i < all.size() && all[i].unit == unit; ++i) {
+        if (!table.is_owner(static_cast<int>(s), static_cast<int>(i))) continue;
+        (is_frozen(all[i]) ? frozen : updated).push_back(&all[i]);
+      }
+      cut_sequence(updated, at(replicas), next);
+      cut_sequence(frozen, at(replicas), next_frozen);
+    }
+  }
+  for (const TiedParameter& tie : table.tied) {
+    const TiedUse& owner = tie.uses.front();
+    const auto& ends = table.stages[at(owner.stage)].parameters[at(owner.index)].ends;
+    for (std::size_t u = 1; u < tie.uses.size(); ++u) {
+      table.stages[at(tie.uses[u].stage)].parameters[at(tie.uses[u].index)].ends = ends;
+    }
+  }
+}
+
+std::vector<CutRange> ranges_of(const StageEntry& stage) {
+  std::vector<CutRange> ranges;
+  std::size_t begin = 0;
+  for (const ParameterEntry& entry : stage.parameters) {
+    const std::size_t size = parameter_bytes(entry.elements) / sizeof(float);
+    // Padding belongs to the last replica that has elements.
+    std::vector<std::size_t> ends;
+    for (const std::int64_t end : entry.ends) {
+      ends.push_back(end == entry.elements ? size : static_cast<std::size_t>(end));
+    }
+    // It goes on with the last range where none of its elements is of a replica before that
+    // range's last one.
+    std::size_t first = 0;  // replica
+    while (first + 1 < ends.size() && ends[first] == 0) ++first;
+    const bool joins = !ranges.empty() && [&] {
+      const std::vector<std::size_t>& last = ranges.back().ends;
+      return first + 1 == last.size() || last[first] == last.back();
+    }();
+    if (!joins) ranges.push_back({begin, std::vector<std::size_t>(ends.size())});
+    CutRange& range = ranges.back();
+    const std::size_t offset = begin - range.begin;
+    for (std::size_t r = first; r < ends.size(); ++r) range.ends[r] = offset + ends[r];
+    begin += size;
+  }
+  return ranges;
+}
+
+}  // namespace sluice
