@@ -27,7 +27,9 @@ from harness import (Setup, Violation, arguments, losses_in, main, metrics_so_fa
 STEPS = 40
 # ranks, and what splits them: 4 ranks are 2 replicas of 2 stages.
 LAYOUTS = ((4, ("--pipeline", "2", "--replicas", "2")), (2, ("--pipeline", "2")), (2, ("--replicas", "2")),
-           (1, ()), (3, ("--save-precision", "bf16")), (4, ("--pipeline", "2", "--replicas", "2", "--schedule", "gpipe")))
+           (1, ()), (3, ("--save-precision", "bf16")), (4, ("--pipeline", "2", "--replicas", "2", "--schedule", "gpipe")),
+           (4, ("--pipeline", "2", "--replicas", "2", "--shard", "optimizer")),
+           (3, ("--replicas", "3", "--shard", "optimizer")))
 CALLS = ("open", "write", "sync", "rename", "remove", "mkdir")
 LAUNCHER, HOST = -1, -2  # victims besides a rank; with the host all processes go at once
 
