@@ -10,6 +10,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/group/binomial_tree.hpp"
 #include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
@@ -24,7 +25,7 @@ enum TagOffset : int {
   kGatherTag,
   kPointTag,
   kScatterTag,
-  kShardTag,
+  kPartTag,
 };
 
 WaitSubject sends(int peer, int tag, std::size_t bytes) {
@@ -37,7 +38,7 @@ WaitSubject receives(int peer, int tag, std::size_t bytes) {
 
 constexpr std::size_t kFirstCopy = 4096;  // bytes
 
-// Elements of a shard per block: two blocks per peer fit a core's L2 cache.
+// Elements of a part per block: two blocks per peer fit a core's L2 cache.
 constexpr std::size_t kBlock = 32 * 1024;
 
 struct Range {
@@ -45,22 +46,26 @@ struct Range {
   std::size_t size = 0;
 };
 
-std::size_t shard_size(std::size_t count, int ranks) {
-  const auto n = at(ranks);
-  return (count + n - 1) / n;
+// The part of `rank` of the values that are divided at `ends`.
+Range part_of(std::span<const std::size_t> ends, int rank) {
+  const std::size_t begin = rank == 0 ? 0 : ends[at(rank) - 1];
+  return {begin, ends[at(rank)] - begin};
 }
 
-// Block `block` of the shard that `owner` sums; empty beyond the end.
-Range block_of(std::size_t count, int ranks, int owner, std::size_t block) {
-  const std::size_t shard = shard_size(count, ranks);
-  const std::size_t shard_begin = std::min(count, shard * at(owner));
-  const std::size_t shard_end = std::min(count, shard_begin + shard);
-  const std::size_t begin = std::min(shard_end, shard_begin + block * kBlock);
-  return {begin, std::min(kBlock, shard_end - begin)};
+// Block `block` of the part of `rank`; empty beyond the end.
+Range block_of(std::span<const std::size_t> ends, int rank, std::size_t block) {
+  const Range part = part_of(ends, rank);
+  const std::size_t before = std::min(part.size, block * kBlock);
+  return {part.begin + before, std::min(kBlock, part.size - before)};
 }
 
-std::size_t block_count(std::size_t count, int ranks) {
-  return (shard_size(count, ranks) + kBlock - 1) / kBlock;
+// Of the largest part.
+std::size_t block_count(std::span<const std::size_t> ends) {
+  std::size_t largest = 0;
+  for (int rank = 0; rank < static_cast<int>(ends.size()); ++rank) {
+    largest = std::max(largest, part_of(ends, rank).size);
+  }
+  return (largest + kBlock - 1) / kBlock;
 }
 
 void add(float* __restrict sum, const float* __restrict term, std::size_t count) {
@@ -135,6 +140,7 @@ Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
       interrupt_(interrupt),
       waiter_(comm.local_size()),
       open_(4 * at(comm.size())),
+      even_ends_(at(comm.size())),
       copy_(std::make_shared<std::vector<std::byte>>(kFirstCopy)),
       blocks_(std::make_shared<std::vector<float>>()) {}
 
@@ -317,21 +323,49 @@ std::vector<std::string> Collectives::all_gather_strings(const std::string& mine
 
 void Collectives::reserve_sum(std::size_t count) {
   if (comm_.size() == 1) return;
-  const std::size_t needed =
-      2 * at(comm_.size()) * std::min(kBlock, shard_size(count, comm_.size()));
+  const std::size_t needed = 2 * at(comm_.size()) * std::min(kBlock, count);
   if (blocks_.use_count() > 1 || blocks_->size() < needed) {
     blocks_ = std::make_shared<std::vector<float>>(needed);
   }
 }
 
-void Collectives::ordered_sum(std::span<float> values, const KeepAlive& owner) {
-  if (comm_.size() == 1 || values.empty()) {
+void Collectives::require_parts(std::span<const float> values,
+                                std::span<const std::size_t> ends) const {
+  if (ends.size() == at(comm_.size()) && std::is_sorted(ends.begin(), ends.end()) &&
+      ends.back() == values.size()) {
     return;
   }
+  throw Error(ErrorCode::kInternal,
+              fmt::format("{} values in parts that end at {}; legal: {} ends that ascend to {}",
+                          values.size(), joined(ends, ", "), comm_.size(), values.size()),
+              comm_.rank());
+}
+
+void Collectives::ordered_sum(std::span<float> values, const KeepAlive& owner) {
+  const std::size_t ranks = at(comm_.size());
+  const std::size_t part = (values.size() + ranks - 1) / ranks;
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    even_ends_[rank] = std::min(values.size(), (rank + 1) * part);
+  }
+  ordered_reduce_scatter(values, even_ends_, owner);
+  all_gather_parts(values, even_ends_, owner);
+}
+
+void Collectives::ordered_reduce_scatter(std::span<float> values, std::span<const std::size_t> ends,
+                                         const KeepAlive& owner) {
+  require_parts(values, ends);
+  if (comm_.size() == 1) return;
   reserve_sum(values.size());
   const OpenRequests guard(comm_, open_, owner, blocks_);
-  reduce_scatter(values);
-  gather_shards(values);
+  reduce_scatter(values, ends);
+}
+
+void Collectives::all_gather_parts(std::span<float> values, std::span<const std::size_t> ends,
+                                   const KeepAlive& owner) {
+  require_parts(values, ends);
+  if (comm_.size() == 1) return;
+  const OpenRequests guard(comm_, open_, owner);
+  gather_blocks(values, ends);
 }
 
 Request& Collectives::block_receive(int rank, std::size_t block) {
@@ -342,19 +376,18 @@ Request& Collectives::block_send(int rank, std::size_t block) {
   return open_[(block % 2 * 2 + 1) * at(comm_.size()) + at(rank)];
 }
 
-// Every rank sends its block of each shard to the shard's owner, one block ahead of the sum.
+// Every rank sends its block of each part to the part's rank, one block ahead of the sum.
 // blocks_: [2 halves, rank, block].
-void Collectives::reduce_scatter(std::span<float> values) {
+void Collectives::reduce_scatter(std::span<float> values, std::span<const std::size_t> ends) {
   const int size = comm_.size();
   const int me = comm_.rank();
-  const std::size_t count = values.size();
-  const std::size_t blocks = block_count(count, size);
-  const std::size_t stride = std::min(kBlock, shard_size(count, size));
+  const std::size_t blocks = block_count(ends);
+  const std::size_t stride = block_of(ends, me, 0).size;
   const auto slot = [&](int rank, std::size_t block) {
     return blocks_->data() + (block % 2 * at(size) + at(rank)) * stride;
   };
   const auto start = [&](std::size_t block) {
-    const Range mine = block_of(count, size, me, block);
+    const Range mine = block_of(ends, me, block);
     for (int peer = 0; peer < size; ++peer) {
       if (peer == me) continue;
       if (mine.size > 0) {
@@ -362,7 +395,7 @@ void Collectives::reduce_scatter(std::span<float> values) {
             comm_.post_recv(peer, base_tag_ + kScatterTag,
                             std::as_writable_bytes(std::span(slot(peer, block), mine.size)));
       }
-      const Range theirs = block_of(count, size, peer, block);
+      const Range theirs = block_of(ends, peer, block);
       if (theirs.size > 0) {
         block_send(peer, block) =
             comm_.start_send(peer, base_tag_ + kScatterTag,
@@ -370,10 +403,10 @@ void Collectives::reduce_scatter(std::span<float> values) {
       }
     }
   };
-  start(0);
+  if (blocks > 0) start(0);
   for (std::size_t block = 0; block < blocks; ++block) {
     if (block + 1 < blocks) start(block + 1);
-    const Range mine = block_of(count, size, me, block);
+    const Range mine = block_of(ends, me, block);
     float* own = values.data() + mine.begin;
     float* sum = me == 0 ? own : slot(0, block);
     for (int rank = 0; rank < size && mine.size > 0; ++rank) {
@@ -387,39 +420,37 @@ void Collectives::reduce_scatter(std::span<float> values) {
     for (int rank = 0; rank < size; ++rank) {
       if (block_send(rank, block).index == Request::kNone) continue;
       wait(block_send(rank, block), 0,
-           sends(rank, base_tag_ + kScatterTag,
-                 block_of(count, size, rank, block).size * sizeof(float)));
+           sends(rank, base_tag_ + kScatterTag, block_of(ends, rank, block).size * sizeof(float)));
     }
   }
 }
 
-// Every owner sends its summed shard to all, in blocks.
-void Collectives::gather_shards(std::span<float> values) {
+// Every rank sends its part to all, in blocks.
+void Collectives::gather_blocks(std::span<float> values, std::span<const std::size_t> ends) {
   const int size = comm_.size();
-  const std::size_t count = values.size();
-  const std::size_t blocks = block_count(count, size);
+  const std::size_t blocks = block_count(ends);
   for (std::size_t block = 0; block < blocks; ++block) {
-    const Range mine = block_of(count, size, comm_.rank(), block);
+    const Range mine = block_of(ends, comm_.rank(), block);
     for (int peer = 0; peer < size; ++peer) {
       if (peer == comm_.rank()) continue;
-      const Range theirs = block_of(count, size, peer, block);
+      const Range theirs = block_of(ends, peer, block);
       if (theirs.size > 0) {
         block_receive(peer, 0) =
-            comm_.post_recv(peer, base_tag_ + kShardTag,
+            comm_.post_recv(peer, base_tag_ + kPartTag,
                             std::as_writable_bytes(values.subspan(theirs.begin, theirs.size)));
       }
       if (mine.size > 0) {
         block_send(peer, 0) = comm_.start_send(
-            peer, base_tag_ + kShardTag, std::as_bytes(values.subspan(mine.begin, mine.size)));
+            peer, base_tag_ + kPartTag, std::as_bytes(values.subspan(mine.begin, mine.size)));
       }
     }
     for (int peer = 0; peer < size; ++peer) {
       if (block_receive(peer, 0).index != Request::kNone) {
-        const std::size_t bytes = block_of(count, size, peer, block).size * sizeof(float);
-        wait(block_receive(peer, 0), bytes, receives(peer, base_tag_ + kShardTag, bytes));
+        const std::size_t bytes = block_of(ends, peer, block).size * sizeof(float);
+        wait(block_receive(peer, 0), bytes, receives(peer, base_tag_ + kPartTag, bytes));
       }
       if (block_send(peer, 0).index != Request::kNone) {
-        wait(block_send(peer, 0), 0, sends(peer, base_tag_ + kShardTag, mine.size * sizeof(float)));
+        wait(block_send(peer, 0), 0, sends(peer, base_tag_ + kPartTag, mine.size * sizeof(float)));
       }
     }
   }

@@ -51,11 +51,21 @@ class Collectives {
   void recv(int peer, std::span<std::byte> bytes, const KeepAlive& owner = nullptr);
 
   // In place: values[i] = ((g0[i] + g1[i]) + g2[i]) + ... over ranks 0, 1, 2, ... in fp32: a
-  // function of the number of ranks alone. Reduce-scatter by owner, then all-gather; elements are
-  // divided into size() contiguous shards, one per owner. Without an `owner` of the values, the
-  // caller passes their memory to communicator().keep() after a throw.
+  // function of the number of ranks alone. These are the two halves below, over size() parts of one
+  // size. Without an `owner` of the values, the caller passes their memory to
+  // communicator().keep() after a throw; likewise below.
   void ordered_sum(std::span<float> values, const KeepAlive& owner = nullptr);
-  // Allocates what sums of up to `count` values need; without it, their first one does.
+  // The parts of `values` belong to ranks: that of rank r is [ends[r - 1], ends[r]), from 0 on, and
+  // may be empty; the last one ends with the values. All ranks pass the same ends, [rank]. Throws
+  // Error(kInternal), before any message, for ends that are not so.
+  // The sum of each part, for its rank alone: other elements have any content after it.
+  void ordered_reduce_scatter(std::span<float> values, std::span<const std::size_t> ends,
+                              const KeepAlive& owner = nullptr);
+  // Each rank's part, to all ranks.
+  void all_gather_parts(std::span<float> values, std::span<const std::size_t> ends,
+                        const KeepAlive& owner = nullptr);
+  // Allocates what sums of up to `count` values need, of parts of any sizes; without it, their
+  // first one does.
   void reserve_sum(std::size_t count);
 
   [[nodiscard]] Communicator& communicator() { return comm_; }
@@ -75,17 +85,19 @@ class Collectives {
   void renew_copy(std::size_t bytes);
   void gather_parts(std::span<const std::byte> mine, const Parts& parts, std::span<std::byte> all,
                     int root);
+  void require_parts(std::span<const float> values, std::span<const std::size_t> ends) const;
   // Of open_: what block `block` of the running sum exchanges with `rank`; two blocks at a time.
   Request& block_receive(int rank, std::size_t block);
   Request& block_send(int rank, std::size_t block);
-  void reduce_scatter(std::span<float> values);
-  void gather_shards(std::span<float> values);
+  void reduce_scatter(std::span<float> values, std::span<const std::size_t> ends);
+  void gather_blocks(std::span<float> values, std::span<const std::size_t> ends);
 
   Communicator& comm_;
   int base_tag_;
   Interrupt* interrupt_;
   Waiter waiter_;
-  std::vector<Request> open_;  // of the running call; sized once
+  std::vector<Request> open_;           // of the running call; sized once
+  std::vector<std::size_t> even_ends_;  // [rank] of the running ordered_sum()
   // Of the piece that is being sent or received, or of a gather's subtree; and the received blocks
   // of a sum. The communicator shares them after a throw.
   std::shared_ptr<std::vector<std::byte>> copy_;

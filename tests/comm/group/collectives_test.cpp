@@ -1,11 +1,14 @@
 #include "comm/group/collectives.hpp"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <functional>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -74,6 +77,76 @@ SLUICE_COMM_TEST(OrderedSumTest, EqualsTheSumFromLeftToRightBitForBit) {
     }
     EXPECT_EQ(wrong, 0U) << "of " << count;
   }
+}
+
+// Where the parts of `count` values end, a function of `number` alone: some are empty, others
+// large.
+std::vector<std::size_t> uneven_ends(int ranks, std::size_t count, std::size_t number) {
+  std::vector<std::size_t> ends;
+  for (std::size_t i = 0; i + 1 < at(ranks); ++i) {
+    const auto hash = static_cast<std::uint32_t>((number * 64 + i + 1) * 2654435761U);
+    ends.push_back(hash % 3 == 0 && i > 0 ? ends.back() : hash / 3 % (count + 1));
+  }
+  std::sort(ends.begin(), ends.end());
+  ends.push_back(count);
+  return ends;
+}
+
+SLUICE_COMM_TEST(OrderedSumTest, HasItsBitsInTwoHalvesOverPartsOfAnySizes) {
+  Collectives collectives(comm, 0, nullptr);
+  const auto of_rank = [&](std::size_t count) {
+    std::vector<float> values(count);
+    for (std::size_t i = 0; i < count; ++i) values[i] = addend(comm.rank(), i);
+    return values;
+  };
+  const auto differing = [](std::span<const float> a, std::span<const float> b) {
+    return std::memcmp(a.data(), b.data(), a.size_bytes()) != 0;
+  };
+  // Nothing, fewer than ranks, one block, several of them.
+  for (const std::size_t count : {0UL, 3UL, 1000UL, 32768UL * 3 + 1}) {
+    if (count > 1000 && comm.size() > 8) continue;  // as above
+    std::vector<float> expected = of_rank(count);
+    collectives.ordered_sum(expected);
+    for (std::size_t number = 0; number < 12; ++number) {
+      std::vector<std::size_t> ends = uneven_ends(comm.size(), count, number);
+      if (number == 0) std::fill(ends.begin(), ends.end(), count);               // all is rank 0's
+      if (number == 1) std::fill(ends.begin(), ends.end() - 1, std::size_t{0});  // the last one's
+      std::vector<float> values = of_rank(count);
+      collectives.ordered_reduce_scatter(values, ends);
+      const std::size_t begin = comm.rank() == 0 ? 0 : ends[at(comm.rank() - 1)];
+      const std::size_t size = ends[at(comm.rank())] - begin;
+      EXPECT_FALSE(differing(std::span(values).subspan(begin, size),
+                             std::span(expected).subspan(begin, size)))
+          << count << ", " << number;
+      std::fill_n(values.begin(), begin, std::nanf(""));
+      std::fill(values.begin() + static_cast<std::ptrdiff_t>(begin + size), values.end(),
+                std::nanf(""));
+      collectives.all_gather_parts(values, ends);
+      EXPECT_FALSE(differing(values, expected)) << count << ", " << number;
+    }
+  }
+}
+
+SLUICE_COMM_TEST(OrderedSumTest, RefusesPartsThatAreNone) {
+  Collectives collectives(comm, 0, nullptr);
+  std::vector<float> values(10);
+  const std::vector<std::size_t> good(at(comm.size()), 10);
+  std::vector<std::vector<std::size_t>> wrong(3, good);
+  wrong[0].push_back(10);  // of one rank more
+  wrong[1].back() = 9;     // not all values
+  wrong[2].front() = 11;   // beyond the values, and before the one before
+  for (const std::vector<std::size_t>& ends : wrong) {
+    for (const auto& call :
+         {&Collectives::ordered_reduce_scatter, &Collectives::all_gather_parts}) {
+      try {
+        (collectives.*call)(values, ends, nullptr);
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kInternal) << error.what();
+      }
+    }
+  }
+  collectives.all_gather_parts(values, good);  // no message is left
 }
 
 TEST(OrderedSumInputTest, OtherOrdersGiveOtherBits) {
@@ -284,6 +357,24 @@ SLUICE_COMM_TEST(CollectivesTest, AGatherOfSizesThatDifferNamesBothEnds) {
                 std::to_string(last) +
                 ", got 8: the ranks disagree about the size of a collective");
   copy->leave_open(/*by_all=*/true);
+}
+
+SLUICE_COMM_TEST(CollectivesTest, ASumRefusesPartsThatDiffer) {
+  if (comm.size() == 1) return;
+  for (const auto& call : {&Collectives::ordered_reduce_scatter, &Collectives::all_gather_parts}) {
+    const auto copy = comm.duplicate();
+    ControlChannel control(comm);
+    Collectives collectives(*copy, 0, &control);
+    auto values = std::make_shared<std::vector<float>>(8);
+    std::vector<std::size_t> ends(at(comm.size()), 8);
+    ends.front() = comm.rank() == 0 ? 4 : 2;
+    const Error error = ending(control, [&] {
+      (collectives.*call)(*values, ends, values);
+      collectives.barrier();
+    });
+    EXPECT_EQ(error.code(), ErrorCode::kMismatch) << error.what();
+    copy->leave_open(/*by_all=*/true);
+  }
 }
 
 SLUICE_COMM_TEST(CollectivesTest, AGatherEndsOnAllRanksWhereOneFails) {

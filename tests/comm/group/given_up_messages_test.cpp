@@ -101,11 +101,16 @@ TEST(GivenUpSendsTest, OfASumReadMemoryWhoseOwnerIsNamed) {
   if (comm->rank() == 0) {
     AlwaysFailing interrupt;
     Collectives collectives(*comm, 0, &interrupt);
-    auto values = std::make_shared<std::vector<float>>(kLong);
-    const std::weak_ptr<std::vector<float>> kept = values;
-    EXPECT_THROW(collectives.ordered_sum(*values, values), Error);
-    values.reset();
-    EXPECT_FALSE(kept.expired());
+    std::vector<std::size_t> ends(static_cast<std::size_t>(comm->size()), kLong);
+    ends.front() = kLong / 2;
+    for (const auto& call :
+         {&Collectives::ordered_reduce_scatter, &Collectives::all_gather_parts}) {
+      auto values = std::make_shared<std::vector<float>>(kLong);
+      const std::weak_ptr<std::vector<float>> kept = values;
+      EXPECT_THROW((collectives.*call)(*values, ends, values), Error);
+      values.reset();
+      EXPECT_FALSE(kept.expired());
+    }
   }
   others.barrier();  // no rank ever receives it
 }

@@ -42,6 +42,7 @@ SLUICE_COMM_TEST(SteadyStateTest, AllocatesNothing) {
     std::vector<std::byte> incoming(kHeaderBytes + payload);
     std::vector<float> values(5001, 1.0F);
     collectives.reserve_sum(values.size());
+    const std::vector<std::size_t> parts(static_cast<std::size_t>(comm.size()), values.size());
     std::vector<int> all(static_cast<std::size_t>(comm.size()));
     // Records of a step: longer on rank 0, as replica 0's are.
     std::vector<double> records;
@@ -60,6 +61,8 @@ SLUICE_COMM_TEST(SteadyStateTest, AllocatesNothing) {
     for (int step = 0; step < 50; ++step) {
       exchange(comm, *transport, control, outgoing, incoming, step);
       collectives.ordered_sum(values);
+      collectives.ordered_reduce_scatter(values, parts);
+      collectives.all_gather_parts(values, parts);
       collectives.all_gather(std::as_bytes(std::span(&step, 1)),
                              std::as_writable_bytes(std::span(all)));
       collectives.gather(std::as_bytes(std::span(record)), ends,
