@@ -79,6 +79,50 @@ TEST_P(NcclSumsTest, DoNotDependOnHowARangeIsCut) {
   });
 }
 
+// Where parts of `count` values end: the first rank's is empty, the last one's the largest; or one
+// rank has all.
+std::vector<std::size_t> uneven_ends(int ranks, std::size_t count, int only) {
+  std::vector<std::size_t> ends;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const std::size_t uneven =
+        rank + 1 == ranks ? count : static_cast<std::size_t>(rank * rank) * 100;
+    ends.push_back(only < 0 ? uneven : rank < only ? 0 : count);
+  }
+  return ends;
+}
+
+TEST_P(NcclSumsTest, HaveTheirBitsInTwoHalvesOverPartsOfAnySizes) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+                  NcclSums::Method::kOrdered, {}, &rank.control);
+    const Stream compute(rank.device);
+    Event ready(rank.device);
+    const std::size_t count = 4100;
+    const std::vector<float> mine = addends(rank.rank(), count);
+    const std::vector<float> expected = on_host(rank, mine);
+    const OnDevice<float> workspace(rank.device, NcclSums::scatter_workspace(count, rank.size()));
+    for (int only = -1; only < rank.size(); ++only) {
+      const std::vector<std::size_t> ends = uneven_ends(rank.size(), count, only);
+      const auto index = static_cast<std::size_t>(rank.rank());
+      const std::size_t begin = index == 0 ? 0 : ends[index - 1];
+      const OnDevice<float> values(rank.device, mine);
+      ready.record(compute.view());
+      NcclTicket done = sums.reduce_scatter(values.values(), ends, workspace.values(), ready);
+      queue.wait(done, &rank.control);
+      std::vector<float> part = mine;  // only the rank's own part is to change
+      std::copy_n(expected.begin() + static_cast<std::ptrdiff_t>(begin), ends[index] - begin,
+                  part.begin() + static_cast<std::ptrdiff_t>(begin));
+      EXPECT_EQ(differing(values.read(), part), 0U) << only;
+      ready.record(compute.view());
+      done = sums.gather(values.values(), ends, ready);
+      queue.wait(done, &rank.control);
+      EXPECT_EQ(differing(values.read(), expected), 0U) << only;
+    }
+    queue.finalize(&rank.control);
+  });
+}
+
 TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
@@ -137,6 +181,32 @@ TEST_P(NcclSumsPeersTest, RefuseAWorkspaceTooSmall) {
     EXPECT_THROW(static_cast<void>(sums.sum(
                      values.values(), workspace.values().first(sums.workspace(100) - 1), now)),
                  Error);
+    queue.finalize(&rank.control);
+  });
+}
+
+TEST_P(NcclSumsPeersTest, RefusePartsThatAreNoneAndAWorkspaceForFewer) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+                  NcclSums::Method::kOrdered, {}, &rank.control);
+    const OnDevice<float> values(rank.device, 100);
+    const OnDevice<float> workspace(rank.device, NcclSums::scatter_workspace(100, rank.size()));
+    const Event now;
+    const std::vector<std::size_t> good(static_cast<std::size_t>(rank.size()), 100);
+    std::vector<std::vector<std::size_t>> wrong(3, good);
+    wrong[0].push_back(100);
+    wrong[1].back() = 99;
+    wrong[2].front() = 101;
+    for (const std::vector<std::size_t>& ends : wrong) {
+      EXPECT_THROW(
+          static_cast<void>(sums.reduce_scatter(values.values(), ends, workspace.values(), now)),
+          Error);
+      EXPECT_THROW(static_cast<void>(sums.gather(values.values(), ends, now)), Error);
+    }
+    // Also on the ranks whose own part is empty.
+    const std::span<float> less = workspace.values().first(workspace.values().size() - 1);
+    EXPECT_THROW(static_cast<void>(sums.reduce_scatter(values.values(), good, less, now)), Error);
     queue.finalize(&rank.control);
   });
 }
