@@ -1,4 +1,5 @@
-// Sums of this rank's gradients over replicas. Internal to the pipeline. One thread.
+// Sums of this rank's gradients over replicas, and values to all replicas. Internal to the
+// pipeline. One thread.
 //
 // Without NCCL they are made at REDUCE_GRAD, through host memory, and the host waits for them. NCCL
 // makes them bucket by bucket, concurrently with the rest of the step. A stage's flat gradients are
@@ -6,6 +7,10 @@
 // the start may be smaller. The sum of a bucket starts once all of it is final, while the stage's
 // last backward still runs, else at REDUCE_GRAD. The division is a function of sizes alone, so all
 // replicas sum the same ranges in the same order. It does not change the sum of an element.
+//
+// Where each replica updates its own parts of parameters (ParameterEntry::ends), a step that ends
+// with the update makes the sum of a part for its replica alone, and gathers the values after it:
+// the two halves of a whole sum. Buckets then end where the ranges of parts do.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +24,7 @@
 #include "runtime/group/job_context.hpp"
 #include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/job_layout.hpp"
+#include "runtime/layout/parameter_cut.hpp"
 
 namespace sluice {
 
@@ -33,32 +39,44 @@ class GradientSums {
   // What NcclRoutes of a pipeline's rank must have room for.
   [[nodiscard]] static SumLoad load_of(const JobLayout& layout, int rank, std::size_t bucket_bytes);
 
+  // Both take `whole`, equal for all sums of a step: every replica gets the sum of all gradients.
+  // Else, of a parameter that is updated in parts, a replica gets that of its part alone, and
+  // others' parts of the gradient have any content.
   // Takes the final gradients of the stage's last backward of a step; null without NCCL.
-  [[nodiscard]] FinalGradients* final_gradients(int stage);
+  [[nodiscard]] FinalGradients* final_gradients(int stage, bool whole);
   // Makes the stage's sums, with NCCL those that have not started. Their input is complete after
   // all work so far on the compute stream.
-  void finish(int stage);
+  void finish(int stage, bool whole);
   // Makes all later work of the compute stream run after the sums of this step. May wait until NCCL
   // has accepted them.
   void wait_all_on_stream();
+  // Collective over the replicas, after the update: the values of parameters that are updated in
+  // parts, from the replicas that updated them to all. Later work of the compute stream runs after
+  // it.
+  void gather_values();
 
  private:
   class StageSum : public FinalGradients {
    public:
-    StageSum(GradientSums& sums, int stage, ParameterSet& parameters)
-        : sums_(sums), stage_(stage), parameters_(parameters) {
-      begin_step();
-    }
+    StageSum(GradientSums& sums, const JobLayout& layout, const StageBinding& binding);
     void from(std::size_t begin) override;
     void sum_on_host();
+    void gather_values();
     [[nodiscard]] int stage() const { return stage_; }
-    void begin_step() { left_ = parameters_.flat_grads().size(); }
+    [[nodiscard]] StageSum& with(bool whole) {
+      whole_ = whole || ranges_.empty();
+      return *this;
+    }
+    void begin_step() { next_ = 0; }
 
    private:
     GradientSums& sums_;
     int stage_;
     ParameterSet& parameters_;
-    std::size_t left_ = 0;  // floats whose sum has not started, from 0 on
+    std::vector<CutRange> ranges_;                   // none: all replicas update all
+    std::vector<CutRange> whole_buckets_, buckets_;  // of the two kinds of sums
+    bool whole_ = true;
+    std::size_t next_ = 0;  // bucket whose sum has not started
   };
 
   [[nodiscard]] StageSum* find(int stage);

@@ -37,18 +37,19 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
 }
 
 FinalGradients* GradientSync::final_gradients(int stage) {
-  return step_.end == BatchEnd::kAccumulate ? nullptr : sums_->final_gradients(stage);
+  if (step_.end == BatchEnd::kAccumulate) return nullptr;
+  return sums_->final_gradients(stage, step_.end == BatchEnd::kGradients);
 }
 
 void GradientSync::reduce_grad(int stage) {
   if (layout_.place.topology.size.replica == 1 || step_.end == BatchEnd::kAccumulate) return;
-  sums_->finish(stage);
+  sums_->finish(stage, step_.end == BatchEnd::kGradients);
 }
 
 void GradientSync::reduce_tied(int group) {
   if (step_.end == BatchEnd::kAccumulate) return;
   sums_->wait_all_on_stream();
-  ties_.sum_gradients(group);
+  ties_.sum_gradients(group, step_.end == BatchEnd::kGradients);
 }
 
 void GradientSync::clear() {
@@ -143,6 +144,7 @@ void GradientSync::apply() {
   const double factor = clip_factor(step_.totals.grad_norm, options_.training.clip);
   ties_.mark_values_changed();  // then optimizers say which copies they have written
   optimizers_->update(step_.number, record_.learning_rate(), factor * step_.factor);
+  sums_->gather_values();
   ties_.broadcast_tied_values();
 }
 

@@ -18,6 +18,10 @@ Parameter* find(const TiedUse& use, std::span<const StageBinding> stages) {
   return nullptr;
 }
 
+Tensor elements_of(const Tensor& tensor, const ElementRange& range) {
+  return {static_cast<float*>(tensor.data) + range.first, {DType::kF32, Shape{range.count}}};
+}
+
 }  // namespace
 
 TiedUses::TiedUses(JobContext& job, const StepPlans& plans, const ParameterTable& table,
@@ -25,6 +29,7 @@ TiedUses::TiedUses(JobContext& job, const StepPlans& plans, const ParameterTable
                    std::vector<StageBinding> stages)
     : job_(job),
       placement_(plans.placement()),
+      table_(table),
       ties_(table.tied),
       compute_(compute),
       nccl_(nccl),
@@ -64,20 +69,29 @@ std::size_t TiedUses::most_open(const ParameterTable& table) {
   return messages;
 }
 
-void TiedUses::sum_gradients(int group_index) {
+ElementRange TiedUses::summed(std::size_t group, bool whole) const {
+  const TiedUse& owner = ties_[group].uses.front();
+  const ParameterEntry& entry = table_.stages[at(owner.stage)].parameters[at(owner.index)];
+  return whole ? ElementRange{0, entry.elements} : entry.part(job_.place.here.replica);
+}
+
+void TiedUses::sum_gradients(int group_index, bool whole) {
   const std::size_t group = at(group_index);
+  const ElementRange range = summed(group, whole);
+  if (range.count == 0) return;
   for (Parameter* use : parameters_[group]) {  // what no micro-batch has written is zero
     if (use != nullptr) zero_if_stale(*use, compute_.stream());
   }
   for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
     Parameter* const mine = parameters_[group][use];
     if (Parameter* const owner = parameters_[group].front(); owner != nullptr) {
-      Tensor addend = owner->grad;
-      addend.data = mine != nullptr ? mine->grad.data : received_->data();
+      const Tensor sum = elements_of(owner->grad, range);
+      Tensor addend = sum;
+      addend.data = mine != nullptr ? elements_of(mine->grad, range).data : received_->data();
       if (mine == nullptr) receive(addend, received_, group, use);
-      add(compute_, addend, owner->grad);
+      add(compute_, addend, sum);
     } else if (mine != nullptr) {
-      send(mine->grad, mine->memory, group, use);
+      send(elements_of(mine->grad, range), mine->memory, group, use);
     }
   }
 }

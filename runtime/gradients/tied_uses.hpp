@@ -2,9 +2,10 @@
 // pipeline. One thread.
 //
 // Each use accumulates its own gradient. The rank of the first use, the owner, adds them up in the
-// order of uses, updates the value, and sends it to the other uses. Where NCCL joins the two ranks,
-// it carries the tensors, ordered against the compute stream by events. Else they pass through host
-// memory, and the host waits for them.
+// order of uses, updates the value, and sends it to the other uses. Where replicas update parts of
+// a parameter (ParameterEntry::ends), gradients are added in this replica's part alone. Where NCCL
+// joins the two ranks, it carries the tensors, ordered against the compute stream by events. Else
+// they pass through host memory, and the host waits for them.
 //
 // All ranks visit groups and uses in the same order, after all messages and sums of a step. This
 // order prevents deadlock, both with blocking sends and with NCCL's queues.
@@ -43,8 +44,9 @@ class TiedUses {
   }
 
   // Collective over the ranks with a use of the group. After it, in stream order, the owner's
-  // gradient is the sum. The other gradients must not change before broadcast_tied_values().
-  void sum_gradients(int group);
+  // gradient is the sum: `whole`, or in the part that this replica updates. The other gradients
+  // must not change before broadcast_tied_values().
+  void sum_gradients(int group, bool whole);
   // Collective over the pipeline. Copies the owners' values to all other uses. Later work of the
   // compute stream runs after it, and after all sends of gradients.
   void broadcast_tied_values();
@@ -55,6 +57,8 @@ class TiedUses {
   [[nodiscard]] static std::size_t most_open(const ParameterTable& table);
 
  private:
+  // What sum_gradients() adds of the gradient of a group's parameter.
+  [[nodiscard]] ElementRange summed(std::size_t group, bool whole) const;
   // The other end of this rank's message for the use: the owner, or, on the owner's rank, the use.
   [[nodiscard]] int peer_of(std::size_t group, std::size_t use) const;
   void allocate_receive_buffer();
@@ -67,6 +71,7 @@ class TiedUses {
 
   JobContext& job_;
   const Placement& placement_;
+  const ParameterTable& table_;
   const std::vector<TiedParameter>& ties_;  // [group]
   ComputeContext& compute_;
   NcclRoutes* nccl_;

@@ -26,6 +26,12 @@ NcclSums::Method method_of(bool all_reduce) {
   return all_reduce ? NcclSums::Method::kAllReduce : NcclSums::Method::kOrdered;
 }
 
+// Floats that the sums share, which run one after the other.
+std::size_t sum_workspace(const SumLoad& load, int replicas, bool all_reduce) {
+  return std::max(NcclSums::workspace(load.largest, replicas, method_of(all_reduce)),
+                  NcclSums::scatter_workspace(load.largest_part, replicas));
+}
+
 // [pipeline rank] its rank among those with a GPU; -1 for a CPU.
 std::vector<int> gpus_of(const JobLayout& layout) {
   std::vector<int> gpus;
@@ -141,7 +147,8 @@ class Routes final : public NcclRoutes {
         NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.place.here.pipeline),
                   job.world.ranks->rank()},
         method_of(all_reduce), load.sizes, job.world.watch.get());
-    workspace_ = compute.memory().allocate(sums_->workspace(load.largest) * sizeof(float));
+    workspace_ = compute.memory().allocate(
+        sum_workspace(load, layout.place.topology.size.replica, all_reduce) * sizeof(float));
     for (std::size_t i = 0; i < load.count; ++i) ready_.emplace_back(compute.device());
   }
 
@@ -161,13 +168,14 @@ class Routes final : public NcclRoutes {
     if (queue_) queue_->progress();
   }
   bool sums() const override { return sums_.has_value(); }
-  // Each sum of a step has an event. The next step uses it again: its sum has been issued by then.
   NcclTicket sum(std::span<float> values) override {
-    Event& ready = ready_[next_ready_++ % ready_.size()];
-    ready.record(compute_.stream());
-    return sums_->sum(
-        values, {reinterpret_cast<float*>(workspace_.data()), workspace_.size() / sizeof(float)},
-        ready);
+    return sums_->sum(values, workspace(), next_ready());
+  }
+  NcclTicket reduce_scatter(std::span<float> values, std::span<const std::size_t> ends) override {
+    return sums_->reduce_scatter(values, ends, workspace(), next_ready());
+  }
+  NcclTicket gather(std::span<float> values, std::span<const std::size_t> ends) override {
+    return sums_->gather(values, ends, next_ready());
   }
   void register_messages(std::span<std::byte> memory) override {
     if (transport_) transport_->register_memory(memory);
@@ -180,6 +188,16 @@ class Routes final : public NcclRoutes {
   }
 
  private:
+  // Each sum of a step has an event. A step's gathers and the next step use it again: its sum has
+  // been issued by then.
+  [[nodiscard]] const Event& next_ready() {
+    Event& ready = ready_[next_ready_++ % ready_.size()];
+    ready.record(compute_.stream());
+    return ready;
+  }
+  [[nodiscard]] std::span<float> workspace() const {
+    return {reinterpret_cast<float*>(workspace_.data()), workspace_.size() / sizeof(float)};
+  }
   template <typename Message>
   NcclTicket alone(const Message& message) {
     queue_->begin_group();
@@ -193,7 +211,7 @@ class Routes final : public NcclRoutes {
   std::unique_ptr<Communicator> gpus_;
   Collectives bootstrap_;
   std::vector<int> gpu_of_rank_;  // [pipeline rank] its rank in gpus_, -1 for a CPU
-  Buffer workspace_;              // of all sums, which run one after the other
+  Buffer workspace_;              // of all sums
   std::vector<Event> ready_;      // of sums, used in turn
   std::size_t next_ready_ = 0;
   // On a GPU. Destroyed before the members above, whose memory NCCL may still use.
@@ -216,7 +234,7 @@ int NcclRoutes::message_communicators(const JobLayout& layout, int rank) {
 }
 
 std::size_t NcclRoutes::sum_bytes(const SumLoad& sums, int replicas, bool all_reduce) {
-  return NcclSums::workspace(sums.largest, replicas, method_of(all_reduce)) * sizeof(float);
+  return sum_workspace(sums, replicas, all_reduce) * sizeof(float);
 }
 
 #else
