@@ -29,7 +29,8 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!layout_.parameters.is_owner(binding.index, static_cast<int>(i))) continue;
       owned_grads_.emplace_back(parameters[i]->grad.floats());
-      owners.push_back({binding.index, parameters[i]});
+      const ParameterEntry& entry = layout_.parameters.stages[at(binding.index)].parameters[i];
+      owners.push_back({binding.index, parameters[i], entry.part(layout_.place.here.replica)});
     }
   }
   squares_ = HostBuffer(compute_.device(), owners.size() * sizeof(double));

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include "comm/base/throw_error.hpp"
@@ -14,21 +16,31 @@ namespace sluice {
 namespace {
 
 // A save has state by "kind.parameter", next to the model's parameters and buffers; a load finds it
-// by the same name.
+// by the same name, and its elements by their places in the parameter.
 void require_savable(const std::vector<OptimizerState>& states,
-                     std::span<Parameter* const> parameters, const ParameterTable& model) {
-  std::set<std::string> owned, saved;
-  for (const Parameter* parameter : parameters) owned.insert(parameter->name);
+                     std::span<const ParameterSlice> slices, const ParameterTable& model) {
+  std::map<std::string_view, const ParameterSlice*> owned;
+  std::set<std::string> saved;
+  for (const ParameterSlice& slice : slices) owned.emplace(slice.parameter->name, &slice);
   for (const StageEntry& stage : model.stages) {
     for (const ParameterEntry& each : stage.parameters) saved.insert(each.name);
     for (const ParameterEntry& each : stage.buffers) saved.insert(each.name);
   }
   for (const OptimizerState& state : states) {
     const TensorSpec& spec = state.tensor.spec;
-    if (!owned.contains(state.parameter)) {
+    const auto found = owned.find(state.parameter);
+    if (found == owned.end()) {
       throw_usage(
           "the optimizer has state '{}' of '{}'; legal: of the {} parameters that the factory got",
-          state.kind, state.parameter, parameters.size());
+          state.kind, state.parameter, slices.size());
+    }
+    const ParameterSlice& slice = *found->second;
+    const std::int64_t elements = spec.shape.elements(), end = slice.first + slice.count;
+    if (state.first < slice.first || state.first > end || elements > end - state.first) {
+      throw_usage(
+          "the optimizer's state '{}' of '{}' has {} elements from {} on; legal: of elements {} to "
+          "below {}, which the factory got",
+          state.kind, state.parameter, elements, state.first, slice.first, end);
     }
     if (spec.dtype != DType::kF32 && spec.dtype != DType::kBf16) {
       throw_usage("the optimizer's state '{}' of '{}' is {}; legal: f32 and bf16", state.kind,
@@ -53,10 +65,10 @@ StageOptimizers::StageOptimizers(const PipelineOptions::Training& training,
                                  std::span<const OwnedParameter> owners,
                                  const ParameterTable& model, ComputeContext& compute)
     : compute_(compute) {
-  for (const auto& [stage, parameter] : owners) {
+  for (const auto& [stage, parameter, part] : owners) {
     const ParameterGroup* group = group_of(training.groups, parameter->name);
     frozen_.push_back(group != nullptr && group->frozen);
-    if (frozen_.back()) continue;
+    if (frozen_.back() || (part.count == 0 && parameter->shape.elements() > 0)) continue;
     const double scale = group == nullptr ? 1 : group->learning_rate_scale;
     const std::optional<float> decay = group == nullptr ? std::nullopt : group->weight_decay;
     auto like = std::find_if(updated_.begin(), updated_.end(), [&](const Updated& each) {
@@ -66,27 +78,23 @@ StageOptimizers::StageOptimizers(const PipelineOptions::Training& training,
       like = updated_.insert(like, {scale, decay, stage, stage, {}, nullptr});
     }
     like->last_stage = stage;
-    like->parameters.push_back(parameter);
+    like->slices.push_back({parameter, part.first, part.count});
   }
   for (Updated& each : updated_) {
     if (training.make_optimizer) {
-      std::vector<ParameterSlice> slices;
-      for (Parameter* parameter : each.parameters) {
-        slices.push_back({parameter, 0, parameter->shape.elements()});
-      }
-      each.optimizer = calling([&] { return "making " + each.name(); },
-                               [&] { return training.make_optimizer(slices, compute_.memory()); });
+      each.optimizer =
+          calling([&] { return "making " + each.name(); },
+                  [&] { return training.make_optimizer(each.slices, compute_.memory()); });
       if (each.optimizer == nullptr) throw_usage("the factory made no optimizer");
-      require_savable(each.state(), each.parameters, model);
+      require_savable(each.state(), each.slices, model);
       continue;
     }
     OptimizerConfig config = training.optimizer;
     if (each.weight_decay) {
       config.weight_decay = *each.weight_decay;
-      for (Parameter* parameter : each.parameters) parameter->decay = true;
+      for (const ParameterSlice& slice : each.slices) slice.parameter->decay = true;
     }
-    each.optimizer =
-        sluice::make_optimizer(config, each.parameters, compute_.memory(), training.seed);
+    each.optimizer = sluice::make_optimizer(config, each.slices, compute_.memory(), training.seed);
   }
 }
 
@@ -94,9 +102,8 @@ std::string StageOptimizers::Updated::name() const {
   const std::string stages = first_stage == last_stage
                                  ? fmt::format("stage {}", first_stage)
                                  : fmt::format("stages {} to {}", first_stage, last_stage);
-  return fmt::format("the optimizer of {} ({} parameter{}, the first '{}')", stages,
-                     parameters.size(), parameters.size() == 1 ? "" : "s",
-                     parameters.front()->name);
+  return fmt::format("the optimizer of {} ({} parameter{}, the first '{}')", stages, slices.size(),
+                     slices.size() == 1 ? "" : "s", slices.front().parameter->name);
 }
 
 std::vector<OptimizerState> StageOptimizers::Updated::state() const {

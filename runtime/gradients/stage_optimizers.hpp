@@ -20,12 +20,14 @@ namespace sluice {
 struct OwnedParameter {
   int stage = 0;
   Parameter* parameter = nullptr;
+  ElementRange part = {};  // that this rank updates
 };
 
 class StageOptimizers {
  public:
-  // `owners` in global order; all that is named outlives this. What a factory of the program's
-  // throws, and what of it cannot be saved, is an Error that names the parameters.
+  // `owners` in global order, also those of which this rank has no part; all that is named outlives
+  // this. What a factory of the program's throws, and what of it cannot be saved, is an Error that
+  // names the parameters.
   StageOptimizers(const PipelineOptions::Training& training, std::span<const OwnedParameter> owners,
                   const ParameterTable& model, ComputeContext& compute);
 
@@ -41,7 +43,7 @@ class StageOptimizers {
     double rate_scale = 1;
     std::optional<float> weight_decay;  // in place of the configuration's
     int first_stage = 0, last_stage = 0;
-    std::vector<Parameter*> parameters;
+    std::vector<ParameterSlice> slices;
     std::unique_ptr<Optimizer> optimizer;
     // "the optimizer of stage 1 (2 parameters, the first 'w1')".
     [[nodiscard]] std::string name() const;

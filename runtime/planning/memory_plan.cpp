@@ -90,6 +90,7 @@ class MemorySum {
   void add_stages() {
     const PipelineOptions::Training& training = options_.training;
     std::size_t squares = 0, tables = 0;
+    std::vector<std::size_t> optimizer(at(layout_.place.topology.size.replica));
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {
       const StageEntry& entry = layout_.parameters.stages[at(stage)];
       std::set<std::string_view> names;
@@ -104,8 +105,10 @@ class MemorySum {
         add_bytes(squares, block_sum_bytes(elements));
         const ParameterGroup* group = group_of(training.groups, entry.parameters[i].name);
         if (training.make_optimizer || (group != nullptr && group->frozen)) continue;
-        add_bytes(memory_.optimizer,
-                  optimizer_bytes(training.optimizer, parameter_bytes(elements)));
+        for (std::size_t r = 0; r < optimizer.size(); ++r) {
+          const ElementRange part = entry.parameters[i].part(static_cast<int>(r));
+          add_bytes(optimizer[r], optimizer_bytes(training.optimizer, part.count));
+        }
       }
       std::size_t buffers = 0;
       for (const ParameterEntry& buffer : entry.buffers)
@@ -126,6 +129,7 @@ class MemorySum {
       operator_bytes_ = std::max(operator_bytes_, entry.operator_bytes);
       tables = std::max(tables, entry.table_bytes);
     }
+    memory_.optimizer = *std::max_element(optimizer.begin(), optimizer.end());
     operator_bytes_ = std::max(operator_bytes_, squares);
     memory_.operators =
         sum_of_bytes({padded(operator_bytes_), padded(tables), library_bytes(device_)});

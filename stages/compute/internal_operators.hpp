@@ -26,8 +26,9 @@ void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& 
 void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum);
 
 // --- optimizer kernels, over flat f32 vectors ---
-// Parameters that are adjacent in memory and have equal settings. `first` and `second`: the
-// optimizer's state, f32 or of AdamWStep::moments.
+// Slices of parameters that are adjacent in memory and have equal settings. `first` and `second`:
+// the optimizer's state, f32 or of AdamWStep::moments. How parameters are cut into runs changes no
+// bit.
 struct UpdateRun {
   float* value = nullptr;
   const float* grad = nullptr;
@@ -35,7 +36,8 @@ struct UpdateRun {
   void* second = nullptr;
   std::int64_t count = 0;
   bool decay = true;  // the step's weight_decay applies
-  // Used where moments are bf16: the run lies in one parameter, from its element `element` on.
+  // Used where moments are bf16: the run lies in one parameter, from element `element` of the whole
+  // parameter on.
   std::uint64_t site = 0;  // RandomKey::site of that parameter
   std::uint64_t element = 0;
   Bf16* bf16_copy = nullptr;  // adamw() alone: gets the new values, rounded to nearest; may be null

@@ -12,8 +12,9 @@ namespace sluice {
 
 namespace {
 
-std::size_t padded_floats(const Parameter& parameter) {
-  return parameter_bytes(parameter.value.elements()) / sizeof(float);
+// Of a slice, with the padding behind its parameter where it ends there. Others need none.
+std::size_t padded_floats(std::int64_t elements) {
+  return parameter_bytes(elements) / sizeof(float);
 }
 
 // Names of the state vectors, each with as many elements as the values.
@@ -42,27 +43,29 @@ bool joins(const UpdateRun& last, const UpdateRun& next) {
          last.value + last.count == next.value && last.grad + last.count == next.grad;
 }
 
-// Adjacent parameters in memory with equal decay form one run, unless their state is rounded at
-// random. The padding between them is zero in value, gradient and state, and all updates keep it
+// Adjacent slices in memory with equal decay form one run, unless their state is rounded at random.
+// The padding between parameters is zero in value, gradient and state, and all updates keep it
 // zero. RunOptimizer sets the state.
-std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters,
+std::vector<UpdateRun> make_runs(std::span<const ParameterSlice> slices,
                                  const OptimizerConfig& config) {
   const bool is_sgd = config.kind == OptimizerConfig::Kind::kSgd;
   const DType state = state_type(config);
   std::vector<UpdateRun> runs;
-  for (const Parameter* parameter : parameters) {
-    UpdateRun next{.value = parameter->value.as<float>(),
-                   .grad = parameter->grad.as<float>(),
-                   .count = static_cast<std::int64_t>(padded_floats(*parameter)),
-                   .decay = parameter->decay,
-                   .site = state == DType::kF32 ? 0 : moments_site(*parameter),
-                   .bf16_copy = is_sgd ? nullptr : parameter->bf16_copy.as<Bf16>()};
-    if (next.value == nullptr || next.grad == nullptr) {
+  for (const auto& [parameter, first, count] : slices) {
+    if (parameter->value.data == nullptr || parameter->grad.data == nullptr) {
       throw_error(ErrorCode::kInternal,
                   "parameter {} reaches the optimizer before it "
                   "has memory",
                   parameter->name);
     }
+    Bf16* const copy = is_sgd ? nullptr : parameter->bf16_copy.as<Bf16>();
+    const UpdateRun next{.value = parameter->value.as<float>() + first,
+                         .grad = parameter->grad.as<float>() + first,
+                         .count = static_cast<std::int64_t>(padded_floats(count)),
+                         .decay = parameter->decay,
+                         .site = state == DType::kF32 ? 0 : moments_site(*parameter),
+                         .element = static_cast<std::uint64_t>(first),
+                         .bf16_copy = copy == nullptr ? nullptr : copy + first};
     UpdateRun* const last = runs.empty() ? nullptr : &runs.back();
     if (last != nullptr && joins(*last, next)) {
       last->count += next.count;
@@ -73,8 +76,7 @@ std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters,
   return runs;
 }
 
-// Bytes of one vector of state of so many elements: of a parameter, or of parameters that form one
-// run.
+// Bytes of one vector of state of so many elements: of a slice, or of slices that form one run.
 std::size_t state_bytes(const OptimizerConfig& config, std::size_t elements) {
   return round_up(elements * size_of(state_type(config)), kBufferAlignment);
 }
@@ -82,14 +84,15 @@ std::size_t state_bytes(const OptimizerConfig& config, std::size_t elements) {
 // AdamW, Adam, or SGD with momentum.
 class RunOptimizer final : public Optimizer {
  public:
-  RunOptimizer(const OptimizerConfig& config, std::span<Parameter* const> parameters,
+  RunOptimizer(const OptimizerConfig& config, std::span<const ParameterSlice> slices,
                const DeviceMemory& memory, std::uint64_t seed)
       : config_(config),
         seed_(seed),
-        parameters_(parameters.begin(), parameters.end()),
-        runs_(make_runs(parameters, config)) {
+        slices_(slices.begin(), slices.end()),
+        runs_(make_runs(slices, config)) {
     std::size_t bytes = 0;
-    for (const Parameter* each : parameters) bytes += state_bytes(config, padded_floats(*each));
+    for (const ParameterSlice& each : slices)
+      bytes += state_bytes(config, padded_floats(each.count));
     const Stream stream(memory.device());
     for (std::size_t i = 0; i < kinds_of(config).size(); ++i) {
       state_.push_back(memory.allocate(bytes));
@@ -134,18 +137,23 @@ class RunOptimizer final : public Optimizer {
            .seed = seed_,
            .step = step},
           runs_);
-    for (Parameter* parameter : parameters_) parameter->bf16_copy_is_current = true;
+    for (const ParameterSlice& slice : slices_) {
+      if (slice.whole()) slice.parameter->bf16_copy_is_current = true;
+    }
   }
   std::vector<OptimizerState> state() override {
     const std::vector<std::string> kinds = kinds_of(config_);
     std::vector<OptimizerState> result;
     std::size_t offset = 0;
-    for (const Parameter* parameter : parameters_) {
-      const TensorSpec spec{state_type(config_), parameter->value.shape()};
+    for (const ParameterSlice& slice : slices_) {
+      const Parameter& parameter = *slice.parameter;
+      const TensorSpec spec{state_type(config_),
+                            slice.whole() ? parameter.value.shape() : Shape{slice.count}};
       for (std::size_t kind = 0; kind < kinds.size(); ++kind) {
-        result.push_back({parameter->name, kinds[kind], {state_[kind].data() + offset, spec}});
+        result.push_back(
+            {parameter.name, kinds[kind], {state_[kind].data() + offset, spec}, slice.first});
       }
-      offset += state_bytes(config_, padded_floats(*parameter));
+      offset += state_bytes(config_, padded_floats(slice.count));
     }
     return result;
   }
@@ -153,9 +161,9 @@ class RunOptimizer final : public Optimizer {
  private:
   OptimizerConfig config_;
   std::uint64_t seed_;
-  std::vector<Parameter*> parameters_;
+  std::vector<ParameterSlice> slices_;
   std::vector<UpdateRun> runs_;
-  std::vector<Buffer> state_;  // a zeroed vector per kind, each with the parameters' layout
+  std::vector<Buffer> state_;  // a zeroed vector per kind, with a part per slice
 };
 
 void require_numbers(const OptimizerConfig& config) {
@@ -189,18 +197,26 @@ void require_sensible(const OptimizerConfig& config) {
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
-                                          std::span<Parameter* const> parameters,
+                                          std::span<const ParameterSlice> slices,
                                           const DeviceMemory& memory, std::uint64_t seed) {
   require_sensible(config);
-  return std::make_unique<RunOptimizer>(config, parameters, memory, seed);
+  return std::make_unique<RunOptimizer>(config, slices, memory, seed);
+}
+
+std::vector<ParameterSlice> whole_slices(std::span<Parameter* const> parameters) {
+  std::vector<ParameterSlice> slices;
+  for (Parameter* parameter : parameters) {
+    slices.push_back({parameter, 0, parameter->shape.elements()});
+  }
+  return slices;
 }
 
 std::size_t state_bytes_per_element(const OptimizerConfig& config) {
   return kinds_of(config).size() * size_of(state_type(config));
 }
 
-std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes) {
-  return multiply_bytes(state_bytes(config, bytes / sizeof(float)), kinds_of(config).size());
+std::size_t optimizer_bytes(const OptimizerConfig& config, std::int64_t elements) {
+  return multiply_bytes(state_bytes(config, padded_floats(elements)), kinds_of(config).size());
 }
 
 double clip_factor(double norm, double clip) { return clip > 0 && norm > clip ? clip / norm : 1.0; }

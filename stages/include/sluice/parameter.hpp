@@ -225,7 +225,7 @@ class Optimizer {
   virtual void update(ComputeContext& compute, std::uint64_t step, float learning_rate,
                       float grad_scale) = 0;
   // What a save has of it: f32 or bf16 tensors, owned by this, whose addresses and shapes stay.
-  // Each is of one of the `parameters`, which has no other of that kind. The pipeline asks when it
+  // Each lies within one of the slices, which has no other of that kind. The pipeline asks when it
   // is made, and throws Error(kUsage) for anything else.
   [[nodiscard]] virtual std::vector<OptimizerState> state() = 0;
 };

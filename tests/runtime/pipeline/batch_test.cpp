@@ -28,6 +28,7 @@
 #include <sluice/transformer.hpp>
 
 #include "comm/group/collectives.hpp"
+#include "stages/operators/optimizer.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/engine/copying_stage.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
@@ -790,32 +791,34 @@ TEST_P(BatchTest, AllValuesComeAsAMapAndGoBack) {
 // Momentum by hand, w -= rate * m, with the state in plain vectors.
 class Heavy : public Optimizer {
  public:
-  explicit Heavy(std::span<Parameter* const> parameters)
-      : parameters_(parameters.begin(), parameters.end()) {
-    for (const Parameter* each : parameters_) {
-      momenta_.emplace_back(static_cast<std::size_t>(each->value.elements()));
+  explicit Heavy(std::span<const ParameterSlice> slices) : slices_(slices.begin(), slices.end()) {
+    for (const ParameterSlice& each : slices_) {
+      momenta_.emplace_back(static_cast<std::size_t>(each.count));
     }
   }
+  explicit Heavy(std::span<Parameter* const> parameters) : Heavy(whole_slices(parameters)) {}
   void update(ComputeContext&, std::uint64_t, float rate, float scale) override {
-    for (std::size_t p = 0; p < parameters_.size(); ++p) {
-      for (std::size_t i = 0; i < momenta_[p].size(); ++i) {
-        const auto at = static_cast<std::int64_t>(i);
-        momenta_[p][i] = 0.9F * momenta_[p][i] + scale * parameters_[p]->grad.at(at);
-        parameters_[p]->value.at(at) -= rate * momenta_[p][i];
+    for (std::size_t s = 0; s < slices_.size(); ++s) {
+      const auto& [parameter, first, count] = slices_[s];
+      for (std::int64_t i = 0; i < count; ++i) {
+        float& momentum = momenta_[s][static_cast<std::size_t>(i)];
+        momentum = 0.9F * momentum + scale * parameter->grad.at(first + i);
+        parameter->value.at(first + i) -= rate * momentum;
       }
     }
   }
   std::vector<OptimizerState> state() override {
     std::vector<OptimizerState> all;
-    for (std::size_t p = 0; p < parameters_.size(); ++p) {
-      all.push_back(
-          {parameters_[p]->name, "heavy", {momenta_[p].data(), parameters_[p]->value.spec}});
+    for (std::size_t s = 0; s < slices_.size(); ++s) {
+      const auto& [parameter, first, count] = slices_[s];
+      const Shape shape = slices_[s].whole() ? parameter->shape : Shape{count};
+      all.push_back({parameter->name, "heavy", {momenta_[s].data(), {DType::kF32, shape}}, first});
     }
     return all;
   }
 
  private:
-  std::vector<Parameter*> parameters_;
+  std::vector<ParameterSlice> slices_;
   std::vector<std::vector<float>> momenta_;
 };
 
@@ -828,12 +831,17 @@ TEST_P(BatchTest, AnOptimizerOfOnesOwnIsSaved) {
                                          const DeviceMemory&) {
       return std::make_unique<Heavy>(parameters);
     };
+    PipelineOptions with_slices = options;
+    with_slices.training.make_optimizer = [](std::span<const ParameterSlice> slices,
+                                             const DeviceMemory&) {
+      return std::make_unique<Heavy>(slices);
+    };
     Pipeline pipeline(comm, factory(), spec({}), options);
     for (std::uint64_t step = 1; step <= 2; ++step) {
       (void)pipeline.train_step(Samples(*source, step, {0, 12}).batch());
     }
     save_checkpoint(pipeline, {.directory = directory, .overwrite = true});
-    Pipeline resumed(comm, factory(), spec({}), options);
+    Pipeline resumed(comm, factory(), spec({}), with_slices);
     EXPECT_EQ(load_checkpoint(resumed, directory).step, 2U);
     const Samples next(*source, 3, {0, 12});
     EXPECT_EQ(pipeline.train_step(next.batch()).loss, resumed.train_step(next.batch()).loss);
@@ -875,6 +883,18 @@ TEST_P(BatchTest, StateOfAnOptimizerOfOnesOwnThatNoLoadFindsIsRefused) {
     refused("the optimizer has state 'k' of 'nosuch'; legal: of the",
             [=](const std::string&, float* data) {
               return std::vector<OptimizerState>{{"nosuch", "k", {data, f32}}};
+            });
+    refused("has 3 elements from -1 on; legal: of elements 0 to below ",
+            [=](const std::string& owned, float* data) {
+              return std::vector<OptimizerState>{{owned, "k", {data, f32}, -1}};
+            });
+    constexpr std::int64_t kFar = std::int64_t{1} << 40;
+    refused(", which the factory got", [=](const std::string& owned, float* data) {
+      return std::vector<OptimizerState>{{owned, "k", {data, f32}, kFar}};
+    });
+    refused("elements from 0 on; legal: of elements 0 to below ",
+            [=](const std::string& owned, float* data) {
+              return std::vector<OptimizerState>{{owned, "k", {data, {DType::kF32, {kFar}}}}};
             });
     refused("is i32 [3]; legal: f32 and bf16", [=](const std::string& owned, float* data) {
       return std::vector<OptimizerState>{{owned, "k", {data, i32}}};

@@ -625,6 +625,45 @@ TEST(PipelineTest, PlansTheMemoryThatItsStagesDescribe) {
   });
 }
 
+TEST(PipelineTest, PlansTheOptimizersMemoryOfTheReplicaWithTheLargestParts) {
+  TransformerConfig model = small_model();
+  model.width = 64 * model.heads;
+  const auto source = synthetic_tokens(model);
+  PipelineOptions options;
+  options.shape = {.pipeline = 2, .replicas = 3};
+  const auto planned = [&] {
+    JobLayout layout;
+    run_loopback(1, [&](Communicator& comm) {
+      layout = PipelineAccess::plan_layout(comm, options, Transformer(model), *source);
+    });
+    return layout;
+  };
+  const JobLayout whole = planned();
+  options.shape.shard = ShardLevel::kOptimizer;
+  const JobLayout cut = planned();
+  for (int rank = 0; rank < 2; ++rank) {
+    std::int64_t all = 0, largest = 0;  // bytes
+    for (int replica = 0; replica < 3; ++replica) {
+      std::int64_t parts = 0;
+      all = 0;
+      const auto& entries = cut.parameters.stages[static_cast<std::size_t>(rank)].parameters;
+      for (std::size_t i = 0; i < entries.size(); ++i) {
+        if (!cut.parameters.is_owner(rank, static_cast<int>(i))) continue;
+        const auto two_vectors = [](std::int64_t elements) {
+          return 2 * ((elements + 63) / 64 * 256);
+        };
+        parts += two_vectors(entries[i].part(replica).count);
+        all += two_vectors(entries[i].elements);
+      }
+      largest = std::max(largest, parts);
+    }
+    const auto at = static_cast<std::size_t>(rank);
+    EXPECT_EQ(cut.memory.ranks[at].optimizer, static_cast<std::size_t>(largest));
+    EXPECT_EQ(whole.memory.ranks[at].optimizer, static_cast<std::size_t>(all));
+    EXPECT_LT(largest, all / 2) << "of three replicas";
+  }
+}
+
 TEST(PipelineTest, SeveralPipelinesLiveInOneProcess) {
   const auto source = counting_source(4);
   run_loopback(2, [&](Communicator& comm) {

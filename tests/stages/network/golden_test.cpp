@@ -221,7 +221,8 @@ TEST(GoldenTest, OptimizersHaveTorchsValues) {
     std::copy_n(start.tensor().as<float>(), parameter.value.elements(),
                 parameter.value.as<float>());
     const std::vector<Parameter*> all = set.all();
-    const std::unique_ptr<Optimizer> optimizer = make_optimizer(config, all, compute.memory());
+    const std::unique_ptr<Optimizer> optimizer =
+        make_optimizer(config, whole_slices(all), compute.memory());
     const std::int64_t count = parameter.value.elements();
     for (std::int64_t step = 0; step < gradients.spec.shape[0]; ++step) {
       std::copy_n(gradients.tensor().as<float>() + step * count, count, parameter.grad.as<float>());

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <random>
 #include <vector>
 
 #include <sluice/error.hpp>
@@ -82,7 +83,7 @@ class OptimizerTest : public ::testing::Test {
 TEST_F(OptimizerTest, AdamWFollowsTheDoubleReference) {
   OptimizerConfig config;
   config.weight_decay = 0.1F;
-  const auto optimizer = make_optimizer(config, set_.all(), {});
+  const auto optimizer = make_optimizer(config, whole_slices(set_.all()), {});
   std::vector<double> x = values(set_), m(x.size()), v(x.size());
   const std::vector<bool> decay = decays(set_);
   const double rate = 0.01F, scale = 0.5, beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F;
@@ -112,7 +113,7 @@ TEST_F(OptimizerTest, SgdWithMomentumFollowsTheDoubleReference) {
   config.kind = OptimizerConfig::Kind::kSgd;
   config.momentum = 0.9F;
   config.weight_decay = 0.01F;
-  const auto optimizer = make_optimizer(config, set_.all(), {});
+  const auto optimizer = make_optimizer(config, whole_slices(set_.all()), {});
   std::vector<double> x = values(set_), velocity(x.size());
   const std::vector<bool> decay = decays(set_);
   for (int step = 1; step <= 5; ++step) {
@@ -134,7 +135,7 @@ TEST_F(OptimizerTest, SgdWithMomentumFollowsTheDoubleReference) {
 
 TEST_F(OptimizerTest, NesterovFollowsTheDoubleReference) {
   const OptimizerConfig config = OptimizerConfig::sgd(0.9F, /*nesterov=*/true);
-  const auto optimizer = make_optimizer(config, set_.all(), {});
+  const auto optimizer = make_optimizer(config, whole_slices(set_.all()), {});
   std::vector<double> x = values(set_), velocity(x.size());
   const double momentum = 0.9F;
   for (int step = 1; step <= 5; ++step) {
@@ -153,14 +154,15 @@ TEST_F(OptimizerTest, NesterovFollowsTheDoubleReference) {
   EXPECT_EQ(padding_sum(set_), 0);
   OptimizerConfig wrong = OptimizerConfig::adam();
   wrong.nesterov = true;
-  EXPECT_THROW((void)make_optimizer(wrong, set_.all(), {}), Error);
-  EXPECT_THROW((void)make_optimizer(OptimizerConfig::sgd(0, true), set_.all(), {}), Error);
+  EXPECT_THROW((void)make_optimizer(wrong, whole_slices(set_.all()), {}), Error);
+  EXPECT_THROW((void)make_optimizer(OptimizerConfig::sgd(0, true), whole_slices(set_.all()), {}),
+               Error);
 }
 
 TEST_F(OptimizerTest, AdamAddsWeightDecayToTheGradient) {
   OptimizerConfig config = OptimizerConfig::adam();
   config.weight_decay = 0.1F;
-  const auto optimizer = make_optimizer(config, set_.all(), {});
+  const auto optimizer = make_optimizer(config, whole_slices(set_.all()), {});
   std::vector<double> x = values(set_), m(x.size()), v(x.size());
   const std::vector<bool> decay = decays(set_);
   const double rate = 0.01F, beta1 = 0.9F, beta2 = 0.999F, epsilon = 1e-8F, weight = 0.1F;
@@ -188,19 +190,19 @@ TEST_F(OptimizerTest, UpdateOfSomeParametersLeavesTheOthers) {
   const std::vector<Parameter*> some = {all[0], all[3]};
   const std::vector<float> before(all[1]->value.floats().begin(), all[1]->value.floats().end());
   set_grads(set_, 1);
-  make_optimizer({}, some, {})->update(compute_, 1, 0.1F, 1.0F);
+  make_optimizer({}, whole_slices(some), {})->update(compute_, 1, 0.1F, 1.0F);
   const std::vector<float> after(all[1]->value.floats().begin(), all[1]->value.floats().end());
   EXPECT_EQ(before, after);
 
   ParameterSet whole = make_parameters();
   set_grads(whole, 1);
-  make_optimizer({}, whole.all(), {})->update(compute_, 1, 0.1F, 1.0F);
+  make_optimizer({}, whole_slices(whole.all()), {})->update(compute_, 1, 0.1F, 1.0F);
   EXPECT_TRUE(std::equal(all[3]->value.floats().begin(), all[3]->value.floats().end(),
                          whole.all()[3]->value.floats().begin()));
 }
 
 TEST_F(OptimizerTest, StateIsNamedShapedAndCounted) {
-  const auto adamw = make_optimizer({}, set_.all(), {});
+  const auto adamw = make_optimizer({}, whole_slices(set_.all()), {});
   const auto state = adamw->state();
   ASSERT_EQ(state.size(), 8U);
   EXPECT_EQ(state[0].parameter, "a.weight");
@@ -210,18 +212,147 @@ TEST_F(OptimizerTest, StateIsNamedShapedAndCounted) {
 
   OptimizerConfig sgd;
   sgd.kind = OptimizerConfig::Kind::kSgd;
-  EXPECT_TRUE(make_optimizer(sgd, set_.all(), {})->state().empty());
+  EXPECT_TRUE(make_optimizer(sgd, whole_slices(set_.all()), {})->state().empty());
   sgd.momentum = 0.5F;
-  EXPECT_EQ(make_optimizer(sgd, set_.all(), {})->state()[0].kind, "momentum");
+  EXPECT_EQ(make_optimizer(sgd, whole_slices(set_.all()), {})->state()[0].kind, "momentum");
 }
 
-// --- moments in bf16 ---
 OptimizerConfig bf16_moments() {
   OptimizerConfig config;
   config.moments = DType::kBf16;
   return config;
 }
 
+// --- slices ---
+// Several blocks of 16,384 elements and parts of them; a vector without decay; one with a copy.
+ParameterSet make_blocks() {
+  ParameterSet set;
+  set.add("a", {3, 20'000}, Init::normal(0.5)).keeps_bf16 = Bf16Copy::kEverywhere;
+  set.add("b", {50'001}, Init::normal(0.5), false);
+  set.add("c", {5}, Init::normal(0.5));
+  set.add("d", {2, 16'384}, Init::normal(0.5)).keeps_bf16 = Bf16Copy::kEverywhere;
+  set.allocate({}, 11);
+  for (const Parameter* each : {set.find("a"), set.find("d")}) {
+    std::fill_n(each->bf16_copy.as<Bf16>(), each->shape.elements(), Bf16{});
+  }
+  return set;
+}
+
+// [replica][parameter] what it updates, cut at random blocks; some slices are empty.
+using Parts = std::vector<ParameterSlice>;
+std::vector<Parts> cut_at_random(ParameterSet& set, unsigned replicas, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<Parts> parts(replicas);
+  for (Parameter* parameter : set.all()) {
+    const std::int64_t elements = parameter->shape.elements();
+    std::vector<std::int64_t> ends(parts.size(), elements);
+    for (std::size_t r = 0; r + 1 < parts.size(); ++r) {
+      const std::int64_t block = static_cast<std::int64_t>(random()) % (elements / 16'384 + 2);
+      ends[r] = std::min(elements, 16'384 * block);
+    }
+    std::sort(ends.begin(), ends.end());
+    for (std::size_t r = 0; r < parts.size(); ++r) {
+      const std::int64_t first = r == 0 ? 0 : ends[r - 1];
+      parts[r].push_back({parameter, first, ends[r] - first});
+    }
+  }
+  return parts;
+}
+
+std::vector<std::byte> bytes_of(const Tensor& tensor, std::int64_t first, std::int64_t count) {
+  const auto size = static_cast<std::int64_t>(size_of(tensor.spec.dtype));
+  const std::byte* const data = tensor.as<std::byte>() + first * size;
+  return {data, data + count * size};
+}
+
+constexpr std::uint64_t kSliceSteps = 3;
+void train(ParameterSet& set, Optimizer& optimizer, int threads) {
+  ComputeContext compute({}, threads);
+  for (std::uint64_t step = 1; step <= kSliceSteps; ++step) {
+    set.mark_values_changed();
+    optimizer.update(compute, step, 0.01F, 0.5F);
+  }
+}
+
+// The parts that are not empty, in this set, whose other gradients become NaN.
+std::vector<ParameterSlice> slices_of(ParameterSet& set, const Parts& parts) {
+  std::vector<ParameterSlice> slices;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    Parameter& parameter = *set.all()[i];
+    const std::int64_t first = parts[i].first, count = parts[i].count;
+    for (std::int64_t k = 0; k < parameter.shape.elements(); ++k) {
+      if (k < first || k >= first + count) parameter.grad.at(k) = NAN;
+    }
+    if (count > 0) slices.push_back({&parameter, first, count});
+  }
+  return slices;
+}
+
+// Against the whole, which has been trained too; what is not in a part is as at the start.
+void expect_values_of(ParameterSet& set, const Parts& parts, bool writes_copies) {
+  ParameterSet start = make_blocks();
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const Parameter &one = *set.all()[i], &all = *parts[i].parameter, &old = *start.all()[i];
+    const std::int64_t first = parts[i].first, count = parts[i].count;
+    const auto same = [&](const Tensor& now, const Tensor& wanted, std::int64_t from,
+                          std::int64_t to) {
+      if (now.data == nullptr) return;
+      EXPECT_TRUE(bytes_of(now, from, to - from) == bytes_of(wanted, from, to - from))
+          << one.name << " from " << from << " to " << to;
+    };
+    same(one.value, all.value, first, first + count);
+    same(one.value, old.value, 0, first);
+    same(one.value, old.value, first + count, one.shape.elements());
+    if (writes_copies) same(one.bf16_copy, all.bf16_copy, first, first + count);
+    same(one.bf16_copy, old.bf16_copy, 0, first);
+    same(one.bf16_copy, old.bf16_copy, first + count, one.shape.elements());
+    EXPECT_EQ(one.bf16_copy_is_current, writes_copies && count == one.shape.elements());
+  }
+}
+
+void expect_state_of(Optimizer& optimizer, const std::vector<ParameterSlice>& slices,
+                     Optimizer& whole) {
+  std::size_t next = 0;
+  const std::vector<OptimizerState> states = optimizer.state(), whole_state = whole.state();
+  for (const OptimizerState& of_all : whole_state) {
+    const auto slice = std::find_if(slices.begin(), slices.end(), [&](const ParameterSlice& each) {
+      return each.parameter->name == of_all.parameter;
+    });
+    if (slice == slices.end()) continue;
+    ASSERT_LT(next, states.size());
+    const OptimizerState& state = states[next++];
+    EXPECT_EQ(state.parameter + state.kind, of_all.parameter + of_all.kind);
+    EXPECT_EQ(state.first, slice->first);
+    EXPECT_EQ(state.tensor.shape(), slice->whole() ? of_all.tensor.shape() : Shape{slice->count});
+    EXPECT_TRUE(bytes_of(state.tensor, 0, slice->count) ==
+                bytes_of(of_all.tensor, slice->first, slice->count))
+        << state.kind << " of " << state.parameter << " from " << state.first << " on";
+  }
+  EXPECT_EQ(next, states.size());
+}
+
+TEST(SliceTest, EachPartGetsTheBitsOfTheWholeAndLeavesTheRest) {
+  for (const OptimizerConfig& config :
+       {OptimizerConfig::sgd(0.9F, true), OptimizerConfig::adamw(), bf16_moments()}) {
+    ParameterSet whole = make_blocks();
+    set_grads(whole, 1);
+    const auto all = make_optimizer(config, whole_slices(whole.all()), {}, 7);
+    train(whole, *all, 1);
+    for (const unsigned replicas : {1U, 2U, 3U, 5U}) {
+      for (const Parts& parts : cut_at_random(whole, replicas, replicas)) {
+        ParameterSet set = make_blocks();
+        set_grads(set, 1);
+        const std::vector<ParameterSlice> slices = slices_of(set, parts);
+        const auto optimizer = make_optimizer(config, slices, {}, 7);
+        train(set, *optimizer, 3);
+        expect_values_of(set, parts, config.kind == OptimizerConfig::Kind::kAdamW);
+        expect_state_of(*optimizer, slices, *all);
+      }
+    }
+  }
+}
+
+// --- moments in bf16 ---
 std::vector<std::uint16_t> bits_of(const OptimizerState& state) {
   const Bf16* const data = state.tensor.as<Bf16>();
   std::vector<std::uint16_t> bits;
@@ -240,14 +371,14 @@ std::uint16_t rounded(float moment, const Parameter& parameter, std::uint64_t se
 
 TEST_F(OptimizerTest, Bf16MomentsAreF32OnesRoundedByTheNumberOfTheirPlace) {
   constexpr std::uint64_t kSeed = 0x1234'5678'9ABCU;
-  const auto exact = make_optimizer({}, set_.all(), {});
+  const auto exact = make_optimizer({}, whole_slices(set_.all()), {});
   const std::vector<double> start = values(set_);
   set_grads(set_, 1);
   exact->update(compute_, 7, 0.01F, 0.5F);
   const std::vector<double> moved = values(set_);
 
   ParameterSet other = make_parameters();
-  const auto optimizer = make_optimizer(bf16_moments(), other.all(), {}, kSeed);
+  const auto optimizer = make_optimizer(bf16_moments(), whole_slices(other.all()), {}, kSeed);
   set_grads(other, 1);
   optimizer->update(compute_, 7, 0.01F, 0.5F);
   EXPECT_EQ(values(other), moved) << "the step uses the moments before they are rounded";
@@ -273,7 +404,7 @@ TEST_F(OptimizerTest, Bf16MomentsDependNeitherOnThreadsNorOnTheOtherParameters) 
   big.allocate({}, 3);
   const auto moments = [&](std::span<Parameter* const> parameters, int threads) {
     ComputeContext compute({}, threads);
-    const auto optimizer = make_optimizer(bf16_moments(), parameters, {}, 5);
+    const auto optimizer = make_optimizer(bf16_moments(), whole_slices(parameters), {}, 5);
     for (std::uint64_t step = 1; step <= 3; ++step) {
       set_grads(big, static_cast<int>(step));
       optimizer->update(compute, step, 0, 1);
@@ -302,7 +433,7 @@ TEST(Bf16MomentsTest, RoundingIsUnbiasedAndTheTwoMomentsAreIndependent) {
   set.allocate({}, 1);
   ComputeContext compute({}, 1);
   for (const float gradient : {0.1F, -0.3F, 1.2345F, 7e-5F}) {
-    const auto optimizer = make_optimizer(bf16_moments(), set.all(), {}, 9);
+    const auto optimizer = make_optimizer(bf16_moments(), whole_slices(set.all()), {}, 9);
     for (float& grad : set.all()[0]->grad.floats()) grad = gradient;
     optimizer->update(compute, 1, 0, 1);
     const float wanted[] = {gradient * (1.0F - 0.9F), gradient * gradient * (1.0F - 0.95F)};
@@ -337,7 +468,7 @@ TEST(Bf16MomentsTest, ASlowAverageStillReachesItsLimit) {
   ComputeContext compute({}, 1);
   OptimizerConfig config = bf16_moments();
   config.beta2 = 0.999F;
-  const auto optimizer = make_optimizer(config, set.all(), {}, 2);
+  const auto optimizer = make_optimizer(config, whole_slices(set.all()), {}, 2);
   for (float& grad : set.all()[0]->grad.floats()) grad = 1;
   for (std::uint64_t step = 1; step <= 4000; ++step) optimizer->update(compute, step, 0, 1);
   double sum = 0;
@@ -350,7 +481,7 @@ TEST(Bf16MomentsTest, WhatIsNotFiniteStaysSo) {
   set.add("w", {3}, Init::constant(0));
   set.allocate({}, 1);
   ComputeContext compute({}, 1);
-  const auto optimizer = make_optimizer(bf16_moments(), set.all(), {}, 2);
+  const auto optimizer = make_optimizer(bf16_moments(), whole_slices(set.all()), {}, 2);
   const float infinity = std::numeric_limits<float>::infinity();
   const float grads[] = {infinity, -infinity, std::bit_cast<float>(0x7FFFFFFFU)};
   std::copy(std::begin(grads), std::end(grads), set.all()[0]->grad.floats().begin());
@@ -380,8 +511,8 @@ TEST_F(OptimizerTest, AdamWWritesTheCopiesThatStagesKeep) {
     const Copies copies(copied);
     set_grads(plain, 1);
     set_grads(copied, 1);
-    make_optimizer(config, plain.all(), {})->update(compute_, 1, 0.1F, 1);
-    make_optimizer(config, copied.all(), {})->update(compute_, 1, 0.1F, 1);
+    make_optimizer(config, whole_slices(plain.all()), {})->update(compute_, 1, 0.1F, 1);
+    make_optimizer(config, whole_slices(copied.all()), {})->update(compute_, 1, 0.1F, 1);
     EXPECT_EQ(values(plain), values(copied)) << "copies change no bit";
     for (Parameter* parameter : copied.all()) {
       if (parameter->bf16_copy.data == nullptr) continue;
@@ -400,19 +531,20 @@ TEST_F(OptimizerTest, AdamWWritesTheCopiesThatStagesKeep) {
 TEST_F(OptimizerTest, SgdLeavesCopiesToTheirStage) {
   const Copies copies(set_);
   set_grads(set_, 1);
-  make_optimizer(OptimizerConfig::sgd(0.9F), set_.all(), {})->update(compute_, 1, 0.1F, 1);
+  make_optimizer(OptimizerConfig::sgd(0.9F), whole_slices(set_.all()), {})
+      ->update(compute_, 1, 0.1F, 1);
   for (const Parameter* parameter : set_.all()) EXPECT_FALSE(parameter->bf16_copy_is_current);
 }
 
 TEST_F(OptimizerTest, MomentsOfOtherTypesAndOfSgdAreRefused) {
   OptimizerConfig config;
   config.moments = DType::kF16;
-  EXPECT_THROW((void)make_optimizer(config, set_.all(), {}), Error);
+  EXPECT_THROW((void)make_optimizer(config, whole_slices(set_.all()), {}), Error);
   config = OptimizerConfig::sgd(0.9F);
   config.moments = DType::kBf16;
-  EXPECT_THROW((void)make_optimizer(config, set_.all(), {}), Error);
-  EXPECT_EQ(optimizer_bytes({}, 768), 1536U);
-  EXPECT_EQ(optimizer_bytes(bf16_moments(), 768), 1024U) << "each vector at multiples of 256 bytes";
+  EXPECT_THROW((void)make_optimizer(config, whole_slices(set_.all()), {}), Error);
+  EXPECT_EQ(optimizer_bytes({}, 192), 1536U);
+  EXPECT_EQ(optimizer_bytes(bf16_moments(), 192), 1024U) << "each vector at multiples of 256 bytes";
 }
 
 TEST(LearningRateTest, WarmsUpLinearlyThenFollowsHalfACosine) {
