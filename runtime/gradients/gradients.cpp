@@ -1,9 +1,11 @@
 #include "runtime/gradients/gradients.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "comm/base/index.hpp"
+#include "stages/compute/call_arguments.hpp"
 #include "stages/compute/internal_operators.hpp"
 #include "stages/tensor/stale_gradients.hpp"
 
@@ -24,16 +26,21 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   sums_.emplace(job, layout, nccl != nullptr && nccl->sums() ? nccl : nullptr, compute, mirror,
                 stages_, options.expert.bucket_bytes);
   std::vector<OwnedParameter> owners;
+  const int replica = layout_.place.here.replica;
+  std::size_t bytes = 0;
   for (const StageBinding& binding : stages_) {
     const std::vector<Parameter*> parameters = binding.parameters->all();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!layout_.parameters.is_owner(binding.index, static_cast<int>(i))) continue;
-      owned_grads_.emplace_back(parameters[i]->grad.floats());
       const ParameterEntry& entry = layout_.parameters.stages[at(binding.index)].parameters[i];
-      owners.push_back({binding.index, parameters[i], entry.part(layout_.place.here.replica)});
+      const ElementRange squared = RecordExchange::squared_part(entry, replica);
+      owned_grads_.push_back({parameters[i]->grad.as<float>() + squared.first,
+                              static_cast<std::size_t>(squared.count)});
+      bytes += block_sum_bytes(squared.count);
+      owners.push_back({binding.index, parameters[i], entry.part(replica)});
     }
   }
-  squares_ = HostBuffer(compute_.device(), owners.size() * sizeof(double));
+  squares_ = HostBuffer(compute_.device(), bytes);
   optimizers_.emplace(options.training, owners, layout_.parameters, compute_);
 }
 
@@ -77,10 +84,13 @@ void GradientSync::square_gradients() {
 
 std::span<const double> GradientSync::squares() {
   auto* const squares = reinterpret_cast<double*>(squares_.data());
+  double* next = squares;
   for (std::size_t i = 0; i < owned_grads_.size(); ++i) {
-    if (optimizers_->frozen()[i]) squares[i] = 0;
+    double* const end = next + sum_blocks(std::ssize(owned_grads_[i]));
+    if (optimizers_->frozen()[i]) std::fill(next, end, 0.0);
+    next = end;
   }
-  return {squares, owned_grads_.size()};
+  return {squares, next};
 }
 
 void GradientSync::scale_gradients(double factor) {

@@ -50,7 +50,7 @@ class GradientSync : public StepActions {
  private:
   // Puts the sums of squares on the stream.
   void square_gradients();
-  // Of owned parameters, once the device has them; 0 of those that are frozen.
+  // Of the blocks of owned parameters, once the device has them; 0 of those that are frozen.
   [[nodiscard]] std::span<const double> squares();
   // Multiplies gradients by `factor`.
   void scale_gradients(double factor);
@@ -68,8 +68,9 @@ class GradientSync : public StepActions {
   HostMirror& mirror_;
   std::optional<GradientSums> sums_;
   std::optional<StageOptimizers> optimizers_;
-  std::vector<std::span<const float>> owned_grads_;  // of owned parameters, in global order
-  HostBuffer squares_;                               // [owned parameter], written by the device
+  // Of owned parameters, in global order: what RecordExchange::squared_part() says.
+  std::vector<std::span<const float>> owned_grads_;
+  HostBuffer squares_;  // doubles, of their blocks; written by the device
   const StepOutcome* outcome_ = nullptr;
 };
 

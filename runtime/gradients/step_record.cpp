@@ -4,15 +4,22 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <string>
 
 #include "comm/base/index.hpp"
 #include "runtime/engine/steady_seconds.hpp"
+#include "stages/compute/call_arguments.hpp"
 
 namespace sluice {
 namespace {
 
 constexpr std::size_t kFirstLoss = 5;  // index in a record
+
+// Doubles in the record of a rank of this replica that owns the parameter.
+std::size_t squares_of(const ParameterEntry& entry, int replica) {
+  return static_cast<std::size_t>(sum_blocks(RecordExchange::squared_part(entry, replica).count));
+}
 
 void check(StepTotals& totals, double value, double index, double is_loss) {
   if (std::isfinite(value) || totals.finite == 0) return;
@@ -63,26 +70,27 @@ RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
       rate_(options.training.learning_rate),
       losses_(2 * at(options.shape.micro_batches)) {
   const Topology& topology = layout_.place.topology;
-  std::vector<std::size_t> squares(at(topology.size.pipeline));  // of each pipeline rank
+  std::vector<std::size_t> sizes(at(topology.ranks()));  // of records
+  for (int rank = 0; rank < topology.ranks(); ++rank) {
+    sizes[at(rank)] = first_square(topology.place_of(rank).pipeline);
+  }
   for (int s = 0; s < layout_.plans.num_stages(); ++s) {
-    const int rank = layout_.plans.placement().rank_of(s);
-    for (std::size_t i = 0; i < layout_.parameters.stages[at(s)].parameters.size(); ++i) {
-      if (layout_.parameters.is_owner(s, static_cast<int>(i))) ++squares[at(rank)];
+    const std::vector<ParameterEntry>& entries = layout_.parameters.stages[at(s)].parameters;
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
+      for (int r = 0; r < topology.size.replica; ++r) {
+        sizes[at(rank_of(s, r))] += squares_of(entries[i], r);
+      }
     }
   }
   std::size_t end = 0;
-  for (int rank = 0; rank < topology.ranks(); ++rank) {
-    const Place place = topology.place_of(rank);
-    std::size_t size = first_square(place.pipeline);
-    if (place.replica == 0) size += squares[at(place.pipeline)];
-    if (rank == job_.world.ranks->rank()) mine_.resize(size);
-    ends_.push_back(end += size * sizeof(double));
-  }
+  for (const std::size_t size : sizes) ends_.push_back(end += size * sizeof(double));
+  mine_.resize(sizes[at(job_.world.ranks->rank())]);
   if (job_.world.ranks->rank() != 0) return;
   all_.resize(end / sizeof(double));
-  peaks_.resize(squares.size());
-  next_.resize(squares.size());
-  busy_.resize(ends_.size());
+  peaks_.resize(at(topology.size.pipeline));
+  next_.resize(sizes.size());
+  busy_.resize(sizes.size());
 }
 
 void RecordExchange::exchange(StepState& step, const StepOutcome& outcome,
@@ -101,10 +109,8 @@ void RecordExchange::pack(const StepState& step, const StepOutcome& outcome,
     mine_[kFirstLoss + 2 * i] = outcome.losses[i].sum;
     mine_[kFirstLoss + 2 * i + 1] = outcome.losses[i].weight;
   }
-  if (layout_.place.here.replica == 0) {
-    std::copy(squares.begin(), squares.end(),
-              mine_.begin() + static_cast<int>(first_square(layout_.place.here.pipeline)));
-  }
+  std::copy(squares.begin(), squares.end(),
+            mine_.begin() + static_cast<int>(first_square(layout_.place.here.pipeline)));
   mine_[0] = steady_seconds() - step.started;
   mine_[1] = outcome.busy_seconds;
   mine_[2] = outcome.peak_in_flight;
@@ -120,13 +126,18 @@ const double* RecordExchange::record(int replica, int pipeline_rank) const {
   return record(layout_.place.topology.rank_of({.pipeline = pipeline_rank, .replica = replica}));
 }
 
+int RecordExchange::rank_of(int stage, int replica) const {
+  return layout_.place.topology.rank_of(
+      {.pipeline = layout_.plans.placement().rank_of(stage), .replica = replica});
+}
+
 std::size_t RecordExchange::first_square(int pipeline_rank) const {
   return kFirstLoss + (pipeline_rank == layout_.plans.last_rank() ? losses_ : 0);
 }
 
 // On rank 0. Losses are added in order of batch, replica and micro-batch, whatever the number of
-// the step's batches, squares in order of stage and parameter: neither order depends on the
-// placement.
+// the step's batches, squares in order of blocks within a parameter, then of stage and parameter:
+// neither order depends on the placement or the replicas' parts.
 void RecordExchange::reduce(StepState& step) {
   reduce_losses(step);
   reduce_squares(step.totals);
@@ -148,16 +159,22 @@ void RecordExchange::reduce_losses(StepState& step) const {
 }
 
 void RecordExchange::reduce_squares(StepTotals& totals) {
-  double squares = 0;
-  for (std::size_t rank = 0; rank < next_.size(); ++rank) {
-    next_[rank] = first_square(static_cast<int>(rank));
+  const Topology& topology = layout_.place.topology;
+  for (int rank = 0; rank < topology.ranks(); ++rank) {
+    next_[at(rank)] = record(rank) + first_square(topology.place_of(rank).pipeline);
   }
-  double index = 0;
+  double squares = 0, index = 0;
   for (int s = 0; s < layout_.plans.num_stages(); ++s) {
-    const int rank = layout_.plans.placement().rank_of(s);
-    for (std::size_t i = 0; i < layout_.parameters.stages[at(s)].parameters.size(); ++i, ++index) {
+    const std::vector<ParameterEntry>& entries = layout_.parameters.stages[at(s)].parameters;
+    for (std::size_t i = 0; i < entries.size(); ++i, ++index) {
       if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
-      const double square = record(0, rank)[next_[at(rank)]++];
+      double square = 0;
+      for (int r = 0; r < topology.size.replica; ++r) {
+        const double*& next = next_[at(rank_of(s, r))];
+        const double* const end = next + squares_of(entries[i], r);
+        square = std::accumulate(next, end, square);
+        next = end;
+      }
       check(totals, square, index, 0);
       squares += square;
     }

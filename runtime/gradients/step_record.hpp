@@ -95,8 +95,13 @@ class RecordExchange {
   // Everything named outlives this.
   RecordExchange(JobContext& job, const JobLayout& layout, const PipelineOptions& options);
 
-  // Collective over the job: fills step.totals. `squares`: of this rank's owned parameters; empty
-  // where gradients are not complete.
+  // Of a parameter that a rank of this replica owns, the elements whose squares its record has.
+  [[nodiscard]] static ElementRange squared_part(const ParameterEntry& entry, int replica) {
+    return entry.ends.empty() && replica > 0 ? ElementRange{} : entry.part(replica);
+  }
+
+  // Collective over the job: fills step.totals. `squares`: sums over the blocks of squared_part()
+  // of this rank's owned parameters (sums_of_squares()); empty where gradients are not complete.
   void exchange(StepState& step, const StepOutcome& outcome, std::span<const double> squares);
   // Of this rank in the last exchange.
   [[nodiscard]] double learning_rate() const { return mine_[4]; }
@@ -115,6 +120,8 @@ class RecordExchange {
   void reduce_ranks(StepTotals& totals);
   [[nodiscard]] const double* record(int rank) const;
   [[nodiscard]] const double* record(int replica, int pipeline_rank) const;
+  // Of the job, the one that has the stage.
+  [[nodiscard]] int rank_of(int stage, int replica) const;
   // Index in a record.
   [[nodiscard]] std::size_t first_square(int pipeline_rank) const;
 
@@ -123,10 +130,10 @@ class RecordExchange {
   const LearningRate& rate_;
   std::size_t losses_;  // of a record of the last stage's ranks
   // Records. Of each rank: window, busy, peak, flags, learning rate; then, of the last stage's
-  // ranks, (sum, weight) per micro-batch; then, of replica 0, squares per owned parameter.
+  // ranks, (sum, weight) per micro-batch; then squares per block of owned parameters.
   std::vector<double> mine_, all_;
-  std::vector<std::size_t> ends_;  // [rank of the job] bytes of all_ up to the end of its record
-  std::vector<std::size_t> next_;  // [pipeline rank] index of its next square
+  std::vector<std::size_t> ends_;    // [rank of the job] bytes of all_ up to the end of its record
+  std::vector<const double*> next_;  // [rank of the job] its next square, in all_
   std::vector<int> peaks_;
   std::vector<double> busy_;
   std::function<std::uint32_t()> flags_;

@@ -9,16 +9,12 @@
 namespace sluice {
 namespace {
 
-std::int64_t blocks_of(const ParameterEntry& entry) {
-  return (entry.elements + kSumBlock - 1) / kSumBlock;
-}
-
 // Cuts `entries` as one sequence of blocks. `next` is the replica that gets the next remaining
 // block, of this sequence and those before.
 void cut_sequence(std::span<ParameterEntry* const> entries, std::size_t replicas,
                   std::size_t& next) {
   std::int64_t blocks = 0;
-  for (const ParameterEntry* entry : entries) blocks += blocks_of(*entry);
+  for (const ParameterEntry* entry : entries) blocks += sum_blocks(entry->elements);
   const auto count = static_cast<std::int64_t>(replicas);
   std::vector<std::int64_t> ends(replicas, blocks / count);  // blocks
   for (std::int64_t left = blocks % count; left > 0; --left, next = (next + 1) % replicas) {
@@ -31,7 +27,7 @@ void cut_sequence(std::span<ParameterEntry* const> entries, std::size_t replicas
       entry->ends.push_back(
           std::clamp<std::int64_t>((end - begin) * kSumBlock, 0, entry->elements));
     }
-    begin += blocks_of(*entry);
+    begin += sum_blocks(entry->elements);
   }
 }
 

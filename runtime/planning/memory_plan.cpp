@@ -24,7 +24,6 @@
 #include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/save_shares.hpp"
-#include "stages/compute/call_arguments.hpp"
 #include "stages/operators/context.hpp"
 #include "stages/operators/optimizer.hpp"
 
@@ -89,7 +88,7 @@ class MemorySum {
 
   void add_stages() {
     const PipelineOptions::Training& training = options_.training;
-    std::size_t squares = 0, tables = 0;
+    std::size_t tables = 0;
     std::vector<std::size_t> optimizer(at(layout_.place.topology.size.replica));
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {
       const StageEntry& entry = layout_.parameters.stages[at(stage)];
@@ -102,7 +101,6 @@ class MemorySum {
         if (training.inference) continue;
         add_bytes(memory_.gradients, parameter_bytes(elements));
         if (!layout_.parameters.is_owner(stage, static_cast<int>(i))) continue;
-        add_bytes(squares, block_sum_bytes(elements));
         const ParameterGroup* group = group_of(training.groups, entry.parameters[i].name);
         if (training.make_optimizer || (group != nullptr && group->frozen)) continue;
         for (std::size_t r = 0; r < optimizer.size(); ++r) {
@@ -130,7 +128,6 @@ class MemorySum {
       tables = std::max(tables, entry.table_bytes);
     }
     memory_.optimizer = *std::max_element(optimizer.begin(), optimizer.end());
-    operator_bytes_ = std::max(operator_bytes_, squares);
     memory_.operators =
         sum_of_bytes({padded(operator_bytes_), padded(tables), library_bytes(device_)});
   }

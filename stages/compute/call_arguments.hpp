@@ -69,9 +69,13 @@ namespace sluice {
 // Elements of one partial sum over a block. The results' bits depend on it.
 inline constexpr std::int64_t kSumBlock = 16384;
 
+// Blocks of `elements`.
+[[nodiscard]] constexpr std::int64_t sum_blocks(std::int64_t elements) {
+  return (elements + kSumBlock - 1) / kSumBlock;
+}
 // Bytes of one double per block of `elements`, or per row.
 [[nodiscard]] constexpr std::size_t block_sum_bytes(std::int64_t elements) {
-  return static_cast<std::size_t>((elements + kSumBlock - 1) / kSumBlock) * sizeof(double);
+  return static_cast<std::size_t>(sum_blocks(elements)) * sizeof(double);
 }
 [[nodiscard]] constexpr std::size_t row_sum_bytes(std::int64_t rows) {
   return static_cast<std::size_t>(rows) * sizeof(double);

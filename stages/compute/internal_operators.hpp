@@ -67,9 +67,9 @@ struct SgdStep {
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs);
 // first: the velocity; may be null when momentum is 0.
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);
-// sums[i] of each vector: double partial sums over its fixed blocks of 16,384 elements, added in a
-// fixed order. `sums` is memory that host and device can write. Takes block_sum_bytes() of scratch
-// for each vector (stages/compute/call_arguments.hpp).
+// The sum in double of each block of kSumBlock elements (stages/compute/call_arguments.hpp), the
+// blocks of each vector behind those of the vector before: sum_blocks() of all vectors. `sums` is
+// memory that host and device can write.
 void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
                      double* sums);
 

@@ -14,19 +14,15 @@ double sum_in_order(const double* values, std::int64_t count) {
   return std::accumulate(values, values + count, 0.0);
 }
 
-// Of body(first, count) over blocks of kSumBlock elements.
+// sums[block] = body(first, count) of each block of kSumBlock elements.
 template <typename Body>
-double sum_of_blocks(ComputeContext& ctx, std::int64_t elements, const Body& body) {
-  if (elements == 0) return 0;
-  const std::int64_t blocks = (elements + kSumBlock - 1) / kSumBlock;
-  auto* const sums = reinterpret_cast<double*>(ctx.workspace(block_sum_bytes(elements)));
-  parallel_range(ctx, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+void write_block_sums(double* sums, ComputeContext& ctx, std::int64_t elements, const Body& body) {
+  parallel_range(ctx, sum_blocks(elements), 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t block = begin; block < end; ++block) {
       const std::int64_t first = block * kSumBlock;
       sums[block] = body(first, std::min(kSumBlock, elements - first));
     }
   });
-  return sum_in_order(sums, blocks);
 }
 
 }  // namespace
@@ -48,18 +44,22 @@ void sum_of_losses(ComputeContext& /*ctx*/, const double* losses, std::int64_t r
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
                         StepValue<double> scale, bool gradient, double* sum) {
   const auto factor = static_cast<float>(2 * scale);
-  *sum = sum_of_blocks(ctx, outputs.elements(), [&](std::int64_t first, std::int64_t count) {
+  const std::int64_t elements = outputs.elements();
+  auto* const sums = reinterpret_cast<double*>(ctx.workspace(block_sum_bytes(elements)));
+  write_block_sums(sums, ctx, elements, [&](std::int64_t first, std::int64_t count) {
     return kernels_of(ctx).squared_error(outputs.as<float>() + first, targets.as<float>() + first,
                                          factor, gradient, count);
   });
+  *sum = sum_in_order(sums, sum_blocks(elements));
 }
 
 void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
                      double* sums) {
   for (const std::span<const float> values : vectors) {
-    *sums++ = sum_of_blocks(ctx, std::ssize(values), [&](std::int64_t first, std::int64_t count) {
+    write_block_sums(sums, ctx, std::ssize(values), [&](std::int64_t first, std::int64_t count) {
       return kernels_of(ctx).sum_of_squares(values.data() + first, count);
     });
+    sums += sum_blocks(std::ssize(values));
   }
 }
 

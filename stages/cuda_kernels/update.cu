@@ -229,9 +229,9 @@ struct Squares {
   }
 };
 
-// partial[block] = the sum of squares of one block of kSumBlock elements of a vector.
+// sums[block] = the sum of squares of one block of kSumBlock elements of a vector.
 __global__ void __launch_bounds__(kSumThreads)
-    squares_kernel(const SquareTable __grid_constant__ table, double* const partial) {
+    squares_kernel(const SquareTable __grid_constant__ table, double* const sums) {
   const int64_t blocks = table.chunks();
   for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
     const int index = table.run_of(block);
@@ -239,19 +239,8 @@ __global__ void __launch_bounds__(kSumThreads)
     const int64_t first = (block - table.first_chunk[index]) * kSumBlock;
     const int64_t end = first + kSumBlock < count ? first + kSumBlock : count;
     const double sum = sum_of_range(Squares{values}, first, end, aligned(values));
-    if (threadIdx.x == 0) partial[block] = sum;
+    if (threadIdx.x == 0) sums[block] = sum;
   }
-}
-
-// sums[index] = the sum of the partial sums of vector `index`. A block per vector.
-__global__ void __launch_bounds__(kSumThreads)
-    squares_total_kernel(const SquareTable __grid_constant__ table, const double* const partial,
-                         double* const sums) {
-  const auto index = static_cast<int>(blockIdx.x);
-  const int64_t first = table.first_chunk[index], count = table.first_chunk[index + 1] - first;
-  const double* mine = partial + first;
-  const double sum = sum_of_range(Doubles{mine}, 0, count, aligned(mine));
-  if (threadIdx.x == 0) sums[index] = sum;
 }
 
 }  // namespace
@@ -280,25 +269,16 @@ void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
 
 void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
                      double* sums) {
-  std::size_t bytes = 0;
-  for (const std::span<const float> vector : vectors) {
-    bytes += block_sum_bytes(static_cast<int64_t>(vector.size()));
-  }
-  auto* partial = reinterpret_cast<double*>(ctx.workspace(bytes));
-  const cudaStream_t stream = native(ctx.stream());
   for (std::size_t next = 0; next < vectors.size();) {
     SquareTable table{};
-    double* const first = sums + next;
     for (; next < vectors.size() && table.count < SquareTable::kRuns; ++next) {
       const Vector vector = {vectors[next].data(), static_cast<int64_t>(vectors[next].size())};
-      table.add(vector, divide_up(vector.count, kSumBlock));
+      table.add(vector, sum_blocks(vector.count));
     }
-    if (table.chunks() > 0) {
-      launch("sums of squares", squares_kernel, {blocks_for(table.chunks(), 1), kSumThreads},
-             stream, table, partial);
-    }
-    launch("sums of squares, totals", squares_total_kernel,
-           {static_cast<unsigned>(table.count), kSumThreads}, stream, table, partial, first);
+    if (table.chunks() == 0) continue;
+    launch("sums of squares", squares_kernel, {blocks_for(table.chunks(), 1), kSumThreads},
+           native(ctx.stream()), table, sums);
+    sums += table.chunks();
   }
 }
 

@@ -684,10 +684,10 @@ void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> ru
 
 void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
                      double* sums) {
-  if (!vectors.empty()) require_given(__func__, sums, "sums", "a number per vector");
   for (const std::span<const float> vector : vectors) {
-    if (!vector.empty())
-      require_given(__func__, vector.data(), "a vector", "memory for its numbers");
+    if (vector.empty()) continue;
+    require_given(__func__, vector.data(), "a vector", "memory for its numbers");
+    require_given(__func__, sums, "sums", "a number per block");
   }
   run({__func__}, &OperatorTable::sums_of_squares, ctx, vectors, sums);
 }

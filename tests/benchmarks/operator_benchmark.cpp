@@ -26,6 +26,7 @@
 #include <sluice/device.hpp>
 #include <sluice/operators.hpp>
 
+#include "stages/compute/call_arguments.hpp"
 #include "stages/compute/internal_operators.hpp"
 #include "stages/compute/thread_team.hpp"
 #include "stages/cpu/cpu_backend.hpp"
@@ -358,7 +359,8 @@ class Elements {
                            .count = parameters};
     const std::span<const float> vector = grad.floats();
     row("adamw", parameters, 28, [&] { adamw(ctx_, step, {&run, 1}); });
-    row("sum of squares", parameters, 4, [&] { sums_of_squares(ctx_, {&vector, 1}, &sum); });
+    std::vector<double> sums(static_cast<std::size_t>(sum_blocks(parameters)));
+    row("sum of squares", parameters, 4, [&] { sums_of_squares(ctx_, {&vector, 1}, sums.data()); });
     const Tensor narrow = tensor(DType::kBf16, {parameters});
     row("convert f32 to bf16", parameters, 6, [&] { convert(ctx_, value, narrow); });
   }

@@ -9,6 +9,7 @@
 
 #include <sluice/operators.hpp>
 
+#include "stages/compute/call_arguments.hpp"
 #include "stages/compute/internal_operators.hpp"
 #include "stages/transformer/sizes.hpp"
 #include "tests/benchmarks/gpu/rows.hpp"
@@ -216,6 +217,7 @@ class Kernels {
     std::vector<UpdateRun> runs;
     std::vector<std::span<const float>> gradients;
     double elements = 0;
+    std::size_t sum_bytes = 0;
     for (const ParameterInfo& parameter : parameter_list(options_.model)) {
       const Shape flat = {parameter.shape.elements()};
       const auto vector = [&] { return memory.make(DType::kF32, flat).as<float>(); };
@@ -229,6 +231,7 @@ class Kernels {
                       .decay = true});
       gradients.emplace_back(runs.back().grad, static_cast<std::size_t>(flat.elements()));
       elements += static_cast<double>(flat.elements());
+      sum_bytes += block_sum_bytes(flat.elements());
     }
     AdamWStep step = {.learning_rate = 1e-5F, .weight_decay = 0.1F};
     row("adamw over all parameters", elements * (4 + 3 * 8), [&] { adamw(ctx_, step, runs); });
@@ -241,7 +244,7 @@ class Kernels {
     step.moments = DType::kBf16;
     row("the same, with bf16 moments", elements * (4 + 8 + 2 * 4 + 2),
         [&] { adamw(ctx_, step, runs); });
-    const HostBuffer sums(ctx_.device(), gradients.size() * sizeof(double));
+    const HostBuffer sums(ctx_.device(), sum_bytes);
     auto* to = reinterpret_cast<double*>(sums.data());
     row("sums of squares of all gradients", elements * 4,
         [&] { sums_of_squares(ctx_, gradients, to); });

@@ -1,3 +1,4 @@
+#include "stages/compute/call_arguments.hpp"
 #include "stages/compute/internal_operators.hpp"
 #include "tests/stages/operators/operator_tools.hpp"
 
@@ -141,14 +142,34 @@ TEST_P(UpdateTest, SumOfSquaresIsExactToDouble) {
                   other = random_operand(DType::kF32, {size / 2}, 11);
     const std::vector<std::span<const float>> vectors = {
         one.tensor.floats(), {}, other.tensor.floats()};
-    std::vector<double> sums(3, -1);
+    std::vector<double> expected;
+    for (const Values& values : {one.values(), other.values()}) {
+      for (std::size_t first = 0; first < values.size(); first += kSumBlock) {
+        const auto begin = values.begin() + static_cast<std::ptrdiff_t>(first);
+        const Values block(begin, begin + std::min(kSumBlock, values.end() - begin));
+        expected.push_back(dot(block, block));
+      }
+    }
+    std::vector<double> sums(expected.size() + 1, -1);
     sums_of_squares(ctx(), vectors, sums.data());
-    const double expected_one = dot(one.values(), one.values());
-    const double expected_other = dot(other.values(), other.values());
-    EXPECT_NEAR(sums[0], expected_one, 1e-12 * expected_one);
-    EXPECT_EQ(sums[1], 0);
-    EXPECT_NEAR(sums[2], expected_other, 1e-12 * expected_other);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_NEAR(sums[i], expected[i], 1e-12 * expected[i]) << size << " block " << i;
+    }
+    EXPECT_EQ(sums.back(), -1) << "a number per block";
   }
+}
+
+TEST_P(UpdateTest, SumsOfSquaresOfPartsAreThoseOfTheWholeToTheBit) {
+  const Operand values = random_operand(DType::kF32, {50001}, 12);
+  const std::span<const float> whole = values.tensor.floats();
+  std::vector<double> expected(4), sums(4);
+  sums_of_squares(ctx(), {&whole, 1}, expected.data());
+  const std::vector<std::span<const float>> parts = {whole.first(kSumBlock),
+                                                     whole.subspan(kSumBlock, 2 * kSumBlock),
+                                                     {},
+                                                     whole.subspan(3 * kSumBlock)};
+  sums_of_squares(ctx(), parts, sums.data());
+  EXPECT_EQ(sums, expected);
 }
 
 }  // namespace

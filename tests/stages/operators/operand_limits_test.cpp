@@ -123,17 +123,18 @@ TEST(OperandChecksTest, OfAnUpdateAreGiven) {
   const UpdateRun empty;
   adamw(ctx, {}, {&empty, 1});
   const std::span<const float> none;
-  expect_usage(HasSubstr("sums_of_squares: sums is null"), [&] {
-    sums_of_squares(ctx, {&none, 1}, nullptr);
+  const std::span<const float> some(v);
+  expect_usage(HasSubstr("sums_of_squares: sums is null; legal: a number per block"), [&] {
+    sums_of_squares(ctx, {&some, 1}, nullptr);
   });
   sums_of_squares(ctx, {}, nullptr);
+  sums_of_squares(ctx, {&none, 1}, nullptr);
   const std::span<const float> nowhere(static_cast<const float*>(nullptr), 3);
   double sum = -1;
   expect_usage(HasSubstr("sums_of_squares: a vector is null; legal: memory for its numbers"), [&] {
     sums_of_squares(ctx, {&nowhere, 1}, &sum);
   });
-  sums_of_squares(ctx, {&none, 1}, &sum);
-  EXPECT_EQ(sum, 0);
+  EXPECT_EQ(sum, -1);
 }
 
 TEST(OperandChecksTest, RotaryTablesHaveSizesThatCanBeCounted) {

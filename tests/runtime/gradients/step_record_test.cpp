@@ -1,0 +1,131 @@
+// The norm that rank 0 makes of the ranks' sums over blocks.
+#include "runtime/gradients/step_record.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "comm/base/index.hpp"
+#include "runtime/layout/parameter_cut.hpp"
+#include "stages/compute/call_arguments.hpp"
+#include "tests/loopback/loopback.hpp"
+
+namespace sluice::testing {
+namespace {
+
+// Two stages on two ranks. The second use of "tied" has no square.
+ParameterTable table_of(int replicas, bool cut) {
+  ParameterTable table;
+  table.stages.resize(2);
+  table.stages[0].parameters = {{.name = "tied", .elements = 3 * kSumBlock + 5, .tied = true},
+                                {.name = "small", .elements = 7, .unit = 1},
+                                {.name = "none", .elements = 0, .unit = 1}};
+  table.stages[1].parameters = {{.name = "large", .elements = 9 * kSumBlock},
+                                {.name = "tied", .elements = 3 * kSumBlock + 5, .tied = true},
+                                {.name = "last", .elements = 2 * kSumBlock - 1}};
+  TiedParameter& tied = table.tied.emplace_back();
+  tied.uses = {{.stage = 0, .index = 0}, {.stage = 1, .index = 1}};
+  if (cut) cut_parameters(table, replicas, [](const ParameterEntry&) { return false; });
+  return table;
+}
+
+// The sum over a block in this step.
+double square_of(const ParameterEntry& entry, std::int64_t block, std::uint64_t step) {
+  std::mt19937_64 random(static_cast<std::uint64_t>(entry.elements + block) + (step << 32));
+  return std::uniform_real_distribution<double>(1, 2)(random);
+}
+
+double expected_norm(const ParameterTable& table, std::uint64_t step) {
+  double sum = 0;
+  for (int s = 0; s < 2; ++s) {
+    for (std::size_t i = 0; i < table.stages[at(s)].parameters.size(); ++i) {
+      if (!table.is_owner(s, static_cast<int>(i))) continue;
+      const ParameterEntry& entry = table.stages[at(s)].parameters[i];
+      double square = 0;
+      for (std::int64_t b = 0; b < sum_blocks(entry.elements); ++b) {
+        square += square_of(entry, b, step);
+      }
+      sum += square;
+    }
+  }
+  return std::sqrt(sum);
+}
+
+// What a rank has of its stage. `broken`: the name of a parameter whose last block is not finite.
+std::vector<double> squares_of(const JobLayout& layout, std::uint64_t step,
+                               const std::string& broken) {
+  const Place here = layout.place.here;
+  std::vector<double> squares;
+  const std::vector<ParameterEntry>& entries =
+      layout.parameters.stages[at(here.pipeline)].parameters;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (!layout.parameters.is_owner(here.pipeline, static_cast<int>(i))) continue;
+    const ElementRange part = RecordExchange::squared_part(entries[i], here.replica);
+    for (std::int64_t b = 0; b < sum_blocks(part.count); ++b) {
+      const std::int64_t block = part.first / kSumBlock + b;
+      const bool is_last = block + 1 == sum_blocks(entries[i].elements);
+      squares.push_back(entries[i].name == broken && is_last
+                            ? std::numeric_limits<double>::infinity()
+                            : square_of(entries[i], block, step));
+    }
+  }
+  return squares;
+}
+
+// [step] The results of steps.
+std::vector<StepState> records_of(Communicator& comm, int replicas, bool cut, std::uint64_t steps,
+                                  const std::string& broken = "") {
+  PipelineOptions options;
+  options.shape.pipeline = 2;
+  options.shape.replicas = replicas;
+  options.shape.micro_batches = 1;
+  JobContext job(comm, options);
+  JobLayout layout;
+  layout.place = job.place;
+  layout.plans.train.placement = Placement::linear(2);
+  layout.parameters = table_of(replicas, cut);
+  RecordExchange record(job, layout, options);
+  const std::vector<LossResult> losses(layout.place.here.pipeline == 1 ? 1 : 0, {1, 1});
+  StepOutcome outcome;
+  outcome.losses = losses;
+  std::vector<StepState> results;
+  for (std::uint64_t step = 0; step < steps; ++step) {
+    results.emplace_back().begin_batch(0, 1, BatchEnd::kUpdate);
+    record.exchange(results.back(), outcome, squares_of(layout, step, broken));
+  }
+  return results;
+}
+
+// In a few of so many steps any other order of adding has other bits.
+TEST(StepRecordTest, NormAddsBlocksThenParametersWhateverReplicasHave) {
+  constexpr std::uint64_t kSteps = 50;
+  for (const int replicas : {1, 2, 3}) {
+    run_loopback(2 * replicas, [&](Communicator& comm) {
+      for (const bool cut : {false, true}) {
+        const std::vector<StepState> results = records_of(comm, replicas, cut, kSteps);
+        for (std::uint64_t step = 0; step < kSteps; ++step) {
+          EXPECT_EQ(results[step].totals.grad_norm, expected_norm(table_of(1, false), step))
+              << replicas << " replicas" << (cut ? ", cut" : "") << ", step " << step;
+        }
+      }
+    });
+  }
+}
+
+TEST(StepRecordTest, ParameterWithABlockThatIsNotFiniteIsNamed) {
+  run_loopback(4, [](Communicator& comm) {
+    for (const bool cut : {false, true}) {
+      const StepState step = records_of(comm, 2, cut, 1, "large").front();
+      EXPECT_TRUE(step.refused());
+      EXPECT_THAT(step.refusal(table_of(2, cut)).what(),
+                  ::testing::HasSubstr("not finite, first in parameter 'large'"));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace sluice::testing
