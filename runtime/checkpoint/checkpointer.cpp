@@ -25,6 +25,7 @@
 #include "runtime/checkpoint/save_lock.hpp"
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/checkpoint/saved_tensors.hpp"
+#include "runtime/checkpoint/state_parts.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/files/sha256.hpp"
@@ -148,9 +149,10 @@ struct Checkpointer::Impl {
   std::uint64_t sequence = 0;  // of the next save
   fs::path newest;             // on the leader
 
-  SaveParts parts;
+  SaveParts model_parts, optimizer_parts;
   std::vector<NamedTensor> live;  // this rank's share: parameters, then optimizer state
   std::size_t parameters = 0, model_tensors = 0;  // of `live`; the latter with buffers
+  std::vector<std::optional<SavedRange>> ranges;  // [state]
   std::uint64_t share_bytes = 0, job_bytes = 0;
   Snapshot snapshot;
   std::map<std::string, std::function<ProgramState()>> takers;
@@ -354,7 +356,8 @@ void Checkpointer::Impl::require_visible() {
 void Checkpointer::Impl::collect_share() {
   const std::vector<SavedParameter> shares =
       share_saves(layout.plans, layout.parameters, layout.place.topology.size.replica);
-  parts = save_parts(shares, layout.place.topology);
+  model_parts = save_parts(shares, layout.place.topology, /*state=*/false);
+  optimizer_parts = save_parts(shares, layout.place.topology, /*state=*/true);
   std::set<std::string> mine;
   std::vector<std::string> all;
   for (const SavedParameter& share : shares) {
@@ -373,17 +376,19 @@ void Checkpointer::Impl::collect_share() {
     live.push_back({owned.parameter->name, owned.parameter->value});
   }
   model_tensors = live.size();
-  if (!options.weights_only) {
-    for (const OptimizerState& each : pipeline.optimizer_state()) {
-      if (mine.contains(each.parameter)) {
-        live.push_back({each.kind + "." + each.parameter, each.tensor});
-      }
-    }
-  }
   on_all_ranks(world(), [&] {
     require_own_names(options.layout, all);
     for (const NamedTensor& named : std::span(live).first(model_tensors)) {
       (void)parts_of(options.layout, named.name, named.tensor.spec.shape);
+    }
+    if (options.weights_only) return;
+    const RangeNames names(all, options.layout);
+    for (const StatePart& part : state_parts(pipeline)) {
+      if (!part.divided && !mine.contains(part.parameter)) continue;
+      std::optional<SavedRange> range;
+      if (!part.is_whole()) range = {part.name, part.shape, part.first};
+      live.push_back({range ? names.of(*range, part.tensor.elements()) : part.name, part.tensor});
+      ranges.push_back(std::move(range));
     }
   });
   for (const NamedTensor& named : live) share_bytes += named.tensor.spec.bytes();
@@ -500,17 +505,15 @@ void Checkpointer::Impl::begin() {
 
 // On the writer's thread.
 void Checkpointer::Impl::write_share(std::uint64_t step) {
-  const int part = parts.part_of_rank[at(rank)];
   const std::map<std::string, std::string> metadata = {
       {"format", "pt"}, {"step", std::to_string(step)}, {"save", state.save}};
-  if (part >= 0) {
-    const ShareTensors share = share_tensors();
-    write_save_file(partial, weights_file_name("model", part, parts.count), share.model, metadata,
-                    state);
-    if (!share.optimizer.empty()) {
-      write_save_file(partial, weights_file_name("optimizer", part, parts.count), share.optimizer,
-                      metadata, state);
-    }
+  const ShareTensors share = share_tensors();
+  if (!share.model.empty()) {
+    write_save_file(partial, model_parts.file_name("model", rank), share.model, metadata, state);
+  }
+  if (!share.optimizer.empty()) {
+    write_save_file(partial, optimizer_parts.file_name("optimizer", rank), share.optimizer,
+                    metadata, state);
   }
   if (!states.tensors().empty()) {
     std::vector<SaveTensor> user;
@@ -527,6 +530,7 @@ Checkpointer::Impl::ShareTensors Checkpointer::Impl::share_tensors() const {
     const std::size_t place = index++;
     if (place >= model_tensors) {
       share.optimizer.push_back(save_tensor(copy));
+      share.optimizer.back().listed.range = ranges[place - model_tensors];
       continue;
     }
     const bool rounded = place < parameters && options.precision != DType::kF32;

@@ -21,6 +21,7 @@
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/checkpoint/saved_tensors.hpp"
+#include "runtime/checkpoint/state_parts.hpp"
 #include "runtime/checkpoint/verify.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/group/host_mirror.hpp"
@@ -59,33 +60,46 @@ void require_fitting(const SavedTensors& saved, const JobLayout& layout, const f
   }
 }
 
-// What this rank reads: destinations of this rank's memory by saved name.
-std::vector<NamedTensor> wanted(Pipeline& pipeline, bool optimizer) {
-  std::vector<NamedTensor> tensors;
+// What this rank reads: elements of a saved tensor, which go into this rank's memory.
+struct Wanted {
+  std::string name;
+  TensorSpec spec;  // of the whole
+  Tensor into;
+  std::int64_t first = 0;
+};
+
+// Collective.
+std::vector<Wanted> wanted(Pipeline& pipeline, bool optimizer) {
+  std::vector<Wanted> all;
+  const auto add = [&](const Pipeline::Owned& owned) {
+    const Tensor& value = owned.parameter->value;
+    all.push_back({owned.parameter->name, value.spec, value});
+  };
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
-    if (owned.owner) tensors.push_back({owned.parameter->name, owned.parameter->value});
+    if (owned.owner) add(owned);
   }
-  for (const Pipeline::Owned& owned : pipeline.buffers()) {
-    tensors.push_back({owned.parameter->name, owned.parameter->value});
-  }
-  if (!optimizer) return tensors;
-  for (const OptimizerState& state : pipeline.optimizer_state()) {
-    tensors.push_back({state.kind + "." + state.parameter, state.tensor});
-  }
-  return tensors;
+  for (const Pipeline::Owned& owned : pipeline.buffers()) add(owned);
+  on_all_ranks(PipelineAccess::world(pipeline), [&] {
+    if (!optimizer) return;
+    for (const StatePart& part : state_parts(pipeline)) {
+      const TensorSpec whole{part.tensor.spec.dtype, part.shape};
+      all.push_back({part.name, whole, part.tensor, part.first});
+    }
+  });
+  return all;
 }
 
 // Every tensor that this rank reads is there with its shape, and its type unless it is a model's,
 // which may be saved in another one, or `state` lets it be converted.
-void require_tensors(const SavedTensors& saved, std::span<const NamedTensor> tensors,
+void require_tensors(const SavedTensors& saved, std::span<const Wanted> tensors,
                      OtherPrecision state, const fs::path& path) {
   const std::vector<std::string> names = saved.parameters();
   const auto is_moment = [](DType type) { return type == DType::kF32 || type == DType::kBf16; };
-  for (const NamedTensor& named : tensors) {
-    const std::optional<TensorSpec> tensor = saved.find(named.name);
-    const bool model = std::binary_search(names.begin(), names.end(), named.name);
-    const DType needed = named.tensor.spec.dtype;
-    const bool fits = tensor && tensor->shape == named.tensor.spec.shape;
+  for (const Wanted& each : tensors) {
+    const std::optional<TensorSpec> tensor = saved.find(each.name);
+    const bool model = std::binary_search(names.begin(), names.end(), each.name);
+    const DType needed = each.spec.dtype;
+    const bool fits = tensor && tensor->shape == each.spec.shape;
     if (fits && (model || tensor->dtype == needed)) continue;
     const bool converts = fits && is_moment(tensor->dtype) && is_moment(needed);
     if (converts && state == OtherPrecision::kConvert) continue;
@@ -94,30 +108,30 @@ void require_tensors(const SavedTensors& saved, std::span<const NamedTensor> ten
                   "weights in '{}' do not fit the run: the optimizer's state '{}' was saved in {}, "
                   "but the run keeps it in {}; leave --moment-precision as it was saved, or give "
                   "--change moment-precision (OtherPrecision::kConvert)",
-                  path.string(), named.name, name_of(tensor->dtype), name_of(needed));
+                  path.string(), each.name, name_of(tensor->dtype), name_of(needed));
     }
     throw_error(ErrorCode::kWeights,
                 "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs it as "
                 "{}",
-                path.string(), named.name,
+                path.string(), each.name,
                 tensor ? fmt::format("was saved as {}", to_string(*tensor)) : "is missing",
-                to_string(named.tensor.spec));
+                to_string(each.spec));
   }
 }
 
-void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const NamedTensor> tensors) {
+void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const Wanted> tensors) {
   HostMirror mirror(pipeline.compute());
   std::vector<float> values;
-  for (const NamedTensor& named : tensors) {
-    const std::span<std::byte> bytes = mirror.writable_host_copy(named.tensor);
-    if (named.tensor.spec.dtype == DType::kBf16) {  // state of an optimizer
+  for (const Wanted& each : tensors) {
+    const std::span<std::byte> bytes = mirror.writable_host_copy(each.into);
+    if (each.spec.dtype == DType::kBf16) {  // state of an optimizer
       values.resize(bytes.size() / sizeof(Bf16));
-      saved.read(named.name, values);
+      saved.read(each.name, values, each.first);
       auto* to = reinterpret_cast<Bf16*>(bytes.data());
       for (const float value : values) *to++ = to_bf16(value);
     } else {
-      saved.read(named.name,
-                 {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)});
+      saved.read(each.name, {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)},
+                 each.first);
     }
     mirror.write_back();
   }
@@ -178,14 +192,15 @@ std::vector<HashPiece> my_pieces(Collectives& world, const fs::path& directory,
 }
 
 // The files' tensors that `tensors` are read from: a model's, and its f32 values beside them.
-std::vector<SavedTensor> tensors_of(std::span<const NamedTensor> tensors, const fs::path& directory,
+std::vector<SavedTensor> tensors_of(std::span<const Wanted> tensors, const fs::path& directory,
                                     const SaveState& state) {
   std::vector<SavedTensor> all;
   SavedTensors saved(directory, state);
   for (const bool masters : {false, true}) {
     if (masters) saved.prefer_masters();
-    for (const NamedTensor& named : tensors) {
-      const std::vector<SavedTensor> parts = saved.tensors_of(named.name);
+    for (const Wanted& each : tensors) {
+      const std::vector<SavedTensor> parts =
+          saved.tensors_of(each.name, each.first, each.into.elements());
       all.insert(all.end(), parts.begin(), parts.end());
     }
   }
@@ -194,7 +209,7 @@ std::vector<SavedTensor> tensors_of(std::span<const NamedTensor> tensors, const 
 
 // Throws Error(kWeights) or Error(kIo) on this rank where it finds the save broken.
 SaveState verify_save(Collectives& world, const fs::path& directory, const std::string& id,
-                      std::span<const NamedTensor> tensors, const std::vector<std::string>& hosts,
+                      std::span<const Wanted> tensors, const std::vector<std::string>& hosts,
                       Verify verify) {
   const std::string& host = hosts[at(world.communicator().rank())];
   SaveState state;
@@ -228,7 +243,7 @@ struct Chosen {
 
 // The first candidate that verifies on all ranks.
 Chosen choose_save(Collectives& world, const Found& found, const fs::path& path,
-                   std::span<const NamedTensor> tensors, const std::vector<std::string>& hosts,
+                   std::span<const Wanted> tensors, const std::vector<std::string>& hosts,
                    Verify verify) {
   std::vector<std::string> notes = found.broken, passed_over;
   for (const auto& [name, id] : found.candidates) {
@@ -264,8 +279,7 @@ void require_same_path(Pipeline& pipeline, const fs::path& path) {
 // Collective. Finds and checks what is loaded; throws Refused. `saved` gets the files. Not `all`:
 // weights alone.
 LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verify verify,
-                                 OtherPrecision state, bool all,
-                                 std::span<const NamedTensor> tensors,
+                                 OtherPrecision state, bool all, std::span<const Wanted> tensors,
                                  std::optional<SavedTensors>& saved) {
   LoadedCheckpoint loaded;
   Collectives& world = PipelineAccess::world(pipeline);
@@ -305,7 +319,7 @@ LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, O
   const char* const what = all ? "loading the checkpoint" : "loading the weights";
   PipelineAccess::run_call(pipeline, Call::kLoad, what, [&] {
     require_same_path(pipeline, path);
-    const std::vector<NamedTensor> tensors = wanted(pipeline, all);
+    const std::vector<Wanted> tensors = wanted(pipeline, all);
     std::optional<SavedTensors> saved;
     loaded = find_checkpoint(pipeline, path, verify, state, all, tensors, saved);
     read_values(pipeline, *saved, tensors);
@@ -341,7 +355,7 @@ void load_weights(Pipeline& pipeline, const fs::path& path, Verify verify) {
 void load_weights(Pipeline& pipeline, const fs::path& directory, const FileLayout& layout) {
   PipelineAccess::run_call(pipeline, Call::kLoad, "loading the weights", [&] {
     require_same_path(pipeline, directory);
-    const std::vector<NamedTensor> tensors = wanted(pipeline, /*optimizer=*/false);
+    const std::vector<Wanted> tensors = wanted(pipeline, /*optimizer=*/false);
     std::optional<SavedTensors> saved;
     on_all_ranks(PipelineAccess::world(pipeline), [&] {
       saved.emplace(directory, layout);

@@ -45,12 +45,15 @@ class FileHash {
 
 }  // namespace
 
-SaveParts save_parts(const std::vector<SavedParameter>& shares, const Topology& topology) {
+SaveParts save_parts(const std::vector<SavedParameter>& shares, const Topology& topology,
+                     bool state) {
   SaveParts parts;
   parts.part_of_rank.assign(at(topology.ranks()), -1);
   for (const SavedParameter& share : shares) {
-    parts.part_of_rank[at(topology.rank_of({.pipeline = share.rank, .replica = share.replica}))] =
-        0;
+    for (int replica = 0; replica < topology.size.replica; ++replica) {
+      if (replica != share.replica && !(state && share.state_elements(replica) > 0)) continue;
+      parts.part_of_rank[at(topology.rank_of({.pipeline = share.rank, .replica = replica}))] = 0;
+    }
   }
   for (int rank = 0; rank < topology.size.pipeline; ++rank) {
     for (int replica = 0; replica < topology.size.replica; ++replica) {

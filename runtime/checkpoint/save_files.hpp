@@ -19,13 +19,21 @@
 
 namespace sluice {
 
-// Which of the job's ranks write, and which part is whose: by rank of the pipeline, then replica.
+// Which of the job's ranks write a file of one kind, and which part is whose: by rank of the
+// pipeline, then replica.
 struct SaveParts {
-  std::vector<int> part_of_rank;  // [rank of the job], -1: saves nothing
+  std::vector<int> part_of_rank;  // [rank of the job], -1: writes none
   int count = 0;
+
+  // The name of a rank's file, which is to write one.
+  [[nodiscard]] std::string file_name(const std::string& kind, int rank) const {
+    return weights_file_name(kind, part_of_rank[static_cast<std::size_t>(rank)], count);
+  }
 };
+// Files of the model; with `state` those of the optimizer, which have f32 values beside a model's
+// rounded ones.
 [[nodiscard]] SaveParts save_parts(const std::vector<SavedParameter>& shares,
-                                   const Topology& topology);
+                                   const Topology& topology, bool state);
 
 // A tensor of a save's file: where it is listed and where its values come from.
 struct SaveTensor {

@@ -123,6 +123,35 @@ void read_part_of(const Reader& reader, const Json& json, SavedTensor& tensor) {
   tensor.rows = static_cast<std::int64_t>(rows);
 }
 
+Shape shape_from(const Reader& reader, const Json& json, const std::string& name) {
+  std::vector<std::int64_t> dims;
+  std::int64_t elements = 1;
+  for (const Json& dim : reader.array(json, "shape")) {
+    if (!dim.is_number_unsigned() || dim.get<std::uint64_t>() > (std::uint64_t{1} << 48) ||
+        __builtin_mul_overflow(elements, dim.get<std::int64_t>(), &elements) ||
+        elements > (std::int64_t{1} << 56)) {
+      reader.refuse("tensor '{}' has a shape that is no shape", name);
+    }
+    dims.push_back(dim.get<std::int64_t>());
+  }
+  if (dims.size() > Shape::kMaxDims) reader.refuse("tensor '{}' has too many dimensions", name);
+  return Shape(dims);
+}
+
+// Of a tensor that is a part of a larger one.
+void read_range(const Reader& reader, const Json& json, SavedTensor& tensor) {
+  SavedRange range{reader.text(json, "whole"), shape_from(reader, json, tensor.name), 0};
+  const std::uint64_t first = reader.number(json, "first");
+  const std::int64_t elements = range.shape.elements(), count = tensor.spec.shape.elements();
+  if (range.whole.empty() || !tensor.parameter.empty() || tensor.spec.shape.rank() != 1 ||
+      count == 0 || count > elements || first > static_cast<std::uint64_t>(elements - count)) {
+    reader.refuse("tensor '{}' {} from element {} on is no part of '{}' {}", tensor.name,
+                  to_string(tensor.spec), first, range.whole, to_string(range.shape));
+  }
+  range.first = static_cast<std::int64_t>(first);
+  tensor.range = std::move(range);
+}
+
 SavedTensor tensor_from(const Reader& reader, const Json& json) {
   SavedTensor tensor;
   tensor.name = reader.text(json, "name");
@@ -136,21 +165,16 @@ SavedTensor tensor_from(const Reader& reader, const Json& json) {
     known = true;
   }
   if (!known) reader.refuse("tensor '{}' is of type '{}'", tensor.name, dtype);
-  std::vector<std::int64_t> dims;
-  std::int64_t elements = 1;
-  for (const Json& dim : reader.array(json, "shape")) {
-    if (!dim.is_number_unsigned() || dim.get<std::uint64_t>() > (std::uint64_t{1} << 48) ||
-        __builtin_mul_overflow(elements, dim.get<std::int64_t>(), &elements) ||
-        elements > (std::int64_t{1} << 56)) {
-      reader.refuse("tensor '{}' has a shape that is no shape", tensor.name);
-    }
-    dims.push_back(dim.get<std::int64_t>());
-  }
-  if (dims.size() > Shape::kMaxDims)
-    reader.refuse("tensor '{}' has too many dimensions", tensor.name);
-  tensor.spec.shape = Shape(dims);
+  tensor.spec.shape = shape_from(reader, json, tensor.name);
   if (json.contains("part")) read_part_of(reader, reader.object(json, "part"), tensor);
+  if (json.contains("range")) read_range(reader, reader.object(json, "range"), tensor);
   return tensor;
+}
+
+Json json_of(const Shape& shape) {
+  Json dims = Json::array();
+  for (int i = 0; i < shape.rank(); ++i) dims.push_back(shape[i]);
+  return dims;
 }
 
 void read_lists(const Reader& reader, const Json& json, SaveState& state) {
@@ -234,8 +258,10 @@ bool is_state_json(std::string_view text) {
 }
 
 std::string to_json_text(const SaveState& state) {
+  const bool ranges = std::any_of(state.tensors.begin(), state.tensors.end(),
+                                  [](const SavedTensor& tensor) { return !!tensor.range; });
   Json json;
-  json["format"] = SaveState::kFormat;
+  json["format"] = ranges ? 4 : 3;
   json["save"] = state.save;
   json["run"] = state.run;
   json["sequence"] = state.sequence;
@@ -259,17 +285,20 @@ std::string to_json_text(const SaveState& state) {
   }
   json["tensors"] = Json::array();
   for (const SavedTensor& tensor : state.tensors) {
-    Json shape = Json::array();
-    for (int i = 0; i < tensor.spec.shape.rank(); ++i) shape.push_back(tensor.spec.shape[i]);
     Json each = {{"name", tensor.name},
                  {"file", tensor.file},
                  {"dtype", name_of(tensor.spec.dtype)},
-                 {"shape", shape}};
+                 {"shape", json_of(tensor.spec.shape)}};
     if (!tensor.parameter.empty()) {
       each["part"] = {{"parameter", tensor.parameter},
                       {"first_row", tensor.first_row},
                       {"rows", tensor.rows},
                       {"transposed", tensor.transposed}};
+    }
+    if (tensor.range) {
+      each["range"] = {{"whole", tensor.range->whole},
+                       {"shape", json_of(tensor.range->shape)},
+                       {"first", tensor.range->first}};
     }
     json["tensors"].push_back(std::move(each));
   }

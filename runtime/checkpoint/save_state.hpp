@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -26,6 +27,15 @@ struct SavedFile {
   std::vector<std::string> blocks;  // of each kHashBlock bytes, the last one shorter; weights only
 };
 
+// What a tensor [count] holds that is a part of a larger one: elements [first, first + count) of
+// the whole, in the order of its memory.
+struct SavedRange {
+  std::string whole;  // its name
+  Shape shape;        // of the whole
+  std::int64_t first = 0;
+  friend bool operator==(const SavedRange&, const SavedRange&) = default;
+};
+
 // A tensor of a weights file.
 struct SavedTensor {
   std::string name;  // a parameter's or the model's own, or "<kind>.<parameter>" of the optimizer
@@ -35,10 +45,12 @@ struct SavedTensor {
   std::string parameter = {};
   std::int64_t first_row = 0, rows = 0;
   bool transposed = false;
+  std::optional<SavedRange> range = {};  // or elements of a state, whose name differs from its own
 };
 
 struct SaveState {
-  static constexpr int kFormat = 3, kOldestFormat = 2;
+  // Those that are read. A save is written in the oldest that has what it holds: 4 has ranges.
+  static constexpr int kFormat = 4, kOldestFormat = 2;
 
   std::string save;            // random, of this save; 32 hexadecimal digits
   std::string run;             // random, of the run that began it; resumed runs keep it

@@ -24,6 +24,9 @@ FilePart part_of(const SavedTensor& tensor) {
 
 bool is_model(const SavedTensor& tensor) { return !tensor.file.starts_with("optimizer"); }
 
+// As read_part() does.
+bool is_readable(DType type) { return is_float(type) && type != DType::kF64; }
+
 }  // namespace
 
 SavedTensors::SavedTensors(fs::path directory, const SaveState& state)
@@ -59,36 +62,92 @@ SavedTensors::SavedTensors(fs::path directory, const FileLayout& layout)
 }
 
 void SavedTensors::add(const SavedTensor& tensor) {
-  by_name_[tensor.parameter.empty() ? tensor.name : tensor.parameter].parts.push_back(tensor);
+  const std::string& whole = tensor.range               ? tensor.range->whole
+                             : tensor.parameter.empty() ? tensor.name
+                                                        : tensor.parameter;
+  by_name_[whole].parts.push_back(tensor);
 }
 
 void SavedTensors::put_together() {
   for (auto& [name, whole] : by_name_) {
-    std::sort(whole.parts.begin(), whole.parts.end(),
-              [](const SavedTensor& a, const SavedTensor& b) { return a.first_row < b.first_row; });
-    const SavedTensor& first = whole.parts.front();
-    std::vector<FilePart> parts;
-    std::int64_t row = 0;
-    for (const SavedTensor& tensor : whole.parts) {
-      parts.push_back(part_of(tensor));
-      if (tensor.first_row != row || tensor.transposed != first.transposed) {
-        throw_error(ErrorCode::kWeights,
-                    "weights in '{}': tensor '{}' holds rows of '{}' from {} on, but {} is next",
-                    directory_.string(), tensor.name, name, tensor.first_row, row);
-      }
-      row += parts.back().rows;
-      if (tensor.spec.shape == part_shape(parts.back(), parameter_shape(parts, first.spec.shape)) &&
-          (!is_model(tensor) ||
-           (is_float(tensor.spec.dtype) && tensor.spec.dtype != DType::kF64))) {
-        continue;
-      }
-      throw_error(ErrorCode::kWeights,
-                  "weights in '{}': tensor '{}' is {}, which does not fit '{}', {}; legal are f32, "
-                  "bf16 and f16",
-                  directory_.string(), tensor.name, to_string(tensor.spec), first.name,
-                  to_string(first.spec));
+    const bool ranges = std::any_of(whole.parts.begin(), whole.parts.end(),
+                                    [](const SavedTensor& part) { return !!part.range; });
+    if (ranges) {
+      join_ranges(name, whole);
+    } else {
+      join_rows(name, whole);
     }
-    whole.spec = {first.spec.dtype, parameter_shape(parts, first.spec.shape)};
+  }
+}
+
+void SavedTensors::join_rows(const std::string& name, Whole& whole) const {
+  std::sort(whole.parts.begin(), whole.parts.end(),
+            [](const SavedTensor& a, const SavedTensor& b) { return a.first_row < b.first_row; });
+  const SavedTensor& first = whole.parts.front();
+  std::vector<FilePart> parts;
+  std::int64_t row = 0;
+  for (const SavedTensor& tensor : whole.parts) {
+    parts.push_back(part_of(tensor));
+    if (tensor.first_row != row || tensor.transposed != first.transposed) {
+      throw_error(ErrorCode::kWeights,
+                  "weights in '{}': tensor '{}' holds rows of '{}' from {} on, but {} is next",
+                  directory_.string(), tensor.name, name, tensor.first_row, row);
+    }
+    row += parts.back().rows;
+    if (tensor.spec.shape == part_shape(parts.back(), parameter_shape(parts, first.spec.shape)) &&
+        (!is_model(tensor) || is_readable(tensor.spec.dtype))) {
+      continue;
+    }
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}': tensor '{}' is {}, which does not fit '{}', {}; legal are f32, "
+                "bf16 and f16",
+                directory_.string(), tensor.name, to_string(tensor.spec), first.name,
+                to_string(first.spec));
+  }
+  whole.spec = {first.spec.dtype, parameter_shape(parts, first.spec.shape)};
+}
+
+void SavedTensors::join_ranges(const std::string& name, Whole& whole) const {
+  const auto first_of = [](const SavedTensor& part) { return part.range ? part.range->first : 0; };
+  std::sort(whole.parts.begin(), whole.parts.end(),
+            [&](const SavedTensor& a, const SavedTensor& b) { return first_of(a) < first_of(b); });
+  const auto spec_of = [](const SavedTensor& part) {
+    return TensorSpec{part.spec.dtype, part.range ? part.range->shape : part.spec.shape};
+  };
+  whole.spec = spec_of(whole.parts.front());
+  std::int64_t next = 0;
+  const auto require = [&](bool fine, std::int64_t first, std::int64_t end, const char* what) {
+    if (fine) return;
+    throw_error(ErrorCode::kWeights, "weights in '{}': elements {} to {} of '{}' {} are {}",
+                directory_.string(), first, end - 1, name, to_string(whole.spec), what);
+  };
+  for (const SavedTensor& part : whole.parts) {
+    if (spec_of(part) != whole.spec || is_model(part) || !is_readable(part.spec.dtype)) {
+      throw_error(ErrorCode::kWeights,
+                  "weights in '{}': tensor '{}' in '{}' is a range of '{}' {}, but '{}' says {}; "
+                  "legal are ranges of one f32, bf16 or f16 tensor of an optimizer",
+                  directory_.string(), part.name, part.file, name, to_string(spec_of(part)),
+                  whole.parts.front().name, to_string(whole.spec));
+    }
+    const std::int64_t first = first_of(part), end = first + part.spec.shape.elements();
+    require(first <= next, next, first, "missing");
+    require(first >= next, first, std::min(next, end), "there twice");
+    next = end;
+  }
+  const std::int64_t end = whole.spec.shape.elements();
+  require(next == end, next, end, "missing");
+}
+
+template <typename Visit>
+void SavedTensors::for_parts(const Whole& whole, std::int64_t first, std::int64_t count,
+                             const Visit& visit) {
+  std::int64_t begin = 0;
+  for (const SavedTensor& part : whole.parts) {
+    if (begin >= first + count) break;
+    const std::int64_t end = begin + part.spec.shape.elements();
+    const std::int64_t from = std::max(begin, first), to = std::min(end, first + count);
+    if (from < to) visit(part, from - begin, static_cast<std::size_t>(to - from));
+    begin = end;
   }
 }
 
@@ -114,24 +173,30 @@ std::optional<TensorSpec> SavedTensors::find(const std::string& name) const {
   return found == nullptr ? std::nullopt : std::optional(found->spec);
 }
 
-std::vector<SavedTensor> SavedTensors::tensors_of(const std::string& name) const {
-  const Whole* found = whole(name);
-  return found == nullptr ? std::vector<SavedTensor>() : found->parts;
+std::vector<SavedTensor> SavedTensors::tensors_of(const std::string& name, std::int64_t first,
+                                                  std::int64_t count) const {
+  std::vector<SavedTensor> parts;
+  if (const Whole* found = whole(name); found != nullptr) {
+    for_parts(*found, first, count,
+              [&](const SavedTensor& part, std::int64_t, std::size_t) { parts.push_back(part); });
+  }
+  return parts;
 }
 
-void SavedTensors::read(const std::string& name, std::span<float> into) {
+void SavedTensors::read(const std::string& name, std::span<float> into, std::int64_t first) {
   const Whole* found = whole(name);
-  if (found == nullptr || static_cast<std::size_t>(found->spec.shape.elements()) != into.size()) {
-    throw_error(ErrorCode::kInternal, "a read of {} elements of '{}'", into.size(), name);
+  const std::int64_t count = std::ssize(into);
+  if (found == nullptr || first < 0 || count > found->spec.shape.elements() - first) {
+    throw_error(ErrorCode::kInternal, "a read of {} elements of '{}'", count, name);
   }
-  for (const SavedTensor& part : found->parts) {
-    const auto elements = static_cast<std::size_t>(part.spec.shape.elements());
-    read_tensor(part, into.first(elements));
-    into = into.subspan(elements);
-  }
+  for_parts(*found, first, count,
+            [&](const SavedTensor& part, std::int64_t from, std::size_t elements) {
+              read_tensor(part, from, into.first(elements));
+              into = into.subspan(elements);
+            });
 }
 
-void SavedTensors::read_tensor(const SavedTensor& part, std::span<float> rows) {
+void SavedTensors::read_tensor(const SavedTensor& part, std::int64_t first, std::span<float> into) {
   auto open = files_.find(part.file);
   if (open == files_.end()) {
     open = files_.emplace(part.file, SafetensorsFile(directory_ / part.file)).first;
@@ -142,7 +207,17 @@ void SavedTensors::read_tensor(const SavedTensor& part, std::span<float> rows) {
                 part.name, entry == nullptr ? "missing" : to_string(entry->spec),
                 to_string(part.spec));
   }
-  read_part(part_of(part), entry->bytes, part.spec.dtype, rows);
+  const auto all = static_cast<std::size_t>(part.spec.shape.elements());
+  if (part.transposed && into.size() < all) {  // its bytes are not those of elements in order
+    std::vector<float> values(all);
+    read_part(part_of(part), entry->bytes, part.spec.dtype, values);
+    std::copy_n(values.begin() + first, into.size(), into.begin());
+  } else {
+    const std::size_t size = size_of(part.spec.dtype);
+    read_part(part_of(part),
+              entry->bytes.subspan(static_cast<std::size_t>(first) * size, into.size() * size),
+              part.spec.dtype, into);
+  }
   open->second.release(*entry);
 }
 

@@ -1,6 +1,6 @@
 // The tensors of one directory by the names that a pipeline gives them: parameters, buffers, state
 // of optimizers ("<kind>.<parameter>"). A parameter may lie there in parts, transposed, or in
-// another floating-point type.
+// another floating-point type, and a state in ranges of elements.
 #pragma once
 
 #include <filesystem>
@@ -25,7 +25,7 @@ inline constexpr const char* kMasterKind = "master";
 class SavedTensors {
  public:
   // Of a save. A file is opened when a tensor of it is read. Throws Error(kWeights) where parts of
-  // a parameter do not fit together.
+  // a parameter do not fit together, or the ranges of a state do not hold each element once.
   SavedTensors(std::filesystem::path directory, const SaveState& state);
   // Of another program's files, which hold what `layout` says: also throws where one of its
   // tensors is missing, or is of a type that is not f32, bf16 or f16.
@@ -39,14 +39,16 @@ class SavedTensors {
   [[nodiscard]] std::vector<std::string> parameters() const;
   // Of the whole, in the type of the files.
   [[nodiscard]] std::optional<TensorSpec> find(const std::string& name) const;
-  // The file's tensors that it is made of, as state.json has them.
-  [[nodiscard]] std::vector<SavedTensor> tensors_of(const std::string& name) const;
-  // All values as f32. Requires find(name) with as many elements. Throws Error(kWeights) where a
-  // file is not what it was said to be.
-  void read(const std::string& name, std::span<float> into);
+  // The file's tensors that hold any of its `count` elements from `first` on, as state.json has
+  // them.
+  [[nodiscard]] std::vector<SavedTensor> tensors_of(const std::string& name, std::int64_t first,
+                                                    std::int64_t count) const;
+  // The values of elements from `first` on as f32. Requires find(name) with these elements. Throws
+  // Error(kWeights) where a file is not what it was said to be.
+  void read(const std::string& name, std::span<float> into, std::int64_t first = 0);
 
  private:
-  // Parts by first row; their order is that of rows once whole() has passed.
+  // Parts in order of elements once put_together() has passed.
   struct Whole {
     std::vector<SavedTensor> parts;
     TensorSpec spec;
@@ -54,8 +56,15 @@ class SavedTensors {
 
   void add(const SavedTensor& tensor);
   void put_together();
+  void join_rows(const std::string& name, Whole& whole) const;
+  void join_ranges(const std::string& name, Whole& whole) const;
+  // Calls visit(part, from, elements) for each part with any of `count` elements from `first` on:
+  // which of its own these are.
+  template <typename Visit>
+  static void for_parts(const Whole& whole, std::int64_t first, std::int64_t count,
+                        const Visit& visit);
   [[nodiscard]] const Whole* whole(const std::string& name) const;
-  void read_tensor(const SavedTensor& part, std::span<float> rows);
+  void read_tensor(const SavedTensor& part, std::int64_t first, std::span<float> into);
 
   std::filesystem::path directory_;
   bool local_ = false, masters_ = false;

@@ -134,9 +134,8 @@ class MemorySum {
 
   void add_save_copy(const std::vector<SavedParameter>& shares) {
     if (!options_.expert.save_copy) return;
-    memory_.save_copy =
-        multiply_bytes(sizeof(float) + state_bytes_per_element(options_.training.optimizer),
-                       static_cast<std::size_t>(most_saved_elements(shares, rank_)));
+    memory_.save_copy = most_saved_bytes(shares, rank_, layout_.place.topology.size.replica,
+                                         state_bytes_per_element(options_.training.optimizer));
   }
 
   // The receive buffer for gradients of tied parameters, which arrive one at a time.

@@ -22,7 +22,7 @@ auto fields(const SavedFile& file) {
 }
 auto fields(const SavedTensor& tensor) {
   return std::tie(tensor.name, tensor.file, tensor.spec, tensor.parameter, tensor.first_row,
-                  tensor.rows, tensor.transposed);
+                  tensor.rows, tensor.transposed, tensor.range);
 }
 auto fields(const SaveState& state) {
   return std::tie(state.save, state.run, state.sequence, state.step, state.time, state.weights_only,

@@ -186,6 +186,19 @@ TEST_F(SaveDirectoryTest, NamesWhatIsWrongInAState) {
   state.tensors[1].rows = 5;
   EXPECT_EQ(parse_save_state(to_json_text(state), "x").tensors[1].parameter, "w");
   state = sound;
+  for (const SavedRange& range :
+       {SavedRange{"m.w", {10, 10}, 1}, SavedRange{"", {10, 10}, 0}, SavedRange{"m.w", {99}, 0}}) {
+    state.tensors[0].range = range;
+    refused(state, {"'a'", "[100]", "no part of '" + range.whole + "'", to_string(range.shape)});
+  }
+  state.tensors[0].range = SavedRange{"m.w", {11, 10}, 10};
+  EXPECT_EQ(parse_save_state(to_json_text(state), "x").tensors[0].range, state.tensors[0].range);
+  state.tensors[0].range->first = -1;
+  refused(state, {"'first'"});
+  state.tensors[0].range.reset();
+  state.tensors[1].range = SavedRange{"m.w", {2, 5}, 0};
+  refused(state, {"'b'", "[2, 5]", "no part of 'm.w'"});
+  state = sound;
   state.files[0].blocks.push_back(kRun);
   refused(state, {"2 blocks, not 1"});
   state = sound;
@@ -218,8 +231,8 @@ TEST_F(SaveDirectoryTest, AStateThatIsDeepOrWideIsRefused) {
 }
 
 TEST_F(SaveDirectoryTest, AnotherFormatIsNamed) {
-  expect_error(ErrorCode::kWeights, {"format 4", "reads formats 2 to 3", "newer version"},
-               [] { (void)parse_save_state(R"({"format": 4})", "state.json"); });
+  expect_error(ErrorCode::kWeights, {"format 5", "reads formats 2 to 4", "newer version"},
+               [] { (void)parse_save_state(R"({"format": 5})", "state.json"); });
   expect_error(ErrorCode::kWeights, {"'format' is missing"},
                [] { (void)parse_save_state("{}", "state.json"); });
   expect_error(ErrorCode::kWeights, {"no JSON object"},
@@ -460,7 +473,7 @@ TEST_F(SaveDirectoryTest, AStateOfAnotherStepIsDamage) {
 TEST_F(SaveDirectoryTest, FilesOfVersion01AreRefusedByTheirFormat) {
   write(saves() / "state.json", R"({"format": 1, "step": 4})");
   write(saves() / "model.safetensors", "");
-  expect_error(ErrorCode::kWeights, {"is of format 1; this version reads formats 2 to 3"},
+  expect_error(ErrorCode::kWeights, {"is of format 1; this version reads formats 2 to 4"},
                [&] { (void)newest_save(saves()); });
   publish(5, 1);  // of this version, into the same directory: it counts
   EXPECT_EQ(newest_save(saves()), step(5));
