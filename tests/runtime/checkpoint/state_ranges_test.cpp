@@ -260,7 +260,7 @@ class StateRangesTest : public ::testing::Test {
   }
   [[nodiscard]] fs::path saves() const { return directory_.path() / "saves"; }
   [[nodiscard]] static SaveState state_in(const fs::path& path) {
-    return scan_saves(path).saves.front().state;
+    return scan_saves(path).saves.at(0).state;
   }
 
   TemporaryDirectory directory_;
