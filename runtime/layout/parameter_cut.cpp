@@ -1,7 +1,6 @@
 #include "runtime/layout/parameter_cut.hpp"
 
 #include <algorithm>
-#include <map>
 
 #include "comm/base/index.hpp"
 #include "stages/compute/call_arguments.hpp"

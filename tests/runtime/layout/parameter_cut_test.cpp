@@ -1,0 +1,338 @@
+// How the parameters of a stage are divided among its replicas: properties over random tables.
+#include "runtime/layout/parameter_cut.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <random>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "stages/compute/call_arguments.hpp"
+
+namespace sluice {
+namespace {
+
+using ::testing::ElementsAre;
+
+bool is_frozen(const ParameterEntry& entry) { return entry.name.starts_with("frozen"); }
+
+std::int64_t blocks_in(const ElementRange& range) {
+  return (range.count + kSumBlock - 1) / kSumBlock;
+}
+
+// The largest difference between replicas, whose numbers these are.
+std::int64_t spread(const std::vector<std::int64_t>& numbers) {
+  const auto [least, most] = std::minmax_element(numbers.begin(), numbers.end());
+  return *most - *least;
+}
+
+ParameterEntry entry_of(std::string name, std::int64_t elements, int unit = 0) {
+  return {.name = std::move(name), .elements = elements, .unit = unit};
+}
+
+ParameterTable table_of(std::vector<ParameterEntry> entries) {
+  ParameterTable table;
+  table.stages.emplace_back().parameters = std::move(entries);
+  return table;
+}
+
+void cut(ParameterTable& table, int replicas) { cut_parameters(table, replicas, is_frozen); }
+
+// [replica] elements of a parameter.
+std::vector<std::int64_t> counts_of(const ParameterEntry& entry, int replicas) {
+  std::vector<std::int64_t> counts;
+  for (int r = 0; r < replicas; ++r) counts.push_back(entry.part(r).count);
+  return counts;
+}
+
+class RandomTables {
+ public:
+  // Stages of up to 5 units of up to 7 parameters: none, few and many blocks, full and odd ones.
+  ParameterTable next() {
+    ParameterTable table;
+    const int stages = number(1, 3);
+    for (int s = 0; s < stages; ++s) {
+      StageEntry& stage = table.stages.emplace_back();
+      const int units = number(0, 5);
+      for (int unit = 0; unit < units; ++unit) {
+        for (int i = number(1, 7); i > 0; --i) {
+          const bool frozen = number(0, 4) == 0;
+          stage.parameters.push_back(
+              entry_of((frozen ? "frozen " : "") + std::to_string(++names_), elements(), unit));
+        }
+      }
+    }
+    tie_some(table);
+    return table;
+  }
+  int number(int least, int most) {
+    return std::uniform_int_distribution<int>(least, most)(random_);
+  }
+
+ private:
+  std::int64_t elements() {
+    switch (number(0, 5)) {
+      case 0:
+        return 0;
+      case 1:
+        return number(1, 100);
+      case 2:
+        return number(1, 12) * kSumBlock;
+      case 3:
+        return number(1, 12) * kSumBlock + number(-1, 1);
+      default:
+        return number(1, 12 * static_cast<int>(kSumBlock));
+    }
+  }
+  // Further uses, in the same stage and in others, of parameters that are there.
+  void tie_some(ParameterTable& table) {
+    for (int ties = number(0, 3); ties > 0; --ties) {
+      const int s = number(0, static_cast<int>(table.stages.size()) - 1);
+      auto& owners = table.stages[static_cast<std::size_t>(s)].parameters;
+      if (owners.empty()) continue;
+      const int index = number(0, static_cast<int>(owners.size()) - 1);
+      ParameterEntry use = owners[static_cast<std::size_t>(index)];
+      if (use.tied) continue;
+      owners[static_cast<std::size_t>(index)].tied = use.tied = true;
+      TiedParameter tie{.name = use.name, .uses = {{s, index}}, .routes = {}};
+      for (int uses = number(1, 2); uses > 0; --uses) {
+        const int other = number(s, static_cast<int>(table.stages.size()) - 1);
+        auto& into = table.stages[static_cast<std::size_t>(other)].parameters;
+        use.unit = into.empty() ? 0 : into.back().unit + number(0, 1);
+        tie.uses.push_back({other, static_cast<int>(into.size())});
+        into.push_back(use);
+      }
+      table.tied.push_back(std::move(tie));
+    }
+  }
+
+  std::mt19937 random_{41};
+  int names_ = 0;
+};
+
+// Calls `check(table, replicas)` with tables that have been cut.
+void for_random_tables(const std::function<void(const ParameterTable&, int replicas)>& check) {
+  RandomTables tables;
+  for (int round = 0; round < 500 && !::testing::Test::HasFailure(); ++round) {
+    ParameterTable table = tables.next();
+    const int replicas = round % 10 == 0 ? tables.number(30, 100) : tables.number(1, 9);
+    SCOPED_TRACE("round " + std::to_string(round));
+    cut(table, replicas);
+    check(table, replicas);
+  }
+}
+
+// Owners of one stage: [unit][replica] blocks.
+using BlocksOfUnits = std::map<int, std::vector<std::int64_t>>;
+BlocksOfUnits blocks_of_units(const ParameterTable& table, int stage, int replicas, bool frozen) {
+  BlocksOfUnits units;
+  const auto& entries = table.stages[static_cast<std::size_t>(stage)].parameters;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (!table.is_owner(stage, static_cast<int>(i)) || is_frozen(entries[i]) != frozen) continue;
+    auto& blocks = units[entries[i].unit];
+    blocks.resize(static_cast<std::size_t>(replicas));
+    for (int r = 0; r < replicas; ++r) {
+      blocks[static_cast<std::size_t>(r)] += blocks_in(entries[i].part(r));
+    }
+  }
+  return units;
+}
+
+TEST(ParameterCutTest, EveryElementHasOneReplicaAndPartsBeginAtBlocks) {
+  for_random_tables([](const ParameterTable& table, int replicas) {
+    for (const StageEntry& stage : table.stages) {
+      for (const ParameterEntry& entry : stage.parameters) {
+        ASSERT_EQ(entry.ends.size(), static_cast<std::size_t>(replicas));
+        std::int64_t next = 0;
+        for (int r = 0; r < replicas; ++r) {
+          const ElementRange part = entry.part(r);
+          ASSERT_EQ(part.first, next) << entry.name << " replica " << r;
+          ASSERT_GE(part.count, 0);
+          ASSERT_TRUE(part.count == 0 || part.first % kSumBlock == 0);
+          next = part.end();
+        }
+        ASSERT_EQ(next, entry.elements) << entry.name;
+      }
+    }
+  });
+}
+
+TEST(ParameterCutTest, UnitsAndStagesDifferByAtMostOneBlock) {
+  for_random_tables([](const ParameterTable& table, int replicas) {
+    for (int s = 0; s < static_cast<int>(table.stages.size()); ++s) {
+      for (const bool frozen : {false, true}) {
+        std::vector<std::int64_t> stage(static_cast<std::size_t>(replicas));
+        for (const auto& [unit, blocks] : blocks_of_units(table, s, replicas, frozen)) {
+          ASSERT_LE(spread(blocks), 1) << "stage " << s << " unit " << unit;
+          for (std::size_t r = 0; r < blocks.size(); ++r) stage[r] += blocks[r];
+        }
+        ASSERT_LE(spread(stage), 1) << "stage " << s;
+      }
+    }
+  });
+}
+
+// The parts of a unit lie one after the other in the order of its parameters.
+TEST(ParameterCutTest, AReplicaHasOneRangeOfAUnit) {
+  for_random_tables([](const ParameterTable& table, int replicas) {
+    for (int s = 0; s < static_cast<int>(table.stages.size()); ++s) {
+      const auto& entries = table.stages[static_cast<std::size_t>(s)].parameters;
+      std::map<std::pair<int, bool>, int> last;  // replica that has the unit's last elements so far
+      for (std::size_t i = 0; i < entries.size(); ++i) {
+        if (!table.is_owner(s, static_cast<int>(i))) continue;
+        int& now = last[{entries[i].unit, is_frozen(entries[i])}];
+        for (int r = 0; r < replicas; ++r) {
+          if (entries[i].part(r).count == 0) continue;
+          ASSERT_GE(r, now) << entries[i].name;
+          now = r;
+        }
+      }
+    }
+  });
+}
+
+TEST(ParameterCutTest, OtherUsesAreCutLikeTheirOwner) {
+  int ties = 0;
+  for_random_tables([&](const ParameterTable& table, int /*replicas*/) {
+    const auto entry = [&](const TiedUse& use) -> const ParameterEntry& {
+      return table.stages[static_cast<std::size_t>(use.stage)]
+          .parameters[static_cast<std::size_t>(use.index)];
+    };
+    for (const TiedParameter& tie : table.tied) {
+      for (const TiedUse& use : tie.uses) {
+        ASSERT_EQ(entry(use).ends, entry(tie.uses.front()).ends) << tie.name;
+        ++ties;
+      }
+    }
+  });
+  EXPECT_GT(ties, 200);
+}
+
+// What the ranges of a stage say of each float, beside what the parts of its parameters say.
+TEST(ParameterCutTest, RangesCoverTheFlatMemoryAsThePartsDo) {
+  for_random_tables([](const ParameterTable& table, int replicas) {
+    for (const StageEntry& stage : table.stages) {
+      std::size_t size = 0;
+      for (const ParameterEntry& entry : stage.parameters) {
+        size += parameter_bytes(entry.elements) / sizeof(float);
+      }
+      std::vector<std::int8_t> owner_at(size, -1);
+      std::size_t covered = 0;
+      for (const CutRange& range : ranges_of(stage)) {
+        ASSERT_EQ(range.begin, covered);
+        ASSERT_EQ(range.ends.size(), static_cast<std::size_t>(replicas));
+        std::size_t begin = 0;
+        for (std::size_t r = 0; r < range.ends.size(); ++r) {
+          ASSERT_LE(begin, range.ends[r]);
+          ASSERT_LE(range.begin + range.ends[r], size);
+          std::fill(owner_at.begin() + static_cast<std::ptrdiff_t>(range.begin + begin),
+                    owner_at.begin() + static_cast<std::ptrdiff_t>(range.begin + range.ends[r]),
+                    static_cast<std::int8_t>(r));
+          begin = range.ends[r];
+        }
+        covered += range.ends.back();
+      }
+      ASSERT_EQ(covered, size);
+      std::size_t begin = 0;
+      for (const ParameterEntry& entry : stage.parameters) {
+        for (int r = 0; r < replicas; ++r) {
+          const ElementRange part = entry.part(r);
+          const auto first = owner_at.begin() + static_cast<std::ptrdiff_t>(begin) + part.first;
+          ASSERT_EQ(std::count(first, first + part.count, r), part.count) << entry.name;
+        }
+        begin += parameter_bytes(entry.elements) / sizeof(float);
+      }
+    }
+  });
+}
+
+// Two ranges that follow each other could not be one: an owner would come after a later one.
+TEST(ParameterCutTest, RangesAreTheFewest) {
+  for_random_tables([](const ParameterTable& table, int /*replicas*/) {
+    for (const StageEntry& stage : table.stages) {
+      const std::vector<CutRange> ranges = ranges_of(stage);
+      for (std::size_t i = 1; i < ranges.size(); ++i) {
+        const std::vector<std::size_t>&before = ranges[i - 1].ends, &after = ranges[i].ends;
+        ASSERT_GT(after.back(), 0U);
+        const auto last = std::find(before.begin(), before.end(), before.back()) - before.begin();
+        const auto first =
+            std::find_if(after.begin(), after.end(), [](auto end) { return end > 0; }) -
+            after.begin();
+        ASSERT_LT(first, last) << "range " << i;
+      }
+    }
+  });
+}
+
+TEST(ParameterCutTest, OneReplicaHasAllInOneRange) {
+  ParameterTable table = table_of({entry_of("a", 5), entry_of("none", 0),
+                                   entry_of("b", 3 * kSumBlock + 1, 1), entry_of("frozen", 7, 1)});
+  cut(table, 1);
+  for (const ParameterEntry& entry : table.stages[0].parameters) {
+    EXPECT_THAT(entry.ends, ElementsAre(entry.elements)) << entry.name;
+  }
+  EXPECT_EQ(ranges_of(table.stages[0]).size(), 1U);
+}
+
+// Five blocks over four replicas, unit after unit.
+TEST(ParameterCutTest, TheRemainderGoesOnAtTheNextReplica) {
+  ParameterTable table = table_of({entry_of("a", 5 * kSumBlock, 0), entry_of("b", 5 * kSumBlock, 1),
+                                   entry_of("c", 2 * kSumBlock, 2), entry_of("d", 1, 3)});
+  cut(table, 4);
+  const auto& entries = table.stages[0].parameters;
+  constexpr std::int64_t k = kSumBlock;
+  EXPECT_THAT(counts_of(entries[0], 4), ElementsAre(2 * k, k, k, k));
+  EXPECT_THAT(counts_of(entries[1], 4), ElementsAre(k, 2 * k, k, k));
+  EXPECT_THAT(counts_of(entries[2], 4), ElementsAre(0, 0, k, k));
+  EXPECT_THAT(counts_of(entries[3], 4), ElementsAre(1, 0, 0, 0));
+}
+
+// The next replica counts on from unit to unit, and does not depend on what is frozen.
+TEST(ParameterCutTest, FrozenParametersAreCutOnTheirOwn) {
+  constexpr std::int64_t k = kSumBlock;
+  ParameterTable with =
+      table_of({entry_of("a", 2 * k), entry_of("frozen 1", k), entry_of("b", 3 * k),
+                entry_of("frozen 2", 2 * k, 1), entry_of("c", k, 1)});
+  ParameterTable without =
+      table_of({entry_of("a", 2 * k), entry_of("b", 3 * k), entry_of("c", k, 1)});
+  cut(with, 3);
+  cut(without, 3);
+  const auto& all = with.stages[0].parameters;
+  const auto& updated = without.stages[0].parameters;
+  EXPECT_EQ(all[0].ends, updated[0].ends);
+  EXPECT_EQ(all[2].ends, updated[1].ends);
+  EXPECT_EQ(all[4].ends, updated[2].ends);
+  EXPECT_THAT(counts_of(all[1], 3), ElementsAre(k, 0, 0));
+  EXPECT_THAT(counts_of(all[3], 3), ElementsAre(0, k, k));
+}
+
+// Each stage begins at replica 0, and a use that is no owner takes no blocks.
+TEST(ParameterCutTest, AUseOfATiedParameterIsNotCounted) {
+  constexpr std::int64_t k = kSumBlock;
+  ParameterTable table = table_of({entry_of("tied", 3 * k)});
+  table.stages.emplace_back().parameters = {entry_of("a", k), entry_of("tied", 3 * k),
+                                            entry_of("b", k)};
+  table.tied = {{.name = "tied", .uses = {{0, 0}, {1, 1}}, .routes = {}}};
+  cut(table, 2);
+  const auto& second = table.stages[1].parameters;
+  EXPECT_THAT(counts_of(table.stages[0].parameters[0], 2), ElementsAre(2 * k, k));
+  EXPECT_THAT(counts_of(second[0], 2), ElementsAre(k, 0));
+  EXPECT_THAT(counts_of(second[1], 2), ElementsAre(2 * k, k));
+  EXPECT_THAT(counts_of(second[2], 2), ElementsAre(0, k));
+}
+
+TEST(ParameterCutTest, WithoutACutAllReplicasHaveTheWhole) {
+  const ParameterEntry entry = entry_of("a", 5);
+  EXPECT_EQ(entry.part(3).first, 0);
+  EXPECT_EQ(entry.part(3).count, 5);
+}
+
+}  // namespace
+}  // namespace sluice
