@@ -233,6 +233,12 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
                    "ranks of one pipeline; auto: ranks / replicas", "auto")
       .mark(kLayout);
   table.add_integer("replicas", shape.replicas, 1, kMaxInt, "pipelines that share each batch");
+  table
+      .add_choice("shard", shape.shard,
+                  {{"none", ShardLevel::kNone}, {"optimizer", ShardLevel::kOptimizer}},
+                  "what replicas divide: optimizer: each keeps the state of a part of the "
+                  "parameters and updates it; the results are the same")
+      .mark(kListedLater);
   add_rank_order(table, shape.rank_order);
   table.add_choice("schedule", order.schedule, training_schedules(),
                    "order of micro-batches; see 'sluice schedule'; auto: searched for this model");

@@ -137,7 +137,7 @@ TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
       {[](auto& o) { o.pipeline = 2; }, [](auto& o) { o.replicas = 2; },
        [](auto& o) { o.rank_order = RankOrder::kReplicaFirst; },
        [](auto& o) { o.micro_batches = 2; }, [](auto& o) { o.micro_batch_size = 2; },
-       [](auto& o) { o.batch_size = 2; }});
+       [](auto& o) { o.batch_size = 2; }, [](auto& o) { o.shard = ShardLevel::kOptimizer; }});
   expect_compared<Options::Order>(
       [](auto& o) -> auto& { return o.order; },
       {[](auto& o) { o.schedule = "gpipe"; }, [](auto& o) { o.chunks = 2; },

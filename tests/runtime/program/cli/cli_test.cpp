@@ -464,6 +464,21 @@ TEST_F(CliTest, ADryRunOfOneProcessPlansAnyJob) {
   EXPECT_THAT(files(), ::testing::ElementsAre("text.txt"));
 }
 
+TEST_F(CliTest, ShardsTrainToTheSameDigest) {
+  const std::string layout = "--width 96 --pipeline 2 --replicas 2 --check-replicas 1 ";
+  for (const char* level : {"none", "optimizer"}) {
+    const std::string options = layout + "--shard " + level + " --save " + level;
+    const Outcome outcome = mpirun(4, SLUICE_PROGRAM, small(options));
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_THAT(outcome.out, HasSubstr(std::string("shard ") + level + "  "));
+  }
+  const Outcome digest = sluice("digest optimizer");
+  EXPECT_EQ(lines_with(digest.out, "  total"), 1) << digest.err;
+  EXPECT_EQ(sluice("digest none").out, digest.out);
+  expect_refusal(mpirun(2, SLUICE_PROGRAM, small("--replicas 2 --shard optimizer --all-reduce")), 2,
+                 "with --all-reduce");
+}
+
 TEST_F(CliTest, ADryRunOfOneProcessRefusesWhatCannotBe) {
   const std::string dry = "train --dry-run ";
   expect_refusal(sluice(dry + "--pipeline 2000000 --replicas 2000"), 2, "legal are 1 to 1048576");

@@ -96,6 +96,17 @@ TEST(OptionsTest, ABf16StreamNeedsBf16Matmuls) {
   }
 }
 
+TEST(OptionsTest, ReplicasDivideWhatIsNamed) {
+  EXPECT_EQ(parse({}).pipeline.shape.shard, ShardLevel::kNone);
+  EXPECT_EQ(parse({"--shard", "none"}).pipeline.shape.shard, ShardLevel::kNone);
+  const TrainOptions options = parse({"--replicas", "2", "--shard", "optimizer"});
+  EXPECT_EQ(options.pipeline.shape.shard, ShardLevel::kOptimizer);
+  EXPECT_THAT(describe_configuration(options.pipeline.expert.configuration),
+              HasSubstr("  shard optimizer  "));
+  EXPECT_THAT(refusal({"--shard", "gradients"}),
+              AllOf(HasSubstr("--shard"), HasSubstr("'gradients'"), HasSubstr("none, optimizer")));
+}
+
 TEST(OptionsTest, RecomputesWhatIsNamed) {
   EXPECT_EQ(parse({}).model.recompute, Recompute::kNone);
   EXPECT_EQ(parse({"--recompute", "none"}).model.recompute, Recompute::kNone);

@@ -239,6 +239,22 @@ TEST_F(ResumeOptionsTest, TheLayoutIsTakenWhereTheNumberOfRanksIsTheSame) {
   EXPECT_EQ(deeper.pipeline.shape.batch_size, 4);
 }
 
+// In both directions, and from saves older than the option. Without a new value the save's counts.
+TEST_F(ResumeOptionsTest, ShardsMayChange) {
+  save(4, {"--steps", "10", "--replicas", "2", "--shard", "optimizer"}, 2);
+  EXPECT_EQ(resume({}, 2).pipeline.shape.shard, ShardLevel::kOptimizer);
+  EXPECT_EQ(changes(resume({}, 2)), "");
+  const TrainOptions whole = resume({"--shard", "none"}, 2);
+  EXPECT_EQ(whole.pipeline.shape.shard, ShardLevel::kNone);
+  EXPECT_EQ(changes(whole), "shard optimizer -> none");
+  save(5, {"--steps", "10", "--replicas", "2"}, 2);
+  EXPECT_EQ(changes(resume({"--shard", "optimizer"}, 2)), "shard none -> optimizer");
+  TrainOptions options = resume({"--shard", "optimizer"}, 2);
+  SavedRun older = *options.resume.from;
+  std::erase_if(older.options, [](const auto& option) { return option.first == "shard"; });
+  EXPECT_EQ(changes_since(older, options), "shard none -> optimizer");
+}
+
 TEST_F(ResumeOptionsTest, ABatchOptionChangesASavedBatchFromEachSource) {
   save(4, {"--steps", "10", "--micro-batches", "4", "--micro-batch-size", "2"});
   EXPECT_EQ(resume({"--batch-size", "12"}).pipeline.shape.micro_batches, 6);
