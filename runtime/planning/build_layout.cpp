@@ -175,7 +175,7 @@ void require_same_model(Collectives& group, const std::string& mine, std::string
 }
 
 // The members of a group along `axis` make the same stages: replicas add their gradients up by
-// place and wait for each other's sums.
+// place, divide parameters by units and wait for each other's sums.
 void require_same_stages(const JobContext& job, Axis axis, const std::vector<StageEntry>& stages) {
   Collectives& group = *job.group(axis).collectives;
   if (group.communicator().size() == 1) return;
@@ -183,8 +183,8 @@ void require_same_stages(const JobContext& job, Axis axis, const std::vector<Sta
   for (std::size_t s = 0; s < stages.size(); ++s) {
     const auto list = [&](const std::vector<ParameterEntry>& entries, std::string_view what) {
       for (std::size_t i = 0; i < entries.size(); ++i) {
-        mine += fmt::format("{} {} of stage {}: {}, {} elements\n", what, i, s, entries[i].name,
-                            entries[i].elements);
+        mine += fmt::format("{} {} of stage {}: {}, {} elements, unit {}\n", what, i, s,
+                            entries[i].name, entries[i].elements, entries[i].unit);
       }
       mine += fmt::format("stage {} of {} {}s\n", s, entries.size(), what);
     };

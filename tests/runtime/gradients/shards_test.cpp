@@ -1,0 +1,695 @@
+// Trainings whose replicas divide the optimizer's state have the bits of those that do not: a set
+// of configurations in which every pair of values occurs; with SLUICE_ALL_SHARDS=1 the product of
+// the values of schedule, depth, replicas, shards, optimizer, ties and clipping. Mistakes with
+// shards are at the end.
+#include <fmt/core.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <set>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+#include <sluice/layers.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/transformer.hpp>
+
+#include "comm/group/collectives.hpp"
+#include "runtime/files/sha256.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
+#include "stages/compute/call_arguments.hpp"
+#include "tests/comm/mpi/mpi_main.hpp"
+#include "tests/runtime/engine/arithmetic_stage.hpp"
+#include "tests/runtime/engine/wrapped_stage.hpp"
+#include "tests/runtime/expect_error.hpp"
+
+namespace sluice::testing {
+namespace {
+
+// Collective over the job: a communicator of its first `ranks` ranks, null elsewhere. Ranks wait
+// for each other without taking a core from those that still compute, which MPI's own split does.
+std::unique_ptr<Communicator> first_ranks(int ranks) {
+  Collectives(world(), 0, nullptr).barrier();
+  const bool takes_part = world().rank() < ranks;
+  auto part = world().split(takes_part ? 0 : 1, world().rank());
+  return takes_part ? std::move(part) : nullptr;
+}
+
+// Momentum by slices, as a program would write it: memory for its own elements alone.
+class SliceMomentum : public Optimizer {
+ public:
+  explicit SliceMomentum(std::span<const ParameterSlice> slices)
+      : slices_(slices.begin(), slices.end()) {
+    for (const ParameterSlice& slice : slices_) {
+      speeds_.emplace_back(static_cast<std::size_t>(slice.count));
+    }
+  }
+  void update(ComputeContext& /*compute*/, std::uint64_t /*step*/, float learning_rate,
+              float grad_scale) override {
+    for (std::size_t s = 0; s < slices_.size(); ++s) {
+      const auto& [parameter, first, count] = slices_[s];
+      for (std::int64_t i = 0; i < count; ++i) {
+        float& speed = speeds_[s][static_cast<std::size_t>(i)];
+        speed = 0.75F * speed + grad_scale * parameter->grad.at(first + i);
+        parameter->value.at(first + i) -= learning_rate * speed;
+      }
+    }
+  }
+  std::vector<OptimizerState> state() override {
+    std::vector<OptimizerState> all;
+    for (std::size_t s = 0; s < slices_.size(); ++s) {
+      const ParameterSlice& slice = slices_[s];
+      const Shape shape = slice.whole() ? slice.parameter->shape : Shape{slice.count};
+      all.push_back({slice.parameter->name, "speed", view(speeds_[s], shape), slice.first});
+    }
+    return all;
+  }
+
+ private:
+  std::vector<ParameterSlice> slices_;
+  std::vector<std::vector<float>> speeds_;
+};
+
+std::unique_ptr<Optimizer> make_slice_momentum(std::span<const ParameterSlice> slices,
+                                               const DeviceMemory& /*memory*/) {
+  return std::make_unique<SliceMomentum>(slices);
+}
+
+// --- configurations ---
+// What a configuration is made of, each with its number of values.
+enum Factor {
+  kSchedule,
+  kDepth,
+  kReplicas,
+  kShard,
+  kOptimizer,
+  kTies,
+  kClip,
+  kRecompute,
+  kPrecision,  // of matmuls: f32, or bf16, which reads copies of the values
+  kGroups,     // frozen parameters, and some with settings of their own
+  kCalls,      // of a step: kOneCall...
+  kFactors
+};
+constexpr std::array<int, kFactors> kValues = {4, 2, 4, 2, 4, 2, 2, 2, 2, 2, 3};
+constexpr std::array<const char*, 4> kSchedules = {"gpipe", "1f1b", "interleaved", "zb-v"};
+constexpr std::array<const char*, 4> kOptimizers = {"sgd", "adamw", "adamw bf16", "own"};
+enum Calls { kOneCall, kAccumulated, kOpenStep };
+
+using Configuration = std::array<int, kFactors>;
+
+int depth_of(const Configuration& of) { return of[kDepth] + 1; }
+int replicas_of(const Configuration& of) { return of[kReplicas] + 1; }
+
+std::string to_string(const Configuration& of) {
+  return fmt::format("{} p{} d{} shard {} {}{}{}{}{}{} calls {}", kSchedules.at(of[kSchedule]),
+                     depth_of(of), replicas_of(of), of[kShard], kOptimizers.at(of[kOptimizer]),
+                     of[kTies] != 0 ? " ties" : "", of[kClip] != 0 ? " clip" : "",
+                     of[kRecompute] != 0 ? " recompute" : "", of[kPrecision] != 0 ? " bf16" : "",
+                     of[kGroups] != 0 ? " groups" : "", of[kCalls]);
+}
+
+// Two factors and a value of each.
+using Pair = std::array<int, 4>;
+
+// Without shards only those with kShard count: all pairs of the others are to occur with shards.
+std::vector<Pair> pairs_of(const Configuration& of) {
+  std::vector<Pair> pairs;
+  for (int a = 0; a < kFactors; ++a) {
+    for (int b = a + 1; b < kFactors; ++b) {
+      if (of[kShard] == 0 && a != kShard && b != kShard) continue;
+      pairs.push_back({a, of.at(a), b, of.at(b)});
+    }
+  }
+  return pairs;
+}
+
+std::set<Pair> all_pairs() {
+  std::set<Pair> pairs;
+  for (int a = 0; a < kFactors; ++a) {
+    for (int b = a + 1; b < kFactors; ++b) {
+      for (int x = 0; x < kValues.at(a); ++x) {
+        for (int y = 0; y < kValues.at(b); ++y) pairs.insert({a, x, b, y});
+      }
+    }
+  }
+  return pairs;
+}
+
+// Each configuration takes the values, factor by factor, that make the most pairs not seen before.
+std::vector<Configuration> covering_set() {
+  std::set<Pair> missing = all_pairs();
+  std::vector<Configuration> chosen;
+  while (!missing.empty()) {
+    const Pair seed = *missing.begin();
+    Configuration next{};
+    std::set<int> fixed = {kShard, seed[0], seed[2]};
+    next[kShard] = 1;
+    next.at(seed[0]) = seed[1];
+    next.at(seed[2]) = seed[3];
+    for (int factor = 0; factor < kFactors; ++factor) {
+      if (fixed.contains(factor)) continue;
+      const auto gain = [&](int value) {
+        return std::count_if(fixed.begin(), fixed.end(), [&](int other) {
+          return missing.contains(other < factor ? Pair{other, next.at(other), factor, value}
+                                                 : Pair{factor, value, other, next.at(other)});
+        });
+      };
+      int best = 0;
+      for (int value = 1; value < kValues.at(factor); ++value) {
+        if (gain(value) > gain(best)) best = value;
+      }
+      next.at(factor) = best;
+      fixed.insert(factor);
+    }
+    for (const Pair& pair : pairs_of(next)) missing.erase(pair);
+    chosen.push_back(next);
+  }
+  return chosen;
+}
+
+// The product of all values up to kClip. The others are drawn, the same for all schedules, depths
+// and shards, so that few trainings without shards serve all.
+std::vector<Configuration> all_configurations() {
+  std::vector<Configuration> all;
+  Configuration next{};
+  for (int factor = 0; factor <= kClip;) {
+    if (factor == 0) {
+      Configuration& each = all.emplace_back(next);
+      std::uint64_t kind = 0;
+      for (const int shared : {kReplicas, kOptimizer, kTies, kClip}) {
+        kind = kind * 4 + static_cast<std::uint64_t>(next.at(shared));
+      }
+      for (int drawn = kClip + 1; drawn < kFactors; ++drawn) {
+        const std::uint32_t word = philox({.seed = 41}, kind, static_cast<std::uint64_t>(drawn))[0];
+        each.at(drawn) = static_cast<int>(word % static_cast<std::uint32_t>(kValues.at(drawn)));
+      }
+    }
+    if (++next.at(factor) < kValues.at(factor)) {
+      factor = 0;
+    } else {
+      next.at(factor++) = 0;
+    }
+  }
+  return all;
+}
+
+TEST(ShardCoverTest, EveryPairOfValuesOccursWithShards) {
+  const std::vector<Configuration> chosen = covering_set();
+  std::set<Pair> seen;
+  for (const Configuration& each : chosen) {
+    for (const Pair& pair : pairs_of(each)) seen.insert(pair);
+  }
+  EXPECT_EQ(seen, all_pairs());
+  EXPECT_LE(chosen.size(), 26U);
+  const std::vector<Configuration> all = all_configurations();
+  EXPECT_EQ(std::set<Configuration>(all.begin(), all.end()).size(), 4U * 2 * 4 * 2 * 4 * 2 * 2);
+}
+
+// --- trainings ---
+constexpr std::int64_t kContext = 8;
+
+// The embedding has 5 blocks of kSumBlock elements and is odd; matrices of the MLP have 2 and are
+// odd, those of attention 1; norms and biases are smaller than a block.
+TransformerConfig model_of(const Configuration& of) {
+  TransformerConfig model{.layers = 4, .heads = 2, .width = 68, .context = 8, .vocabulary = 1025};
+  model.dropout = 0.1F;
+  model.tied = of[kTies] != 0;
+  model.precision = of[kPrecision] != 0 ? DType::kBf16 : DType::kF32;
+  model.recompute = of[kRecompute] != 0 ? Recompute::kBlock : Recompute::kNone;
+  return model;
+}
+
+PipelineOptions options_of(const Configuration& of) {
+  PipelineOptions options;
+  options.shape = {.pipeline = depth_of(of),
+                   .replicas = replicas_of(of),
+                   .micro_batches = 3,
+                   .micro_batch_size = 2};
+  options.shape.shard = of[kShard] != 0 ? ShardLevel::kOptimizer : ShardLevel::kNone;
+  options.order.schedule = kSchedules.at(of[kSchedule]);
+  PipelineOptions::Training& training = options.training;
+  if (of[kOptimizer] == 0) training.optimizer = OptimizerConfig::sgd(0.9F);
+  training.optimizer.weight_decay = 0.1F;
+  if (of[kOptimizer] == 2) training.optimizer.moments = DType::kBf16;
+  if (of[kOptimizer] == 3) training.make_optimizer = make_slice_momentum;
+  training.learning_rate = {.peak = 1e-2, .warmup = 1, .steps = 10};
+  training.clip = of[kClip] != 0 ? 0.5 : 0;
+  if (of[kGroups] != 0) {
+    training.groups = {{.names = "blocks.1.*", .frozen = true},
+                       {.names = "blocks.3.*norm*", .frozen = true},
+                       {.names = "blocks.2.*", .learning_rate_scale = 0.5}};
+    if (!training.make_optimizer) training.groups.back().weight_decay = 0.2F;
+  }
+  options.checks.replicas_every = 1;
+  return options;
+}
+
+// Rank 0 passes all.
+struct Tokens {
+  std::vector<std::int32_t> inputs, targets;
+  std::int64_t count;
+
+  Tokens(std::uint64_t seed, std::int64_t samples) : count(samples) {
+    for (std::int64_t i = 0; i <= samples * kContext; ++i) {
+      const auto token = static_cast<std::int32_t>(philox({.seed = seed}, 0, i)[0] % 1025);
+      if (i < samples * kContext) inputs.push_back(token);
+      if (i > 0) targets.push_back(token);
+    }
+  }
+  [[nodiscard]] Batch part(const Communicator& comm, std::int64_t first, std::int64_t end) const {
+    if (comm.rank() != 0) return {};
+    const auto cut = [&](const std::vector<std::int32_t>& all) {
+      return view(std::span(all).subspan(static_cast<std::size_t>(first * kContext),
+                                         static_cast<std::size_t>((end - first) * kContext)),
+                  {end - first, kContext});
+    };
+    return {.inputs = {cut(inputs)}, .targets = {cut(targets)}};
+  }
+  [[nodiscard]] Batch all(const Communicator& comm) const { return part(comm, 0, count); }
+};
+
+// SHA-256 by name. Of tensors that several ranks have, all must have the same.
+using Digests = std::map<std::string, std::string>;
+
+Digests gathered(Pipeline& pipeline, const Digests& mine) {
+  std::string lines;
+  for (const auto& [name, digest] : mine) lines += name + "\n" + digest + "\n";
+  Digests all;
+  for (const std::string& text : PipelineAccess::world(pipeline).all_gather_strings(lines)) {
+    for (std::size_t at = 0; at < text.size();) {
+      const std::size_t name = text.find('\n', at), end = text.find('\n', name + 1);
+      const std::string digest = text.substr(name + 1, end - name - 1);
+      const auto [other, is_new] = all.emplace(text.substr(at, name - at), digest);
+      EXPECT_TRUE(is_new || other->second == digest) << other->first << " differs between ranks";
+      at = end + 1;
+    }
+  }
+  return all;
+}
+
+// All uses of all replicas.
+Digests values_of(Pipeline& pipeline) {
+  Digests mine;
+  for (const Pipeline::Owned& each : pipeline.parameters()) {
+    mine[each.parameter->name] =
+        sha256_hex(std::as_bytes(std::span<const float>(each.parameter->value.floats())));
+  }
+  return gathered(pipeline, mine);
+}
+
+// Whole gradients of owners, on all replicas.
+Digests gradients_of(Pipeline& pipeline) {
+  Digests mine;
+  for (const Pipeline::Owned& each : pipeline.parameters()) {
+    if (!each.owner) continue;
+    mine[each.parameter->name] =
+        sha256_hex(std::as_bytes(std::span<const float>(each.parameter->grad.floats())));
+  }
+  return gathered(pipeline, mine);
+}
+
+// Of each block of kSumBlock elements; a slice begins at such a block.
+Digests optimizer_state_of(Pipeline& pipeline) {
+  Digests mine;
+  for (const OptimizerState& state : pipeline.optimizer_state()) {
+    const auto size = static_cast<std::int64_t>(size_of(state.tensor.spec.dtype));
+    const std::int64_t end = state.first + state.tensor.elements();
+    for (std::int64_t first = state.first; first < end; first += kSumBlock) {
+      const std::int64_t count = std::min(kSumBlock, end - first);
+      const auto bytes =
+          std::span(static_cast<const std::byte*>(state.tensor.data) + (first - state.first) * size,
+                    static_cast<std::size_t>(count * size));
+      mine[fmt::format("{}.{} from {}, {} elements", state.kind, state.parameter, first, count)] =
+          sha256_hex(bytes);
+    }
+  }
+  return gathered(pipeline, mine);
+}
+
+struct Outcome {
+  std::vector<double> numbers;  // losses, norms, counted targets
+  double validation = 0;
+  Digests values, gradients, optimizer_state;
+};
+
+void add(Outcome& outcome, const StepReport& report) {
+  outcome.numbers.insert(outcome.numbers.end(), {report.loss, report.grad_norm, report.targets});
+}
+
+void one_step(Communicator& comm, Pipeline& pipeline, const Tokens& tokens, int calls,
+              Outcome& outcome) {
+  const std::int64_t half = tokens.count / 2;
+  if (calls == kAccumulated) {
+    add(outcome, pipeline.accumulate(tokens.part(comm, 0, half)));
+    add(outcome, pipeline.train_step(tokens.part(comm, half, tokens.count)));
+  } else if (calls == kOpenStep) {
+    add(outcome, pipeline.forward_backward(tokens.all(comm)));
+    outcome.gradients = gradients_of(pipeline);
+    add(outcome, pipeline.optimizer_step());
+  } else {
+    add(outcome, pipeline.train_step(tokens.all(comm)));
+  }
+}
+
+using Look = std::function<void(Pipeline&)>;
+
+// The second of three steps has a batch that is not full, with unequal shares and micro-batches.
+Outcome train(Communicator& comm, const Configuration& of, const Look& at_end = {}) {
+  const TensorSpec tokens{DType::kI32, {kContext}};
+  Pipeline pipeline(comm, Transformer(model_of(of)),
+                    BatchSpec{.inputs = {tokens}, .targets = {tokens}, .feed = Feed::kRank0},
+                    options_of(of));
+  Outcome outcome;
+  const std::int64_t full = 6 * replicas_of(of);
+  for (std::uint64_t step = 1; step <= 3; ++step) {
+    one_step(comm, pipeline, Tokens(step, step == 2 ? full - 3 : full), of[kCalls], outcome);
+    if (step == 1) outcome.validation = pipeline.evaluate(Tokens(9, 5).all(comm)).loss;
+  }
+  outcome.values = values_of(pipeline);
+  outcome.optimizer_state = optimizer_state_of(pipeline);
+  if (at_end) at_end(pipeline);
+  pipeline.close();
+  return outcome;
+}
+
+// Over the first ranks of the job; elsewhere nothing happens. An Error, which all of them throw, is
+// a failure of the test, and the others go on.
+Outcome train_on_some(const Configuration& of, const Look& at_end = {}) {
+  const auto part = first_ranks(depth_of(of) * replicas_of(of));
+  try {
+    if (part != nullptr) return train(*part, of, at_end);
+  } catch (const Error& error) {
+    ADD_FAILURE() << to_string(of) << ": " << error.what();
+  }
+  return {};
+}
+
+void expect_same(const Outcome& expected, const Outcome& actual, const std::string& where) {
+  EXPECT_EQ(expected.numbers, actual.numbers) << where;
+  EXPECT_EQ(expected.validation, actual.validation) << where;
+  EXPECT_EQ(expected.gradients, actual.gradients) << where;
+  EXPECT_EQ(expected.values, actual.values) << where;
+  EXPECT_EQ(expected.optimizer_state, actual.optimizer_state) << where;
+}
+
+// Trainings without shards in the order 1F1B, by configuration.
+class References {
+ public:
+  const Outcome& of(Configuration wanted) {
+    wanted[kShard] = 0;
+    wanted[kSchedule] = 1;
+    const auto [found, is_new] = known_.try_emplace(wanted);
+    if (is_new) found->second = train_on_some(wanted);
+    return found->second;
+  }
+  [[nodiscard]] std::size_t size() const { return known_.size(); }
+
+ private:
+  std::map<Configuration, Outcome> known_;
+};
+
+// The same as without shards at the same depth, and at the other one.
+TEST(ShardsTest, HaveTheBitsOfTrainingsWithoutShards) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  const bool all = std::getenv("SLUICE_ALL_SHARDS") != nullptr;
+  const std::vector<Configuration> chosen = all ? all_configurations() : covering_set();
+  const auto start = std::chrono::steady_clock::now();
+  References references;
+  for (const Configuration& each : chosen) {
+    const Outcome outcome = train_on_some(each);
+    for (const int depth : {0, 1}) {
+      Configuration other = each;
+      other[kDepth] = depth;
+      const Outcome& expected = references.of(other);
+      if (world().rank() != 0) continue;
+      EXPECT_GT(expected.numbers.front(), 1);
+      EXPECT_FALSE(expected.values.empty());
+      EXPECT_FALSE(expected.optimizer_state.empty());
+      expect_same(expected, outcome, to_string(each) + fmt::format(", p{} expected", depth + 1));
+    }
+  }
+  if (world().rank() != 0) return;
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  fmt::print("{} configurations and {} references in {:.1f} s\n", chosen.size(), references.size(),
+             seconds.count());
+}
+
+// --- gradients and values of the program's own ---
+// 1F1B, AdamW with clipping and ties.
+Configuration small_configuration(int depth, int replicas, bool shards) {
+  Configuration of{};
+  of[kSchedule] = of[kOptimizer] = of[kTies] = of[kClip] = 1;
+  of[kDepth] = depth - 1;
+  of[kReplicas] = replicas - 1;
+  of[kShard] = shards ? 1 : 0;
+  return of;
+}
+
+// Runs `body` with a pipeline over the first ranks of the job, without shards and with them, and
+// expects the same.
+void expect_same_with_shards(int depth, int replicas, const PipelineOptions& more,
+                             const std::function<void(Pipeline&, Communicator&, Outcome&)>& body) {
+  const auto comm = first_ranks(depth * replicas);
+  if (comm == nullptr) return;
+  const TensorSpec tokens{DType::kI32, {kContext}};
+  std::array<Outcome, 2> outcomes;
+  for (const bool shards : {false, true}) {
+    const Configuration of = small_configuration(depth, replicas, shards);
+    PipelineOptions options = options_of(of);
+    options.training.skip_nonfinite = more.training.skip_nonfinite;
+    Pipeline pipeline(*comm, Transformer(model_of(of)),
+                      BatchSpec{.inputs = {tokens}, .targets = {tokens}, .feed = Feed::kRank0},
+                      options);
+    Outcome& outcome = outcomes.at(shards ? 1 : 0);
+    body(pipeline, *comm, outcome);
+    outcome.values = values_of(pipeline);
+    outcome.optimizer_state = optimizer_state_of(pipeline);
+  }
+  expect_same(outcomes[0], outcomes[1], fmt::format("p{} d{}", depth, replicas));
+}
+
+// Every replica changes the whole gradients between the two calls.
+TEST(ShardsTest, AnUpdateTakesGradientsThatTheProgramChanged) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  const auto body = [](Pipeline& pipeline, Communicator& comm, Outcome& outcome) {
+    for (std::uint64_t step = 1; step <= 2; ++step) {
+      add(outcome, pipeline.forward_backward(Tokens(step, 12).all(comm)));
+      for (const Pipeline::Owned& each : pipeline.parameters()) {
+        if (!each.owner) continue;
+        float factor = 0.5F;
+        for (float& value : each.parameter->grad.floats()) value *= (factor = 1.5F - factor);
+      }
+      add(outcome, pipeline.optimizer_step());
+      // A batch that is dropped leaves nothing.
+      (void)pipeline.forward_backward(Tokens(7, 12).all(comm));
+      pipeline.drop_gradients();
+    }
+    add(outcome, pipeline.train_step(Tokens(3, 12).all(comm)));
+  };
+  expect_same_with_shards(2, 3, {}, body);
+  expect_same_with_shards(1, 4, {}, body);
+}
+
+// In the part of the last replica, and in a frozen parameter's place.
+TEST(ShardsTest, AStepThatIsNotFiniteMovesNothing) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  PipelineOptions more;
+  more.training.skip_nonfinite = true;
+  expect_same_with_shards(2, 4, more, [](Pipeline& pipeline, Communicator& comm, Outcome& outcome) {
+    add(outcome, pipeline.train_step(Tokens(1, 24).all(comm)));
+    const Digests before = values_of(pipeline), state = optimizer_state_of(pipeline);
+    (void)pipeline.forward_backward(Tokens(2, 24).all(comm));
+    for (const Pipeline::Owned& each : pipeline.parameters()) {
+      if (each.parameter->name != "token_embedding.weight" || !each.owner) continue;
+      each.parameter->grad.floats().back() = std::nanf("");
+    }
+    const StepReport report = pipeline.optimizer_step();
+    EXPECT_TRUE(report.skipped);
+    EXPECT_EQ(values_of(pipeline), before);
+    EXPECT_EQ(optimizer_state_of(pipeline), state);
+    add(outcome, pipeline.train_step(Tokens(3, 24).all(comm)));
+  });
+}
+
+// Values that the program writes, and those of another pipeline, are what the next update takes.
+TEST(ShardsTest, AnUpdateTakesValuesThatTheProgramSets) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  expect_same_with_shards(2, 2, {}, [](Pipeline& pipeline, Communicator& comm, Outcome& outcome) {
+    add(outcome, pipeline.train_step(Tokens(1, 12).all(comm)));
+    std::map<std::string, HostTensor> values = pipeline.state();
+    add(outcome, pipeline.train_step(Tokens(2, 12).all(comm)));
+    pipeline.set_state(values);
+    add(outcome, pipeline.train_step(Tokens(3, 12).all(comm)));
+    for (const Pipeline::Owned& each : pipeline.parameters()) {
+      for (float& value : each.parameter->value.floats()) value *= 0.5F;
+    }
+    pipeline.values_changed();
+    add(outcome, pipeline.train_step(Tokens(4, 12).all(comm)));
+  });
+}
+
+// --- small stages ---
+// One stage of two parameters, of 1 block each.
+Sequential tiny_model() { return Sequential({nn::linear(4, 1)}, nn::mse_loss()); }
+
+BatchSpec tiny_batches() {
+  return {.inputs = {{DType::kF32, {4}}}, .targets = {{DType::kF32, {1}}}, .feed = Feed::kRank0};
+}
+
+struct Numbers {
+  std::vector<float> inputs, targets;
+  explicit Numbers(std::int64_t samples)
+      : inputs(static_cast<std::size_t>(samples) * 4), targets(static_cast<std::size_t>(samples)) {
+    std::iota(inputs.begin(), inputs.end(), -3.0F);
+    std::iota(targets.begin(), targets.end(), 2.0F);
+  }
+  [[nodiscard]] Batch batch(const Communicator& comm) const {
+    const auto samples = static_cast<std::int64_t>(targets.size());
+    if (comm.rank() != 0) return {};
+    return {.inputs = {view(inputs, {samples, 4})}, .targets = {view(targets, {samples, 1})}};
+  }
+};
+
+// AdamW over replicas alone.
+PipelineOptions sharded_options(int replicas, bool shards = true) {
+  PipelineOptions options;
+  options.shape = {.replicas = replicas, .micro_batches = 1, .micro_batch_size = 2};
+  options.shape.shard = shards ? ShardLevel::kOptimizer : ShardLevel::kNone;
+  options.training.learning_rate = {.peak = 1e-2};
+  options.checks.replicas_every = 1;
+  return options;
+}
+
+// Runs `body` over the first `ranks` ranks of the job.
+void on_some(int ranks, const std::function<void(Communicator&)>& body) {
+  const auto comm = first_ranks(ranks);
+  if (comm != nullptr) body(*comm);
+}
+
+TEST(ShardsTest, MoreReplicasThanBlocksAreLegal) {
+  for (const bool own : {false, true}) {
+    on_some(5, [&](Communicator& comm) {
+      std::array<Outcome, 2> outcomes;
+      for (const bool shards : {false, true}) {
+        PipelineOptions options = sharded_options(5, shards);
+        if (own) options.training.make_optimizer = make_slice_momentum;
+        Pipeline pipeline(comm, tiny_model(), tiny_batches(), options);
+        Outcome& outcome = outcomes.at(shards ? 1 : 0);
+        for (int step = 0; step < 3; ++step) {
+          add(outcome, pipeline.train_step(Numbers(10).batch(comm)));
+        }
+        outcome.values = values_of(pipeline);
+        outcome.optimizer_state = optimizer_state_of(pipeline);
+        pipeline.close();
+      }
+      expect_same(outcomes[0], outcomes[1], own ? "own optimizer" : "AdamW");
+    });
+  }
+}
+
+// --- mistakes ---
+void expect_refused(int ranks, ErrorCode code, std::initializer_list<std::string> parts,
+                    const std::function<void(Communicator&)>& body) {
+  on_some(ranks, [&](Communicator& comm) { expect_error(code, parts, [&] { body(comm); }); });
+}
+
+TEST(ShardMistakesTest, AFactoryOfWholeParametersIsRefused) {
+  PipelineOptions options = sharded_options(2);
+  options.training.make_optimizer = [](std::span<Parameter* const>, const DeviceMemory&) {
+    return std::unique_ptr<Optimizer>();
+  };
+  expect_refused(2, ErrorCode::kUsage,
+                 {"options.shape.shard", "OptimizerFactory of whole parameters",
+                  "legal: a factory that takes std::span<const ParameterSlice>, or no shards"},
+                 [&](Communicator& comm) {
+                   const Pipeline none(comm, tiny_model(), tiny_batches(), options);
+                 });
+}
+
+TEST(ShardMistakesTest, AllReduceIsRefused) {
+  PipelineOptions options = sharded_options(2);
+  options.devices.all_reduce = true;
+  expect_refused(2, ErrorCode::kUsage, {"--all-reduce", "legal: one of the two"},
+                 [&](Communicator& comm) {
+                   const Pipeline none(comm, tiny_model(), tiny_batches(), options);
+                 });
+}
+
+TEST(ShardMistakesTest, RanksThatDisagreeAboutShardsAreNamed) {
+  expect_refused(3, ErrorCode::kMismatch, {"shard", "optimizer", "none"}, [](Communicator& comm) {
+    const Pipeline none(comm, tiny_model(), tiny_batches(), sharded_options(3, comm.rank() != 1));
+  });
+}
+
+// A stage with one more parameter than ArithmeticStage.
+struct MoreParameters {
+  std::string name = "more";
+  std::int64_t elements = 7;
+  bool own_unit = false;
+};
+
+class StageOfMore : public WrappedStage {
+ public:
+  explicit StageOfMore(const MoreParameters& more)
+      : WrappedStage(std::make_unique<ArithmeticStage>(0)) {
+    ParameterSet& set = *WrappedStage::parameters();
+    if (more.own_unit) set.begin_unit();
+    set.add(more.name, {more.elements}, Init::constant(1));
+  }
+};
+
+TEST(ShardMistakesTest, ReplicasWithOtherParametersOrUnitsAreNamed) {
+  const auto refused = [](const MoreParameters& other, const std::string& part) {
+    expect_refused(3, ErrorCode::kMismatch, {"replicas disagree about the model", part},
+                   [&](Communicator& comm) {
+                     const bool last = comm.rank() == 2;
+                     const StageFactory make = [&](int, int) -> std::unique_ptr<Stage> {
+                       return std::make_unique<StageOfMore>(last ? other : MoreParameters{});
+                     };
+                     const Pipeline none(comm, make, *counting_source(6), sharded_options(3));
+                   });
+  };
+  const std::string usual = "replica 0 has 'parameter 1 of stage 0: more, 7 elements, unit 0', ";
+  refused({.name = "most"},
+          usual + "replica 2 has 'parameter 1 of stage 0: most, 7 elements, unit 0'");
+  refused({.elements = 8},
+          usual + "replica 2 has 'parameter 1 of stage 0: more, 8 elements, unit 0'");
+  refused({.own_unit = true},
+          usual + "replica 2 has 'parameter 1 of stage 0: more, 7 elements, unit 1'");
+}
+
+TEST(ShardMistakesTest, FewerSamplesThanReplicasAreRefusedAndChangeNothing) {
+  expect_refused(4, ErrorCode::kUsage, {"batch size 3", "4 replicas"}, [](Communicator& comm) {
+    PipelineOptions options = sharded_options(4);
+    options.shape.batch_size = 3;
+    const Pipeline none(comm, tiny_model(), tiny_batches(), options);
+  });
+  on_some(4, [](Communicator& comm) {
+    Pipeline pipeline(comm, tiny_model(), tiny_batches(), sharded_options(4));
+    (void)pipeline.train_step(Numbers(8).batch(comm));
+    const Digests before = values_of(pipeline);
+    expect_error(ErrorCode::kUsage, {"replica 3 gets no sample; each needs at least 1"},
+                 [&] { (void)pipeline.train_step(Numbers(3).batch(comm)); });
+    ASSERT_TRUE(pipeline.usable());
+    EXPECT_EQ(values_of(pipeline), before);
+    EXPECT_EQ(pipeline.train_step(Numbers(5).batch(comm)).step, 2U);
+  });
+}
+
+}  // namespace
+}  // namespace sluice::testing
