@@ -543,6 +543,73 @@ TEST(ShardsTest, AnUpdateTakesValuesThatTheProgramSets) {
   });
 }
 
+// --- what each replica keeps ---
+// What this rank updates of each of its parameters; those of which it updates nothing are left out.
+std::map<std::string, ElementRange> own_parts(Pipeline& pipeline,
+                                              const std::vector<ParameterGroup>& groups) {
+  const JobLayout& layout = PipelineAccess::layout(pipeline);
+  std::map<std::string, ElementRange> parts;
+  for (const Pipeline::Owned& owned : pipeline.parameters()) {
+    const std::string& name = owned.parameter->name;
+    const ParameterGroup* group = group_of(groups, name);
+    if (!owned.owner || (group != nullptr && group->frozen)) continue;
+    const StageEntry& stage = layout.parameters.stages.at(static_cast<std::size_t>(owned.stage));
+    const auto entry = std::find_if(stage.parameters.begin(), stage.parameters.end(),
+                                    [&](const ParameterEntry& each) { return each.name == name; });
+    const ElementRange part = entry->part(layout.place.here.replica);
+    if (part.count > 0) parts[name] = part;
+  }
+  return parts;
+}
+
+// This rank has state of its parts and of nothing else; the largest of all replicas is what the
+// plan says.
+void expect_state_of_own_parts(Pipeline& pipeline, const Configuration& of) {
+  const std::size_t kinds = of[kOptimizer] == 1 || of[kOptimizer] == 2 ? 2 : 1;
+  const auto parts = own_parts(pipeline, options_of(of).training.groups);
+  std::map<std::string, std::size_t> seen;
+  std::size_t bytes = 0;
+  for (const OptimizerState& state : pipeline.optimizer_state()) {
+    const auto part = parts.find(state.parameter);
+    ++seen[state.parameter];
+    bytes += state.tensor.spec.bytes();
+    const ElementRange own = part == parts.end() ? ElementRange{} : part->second;
+    EXPECT_EQ(state.first, own.first) << to_string(of) << ": " << state.parameter;
+    EXPECT_EQ(state.tensor.elements(), own.count) << to_string(of) << ": " << state.parameter;
+  }
+  EXPECT_EQ(seen.size(), parts.size()) << to_string(of);
+  for (const auto& [name, count] : seen) EXPECT_EQ(count, kinds) << to_string(of) << ": " << name;
+
+  const RankPlace& place = PipelineAccess::layout(pipeline).place;
+  const int rank = place.here.pipeline;
+  std::size_t largest = 0;
+  std::vector<std::size_t> all(static_cast<std::size_t>(place.topology.ranks()));
+  PipelineAccess::world(pipeline).all_gather(bytes, all);
+  for (int r = 0; r < replicas_of(of); ++r) {
+    const int there = place.topology.rank_of({.pipeline = rank, .replica = r});
+    largest = std::max(largest, all.at(static_cast<std::size_t>(there)));
+  }
+  if (of[kOptimizer] == 3) return;  // a program's own is not in the plan
+  const std::size_t planned =
+      PipelineAccess::layout(pipeline).memory.ranks.at(static_cast<std::size_t>(rank)).optimizer;
+  const std::size_t padding = kinds * kBufferAlignment * pipeline.parameters().size();
+  EXPECT_GE(planned, largest) << to_string(of);
+  EXPECT_LE(static_cast<double>(planned), 1.01 * static_cast<double>(largest + padding))
+      << to_string(of);
+}
+
+TEST(ShardsTest, EachReplicaHasOptimizerStateOfItsPartsAlone) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  for (int optimizer = 0; optimizer < 4; ++optimizer) {
+    for (const int depth : {1, 2}) {
+      Configuration of = small_configuration(depth, 5 - depth, /*shards=*/true);
+      of[kOptimizer] = optimizer;
+      of[kGroups] = optimizer % 2;
+      (void)train_on_some(of, [&](Pipeline& pipeline) { expect_state_of_own_parts(pipeline, of); });
+    }
+  }
+}
+
 // --- small stages ---
 // One stage of two parameters, of 1 block each.
 Sequential tiny_model() { return Sequential({nn::linear(4, 1)}, nn::mse_loss()); }
@@ -618,6 +685,41 @@ TEST(ShardMistakesTest, AFactoryOfWholeParametersIsRefused) {
                   "legal: a factory that takes std::span<const ParameterSlice>, or no shards"},
                  [&](Communicator& comm) {
                    const Pipeline none(comm, tiny_model(), tiny_batches(), options);
+                 });
+}
+
+// Its state says that it has whole parameters, whatever slices it got.
+class WholeMomentum : public SliceMomentum {
+ public:
+  using SliceMomentum::SliceMomentum;
+  std::vector<OptimizerState> state() override {
+    std::vector<OptimizerState> all = SliceMomentum::state();
+    for (OptimizerState& state : all) {
+      state.tensor = view(whole_, Shape{kElements});
+      state.first = 0;
+    }
+    return all;
+  }
+  static constexpr std::int64_t kElements = 41 * 1000;
+
+ private:
+  std::vector<float> whole_ = std::vector<float>(kElements);
+};
+
+TEST(ShardMistakesTest, StateOutsideItsSlicesIsRefused) {
+  PipelineOptions options = sharded_options(2);
+  options.training.make_optimizer = [](std::span<const ParameterSlice> slices,
+                                       const DeviceMemory&) -> std::unique_ptr<Optimizer> {
+    return std::make_unique<WholeMomentum>(slices);
+  };
+  const Sequential model({nn::linear(1000, 41, /*bias=*/false)}, nn::mse_loss());
+  expect_refused(2, ErrorCode::kUsage, {"the optimizer's state 'speed' of '0.weight'"},
+                 [&](Communicator& comm) {
+                   const Pipeline none(comm, model,
+                                       BatchSpec{.inputs = {{DType::kF32, {1000}}},
+                                                 .targets = {{DType::kF32, {41}}},
+                                                 .feed = Feed::kRank0},
+                                       options);
                  });
 }
 
