@@ -107,7 +107,7 @@ SLUICE_COMM_TEST(OrderedSumTest, HasItsBitsInTwoHalvesOverPartsOfAnySizes) {
     if (count > 1000 && comm.size() > 8) continue;  // as above
     std::vector<float> expected = of_rank(count);
     collectives.ordered_sum(expected);
-    for (std::size_t number = 0; number < 12; ++number) {
+    for (std::size_t number = 0; number < (comm.size() > 8 ? 3 : 12); ++number) {
       std::vector<std::size_t> ends = uneven_ends(comm.size(), count, number);
       if (number == 0) std::fill(ends.begin(), ends.end(), count);               // all is rank 0's
       if (number == 1) std::fill(ends.begin(), ends.end() - 1, std::size_t{0});  // the last one's
