@@ -183,8 +183,9 @@ void require_same_stages(const JobContext& job, Axis axis, const std::vector<Sta
   for (std::size_t s = 0; s < stages.size(); ++s) {
     const auto list = [&](const std::vector<ParameterEntry>& entries, std::string_view what) {
       for (std::size_t i = 0; i < entries.size(); ++i) {
-        mine += fmt::format("{} {} of stage {}: {}, {} elements, unit {}\n", what, i, s,
-                            entries[i].name, entries[i].elements, entries[i].unit);
+        mine += fmt::format("{} {} of stage {}: {}, {} elements{}\n", what, i, s, entries[i].name,
+                            entries[i].elements,
+                            what == "buffer" ? "" : fmt::format(", unit {}", entries[i].unit));
       }
       mine += fmt::format("stage {} of {} {}s\n", s, entries.size(), what);
     };

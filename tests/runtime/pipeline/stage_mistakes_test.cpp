@@ -204,8 +204,8 @@ TEST_P(StageMistakesTest, ReplicasWithOtherParametersAreTold) {
     options.shape.micro_batch_size = 1;
     const std::string last = std::to_string(comm.size() - 1);
     expect_error(ErrorCode::kMismatch,
-                 {"replica 0 has 'parameter 0 of stage 0: w0, 1 elements', replica " + last +
-                  " has 'parameter 0 of stage 0: w1, 1 elements'"},
+                 {"replica 0 has 'parameter 0 of stage 0: w0, 1 elements, unit 0', replica " +
+                  last + " has 'parameter 0 of stage 0: w1, 1 elements, unit 0'"},
                  [&] {
                    const bool other = comm.rank() + 1 == comm.size();
                    const Pipeline none(
