@@ -16,9 +16,12 @@ namespace {
 
 constexpr std::size_t kFirstLoss = 5;  // index in a record
 
-// Doubles in the record of a rank of this replica that owns the parameter.
+// Doubles in the record of a rank of this replica that owns the parameter: one of a parameter whose
+// blocks are all here, which the rank adds as rank 0 would.
 std::size_t squares_of(const ParameterEntry& entry, int replica) {
-  return static_cast<std::size_t>(sum_blocks(RecordExchange::squared_part(entry, replica).count));
+  const std::int64_t count = RecordExchange::squared_part(entry, replica).count;
+  const auto blocks = static_cast<std::size_t>(sum_blocks(count));
+  return count == entry.elements ? std::min(blocks, std::size_t{1}) : blocks;
 }
 
 void check(StepTotals& totals, double value, double index, double is_loss) {
@@ -109,13 +112,30 @@ void RecordExchange::pack(const StepState& step, const StepOutcome& outcome,
     mine_[kFirstLoss + 2 * i] = outcome.losses[i].sum;
     mine_[kFirstLoss + 2 * i + 1] = outcome.losses[i].weight;
   }
-  std::copy(squares.begin(), squares.end(),
-            mine_.begin() + static_cast<int>(first_square(layout_.place.here.pipeline)));
+  if (!squares.empty()) pack_squares(squares.data());
   mine_[0] = steady_seconds() - step.started;
   mine_[1] = outcome.busy_seconds;
   mine_[2] = outcome.peak_in_flight;
   mine_[3] = flags_ ? flags_() : 0;
   mine_[4] = rate_.at(step.number);
+}
+
+void RecordExchange::pack_squares(const double* from) {
+  const Place here = layout_.place.here;
+  double* to = &mine_[first_square(here.pipeline)];
+  for (const int s : layout_.plans.placement().stages_of(here.pipeline)) {
+    const std::vector<ParameterEntry>& entries = layout_.parameters.stages[at(s)].parameters;
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
+      const double* const end = from + sum_blocks(squared_part(entries[i], here.replica).count);
+      if (squares_of(entries[i], here.replica) == 1) {
+        *to++ = std::accumulate(from, end, 0.0);
+      } else {
+        to = std::copy(from, end, to);
+      }
+      from = end;
+    }
+  }
 }
 
 const double* RecordExchange::record(int rank) const {

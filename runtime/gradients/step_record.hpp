@@ -114,6 +114,7 @@ class RecordExchange {
 
  private:
   void pack(const StepState& step, const StepOutcome& outcome, std::span<const double> squares);
+  void pack_squares(const double* from);
   void reduce(StepState& step);
   void reduce_losses(StepState& step) const;
   void reduce_squares(StepTotals& totals);
@@ -130,7 +131,8 @@ class RecordExchange {
   const LearningRate& rate_;
   std::size_t losses_;  // of a record of the last stage's ranks
   // Records. Of each rank: window, busy, peak, flags, learning rate; then, of the last stage's
-  // ranks, (sum, weight) per micro-batch; then squares per block of owned parameters.
+  // ranks, (sum, weight) per micro-batch; then squares of owned parameters:
+  // one of each that is here whole, else one per block.
   std::vector<double> mine_, all_;
   std::vector<std::size_t> ends_;    // [rank of the job] bytes of all_ up to the end of its record
   std::vector<const double*> next_;  // [rank of the job] its next square, in all_

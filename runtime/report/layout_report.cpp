@@ -131,6 +131,7 @@ std::string describe_empty_stages(const Partition& partition) {
 
 // Whether replicas divide the optimizer's state.
 bool divides_parameters(const JobLayout& layout) {
+  if (layout.place.topology.size.replica == 1) return false;
   const std::vector<StageEntry>& stages = layout.parameters.stages;
   return std::any_of(stages.begin(), stages.end(), [](const StageEntry& stage) {
     return !stage.parameters.empty() && !stage.parameters.front().ends.empty();

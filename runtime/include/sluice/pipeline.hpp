@@ -28,7 +28,7 @@
 //   target counts. The step's gradients are dropped.
 // Any other error, of whichever code, ends the pipeline on all ranks, with the same Error, which
 // names the rank that failed. A rank that has done its part of a step before another one fails in
-// the update learns it in its next call, at the latest in close(). usable() tells the two apart:
+// the update may learn it in its next call, at the latest in close(). usable() tells the two apart:
 // then usable() is false, failure() is that error, and only the destructor may follow. It does not
 // wait: `world` keeps the memory of messages that are still open.
 #pragma once
@@ -210,7 +210,7 @@ class Pipeline {
   // The other way: each rank takes what it owns, so other names do no harm. Throws Error(kUsage) on
   // all ranks for a name that is missing or a shape that differs; then nothing changes.
   void set_state(const std::map<std::string, HostTensor>& values);
-  // Views of the optimizer's tensors of this rank's parameters. Not collective.
+  // Views of the optimizer's tensors of what this rank updates. Not collective.
   [[nodiscard]] std::vector<OptimizerState> optimizer_state();
 
   // [stage] StageDescription::note, the same on all ranks; empty where a stage has nothing to say.

@@ -219,41 +219,43 @@ class Optimizer {
   // Changes the values of its slices by their gradients, in order of the compute stream. `step`
   // counts from 1. `grad_scale` multiplies gradients (clipping). The calls have equal arguments on
   // all ranks and replicas, and equal gradients give equal values. Outside its slices, values and
-  // gradients have any content. It should allocate nothing. What
-  // it throws ends the pipeline. Nothing follows it in a step: ranks that have done theirs throw
-  // the same in their next call, at the latest in Pipeline::close().
+  // gradients have any content. It should allocate nothing. What it throws ends the pipeline. Ranks
+  // that have done theirs throw the same in this call, if they wait for that rank's values, or in
+  // their next call, at the latest in Pipeline::close().
   virtual void update(ComputeContext& compute, std::uint64_t step, float learning_rate,
                       float grad_scale) = 0;
   // What a save has of it: f32 or bf16 tensors, owned by this, whose addresses and shapes stay.
-  // Each lies within one of the slices, which has no other of that kind. The pipeline asks when it
-  // is made, and throws Error(kUsage) for anything else.
+  // Each lies within one of the slices, which has no other of that kind; where ranks update parts
+  // of the parameter, it is of exactly the slice. The pipeline asks when it is made, and throws
+  // Error(kUsage) for anything else.
   [[nodiscard]] virtual std::vector<OptimizerState> state() = 0;
 };
 
 // Makes optimizers: by a copyable function of (std::span<Parameter* const>, const DeviceMemory&),
-// or of (std::span<const ParameterSlice>, const DeviceMemory&). Only the latter can be used where
-// ranks update parts of parameters (PipelineOptions::Shape::shard). The parameters outlive the
-// optimizer; their memory is there. `memory`: of the rank's device. Memory that a program's own
-// optimizer takes is not in the plan.
+// or of (std::span<const ParameterSlice>, const DeviceMemory&); one that takes both gets
+// parameters. Only the latter can be used where ranks update parts of parameters
+// (PipelineOptions::Shape::shard). The parameters outlive the optimizer; their memory is there.
+// `memory`: of the rank's device. Memory that a program's own optimizer takes is not in the plan.
 class OptimizerFactory {
   using Made = std::unique_ptr<Optimizer>;
   using Parameters = std::span<Parameter* const>;
   using Slices = std::span<const ParameterSlice>;
   template <typename Make>
-  static constexpr bool kBySlices = std::is_invocable_r_v<Made, Make&, Slices, const DeviceMemory&>;
+  static constexpr bool kWhole =
+      std::is_invocable_r_v<Made, Make&, Parameters, const DeviceMemory&>;
 
  public:
   OptimizerFactory() = default;        // none: OptimizerConfig counts
   OptimizerFactory(std::nullptr_t) {}  // NOLINT(google-explicit-constructor)
   template <typename Make>
   requires(!std::is_same_v<Make, OptimizerFactory> && std::is_copy_constructible_v<Make> &&
-           (kBySlices<Make> || std::is_invocable_r_v<Made, Make&, Parameters, const DeviceMemory&>))
+           (kWhole<Make> || std::is_invocable_r_v<Made, Make&, Slices, const DeviceMemory&>))
       OptimizerFactory(Make make)  // NOLINT(google-explicit-constructor)
-      : takes_slices_(kBySlices<Make>) {
+      : takes_slices_(!kWhole<Make>) {
     if constexpr (requires { make == nullptr; }) {
       if (make == nullptr) return;
     }
-    if constexpr (kBySlices<Make>) {
+    if constexpr (!kWhole<Make>) {
       make_ = std::move(make);
     } else {
       make_ = [make = std::move(make)](Slices slices, const DeviceMemory& memory) mutable -> Made {

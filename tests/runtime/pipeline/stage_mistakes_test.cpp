@@ -274,6 +274,27 @@ TEST_P(StageMistakesTest, AnOptimizerThatThrowsIsNamedOnAllRanksInTheNextCallAtT
   });
 }
 
+// Replicas wait for the values of the one whose optimizer throws.
+TEST_P(StageMistakesTest, AnOptimizerOfAPartThatThrowsIsNamedOnAllReplicas) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = counting_source(8);
+    const bool fails = comm.rank() == 0;  // it has the only block
+    PipelineOptions options = options_of(1);
+    options.shape.replicas = comm.size();
+    options.shape.shard = ShardLevel::kOptimizer;
+    options.training.make_optimizer = [&](std::span<const ParameterSlice>, const DeviceMemory&) {
+      return std::make_unique<FailingOptimizer>(fails);
+    };
+    Pipeline pipeline(comm, factory_of({}), *source, options);
+    (void)pipeline.train_step();
+    expect_error(ErrorCode::kUser, {"update() of step 2: no more scratch"}, [&] {
+      (void)pipeline.train_step();
+      pipeline.close();
+    });
+    EXPECT_EQ(pipeline.failure()->rank(), 0);
+  });
+}
+
 // Each call that a callback may not make.
 std::vector<std::function<void(Pipeline&)>> calls_of_callbacks() {
   static const float number = 1;
