@@ -1,4 +1,4 @@
-// Tensors whose dimension 0 is the sample.
+// Tensors whose dimension 0 is the sample, and of which another one may count positions.
 #pragma once
 
 #include <array>
@@ -7,18 +7,37 @@
 #include <span>
 #include <vector>
 
+#include <sluice/data.hpp>
 #include <sluice/error.hpp>
+#include <sluice/stage.hpp>
 #include <sluice/tensor.hpp>
 
 namespace sluice {
 
-// `spec`, which has a dimension, with `samples` in its first one. Allocates nothing.
-[[nodiscard]] inline TensorSpec with_samples(const TensorSpec& spec, std::int64_t samples) {
-  std::array<std::int64_t, Shape::kMaxDims> dims = {samples};
-  for (int d = 1; d < spec.shape.rank(); ++d) dims[static_cast<std::size_t>(d)] = spec.shape[d];
+// `spec`, which has a dimension, with shape.samples in its first one, and in `dimension`
+// shape.positions, unless these are 0. Allocates nothing.
+[[nodiscard]] inline TensorSpec with_shape(const TensorSpec& spec, UnitShape shape, int dimension) {
+  std::array<std::int64_t, Shape::kMaxDims> dims = {shape.samples};
+  for (int d = 1; d < spec.shape.rank(); ++d) {
+    const bool counts = d == dimension && shape.positions > 0;
+    dims[static_cast<std::size_t>(d)] = counts ? shape.positions : spec.shape[d];
+  }
   const auto rank = static_cast<std::size_t>(spec.shape.rank());
   return {spec.dtype, Shape(std::span<const std::int64_t>(dims.data(), rank))};
 }
+// The same of each.
+[[nodiscard]] inline std::vector<TensorSpec> with_shape(std::vector<TensorSpec> specs,
+                                                        UnitShape shape, int dimension) {
+  for (TensorSpec& spec : specs) spec = with_shape(spec, shape, dimension);
+  return specs;
+}
+[[nodiscard]] inline TensorSpec with_samples(const TensorSpec& spec, std::int64_t samples) {
+  return with_shape(spec, {.samples = samples}, 0);
+}
+
+// How many positions a sample of `source` has; 0: it counts none. Throws Error(kUsage) where its
+// position_dimension() is none of each input and target, and where they differ in their number.
+[[nodiscard]] std::int64_t positions_of(const DataSource& source);
 
 // `one` sample's type and shape after a dimension for their number. Throws Error(kUsage) for more
 // dimensions than a tensor may have.

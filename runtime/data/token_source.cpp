@@ -50,6 +50,7 @@ class TokenShapes : public DataSource {
   [[nodiscard]] std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
     return input_specs(samples);
   }
+  [[nodiscard]] int position_dimension() const override { return 1; }
   void inputs(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {}
   void targets(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {}
 
@@ -126,7 +127,7 @@ class TokenWindows final : public Dataset {
   [[nodiscard]] std::int64_t size() const override { return windows_; }
   [[nodiscard]] BatchSpec spec() const override {
     const TensorSpec window{DType::kI32, {context_}};
-    return {.inputs = {window}, .targets = {window}};
+    return {.inputs = {window}, .targets = {window}, .position_dimension = 1};
   }
   void get(const ItemRequest& item, std::span<const Tensor> inputs,
            std::span<const Tensor> targets) const override {

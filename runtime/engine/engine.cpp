@@ -291,8 +291,8 @@ struct Engine::Impl final : DeviceWait {
   static bool host_takes_part(const PlanOp& op, const StageContext& ctx) {
     return op.sums > 0 || ctx.final_gradients != nullptr;
   }
-  std::int64_t samples(const PlanOp& op) const {
-    return request.micro_batches[at(op.micro_batch)].count;
+  UnitShape shape_of(const PlanOp& op) const {
+    return {request.micro_batches[at(op.micro_batch)].count, request.positions};
   }
   [[nodiscard]] StreamView stream() const { return config.compute->stream(); }
 
@@ -423,7 +423,7 @@ void Engine::Impl::post_recv(const PlanOp& op) {
   const auto& [slot_place, peer, tag] = message(op);
   Slot& slot = *slot_place;
   if (slot.state != SlotState::kFree) refuse(op, SlotState::kFree, slot.state);
-  slot.pool->shape(slot, samples(op));
+  slot.pool->shape(slot, shape_of(op));
   if (config.trace_events > 0) slot.started = steady_seconds();
   issue(op, slot, [&, peer = peer, tag = tag](Transport& over, std::size_t i) {
     // What arrived last has left host memory; what read it is on the stream already.
@@ -493,6 +493,7 @@ StageContext Engine::Impl::context_of(const PlanOp& op) {
           .seed = request.seed,
           .first_sample = range.first,
           .samples = range.count,
+          .positions = request.positions,
           .loss_scale = calls.loss_scale(),
           .inputs = op.stage == 0 ? batch.inputs(op.micro_batch) : std::span<const Tensor>(),
           .collective = config.plan->forward_only ? nullptr : &sums,
@@ -560,7 +561,7 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   expect(op, BufferKind::kState, SlotState::kFree).state = SlotState::kFilled;
   if (++in_flight > outcome.peak_in_flight) outcome.peak_in_flight = in_flight;
   Slot& output = expect(op, BufferKind::kOutput, SlotState::kFree);
-  output.pool->shape(output, samples(op));
+  output.pool->shape(output, shape_of(op));
   LossResult* const result = result_of(stage, op);
   in_stage(op, [&] {
     if (result != nullptr) {
@@ -606,7 +607,7 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   Slot* grad_input = nullptr;
   if (op.stage > 0 && op.action != ActionKind::kBackwardWeight) {
     grad_input = &expect(op, BufferKind::kGradInput, SlotState::kFree);
-    grad_input->pool->shape(*grad_input, samples(op));
+    grad_input->pool->shape(*grad_input, shape_of(op));
   }
   const std::span<const Tensor> grad_inputs =
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
@@ -644,7 +645,7 @@ void Engine::Impl::record_calls(StepActions* actions) {
     if (reports || host_takes_part(op, ctx)) continue;
     for (int k = 0; k < kBufferKinds; ++k) {
       Slot* const slot = table.slot(op, static_cast<BufferKind>(k));
-      if (slot != nullptr) slot->pool->shape(*slot, samples(op));
+      if (slot != nullptr) slot->pool->shape(*slot, shape_of(op));
     }
     if (op.stage > 0) ctx.inputs = table.slot(op, BufferKind::kInput)->tensors;
     in_stage(op, [&] {

@@ -48,6 +48,7 @@ struct StepRequest {
   bool first_batch = true;  // of the step: gradients that stages overwrite are stale
   bool last_batch = true;   // of the step
   std::span<const SampleRange> micro_batches;  // [micro_batch], sizes as in the edge table
+  std::int64_t positions = 0;                  // of every micro-batch: UnitShape::positions
   const BatchLoader::Batch* batch = nullptr;   // inputs on stage 0, targets on the last stage
   // Phase::kGenerate, on the last stage's rank: gets each micro-batch's outputs in host memory, in
   // the order of the plan; they are valid during the call. May be null.

@@ -31,7 +31,8 @@ void RecordedCalls::begin_step(std::uint64_t step, double loss_scale) {
 }
 
 bool RecordedCalls::Entry::fits(const StageContext& ctx) const {
-  return phase == ctx.phase && samples.first == ctx.first_sample && samples.count == ctx.samples &&
+  return phase == ctx.phase && shape == UnitShape{ctx.samples, ctx.positions} &&
+         first_sample == ctx.first_sample && first_position == ctx.first_position &&
          std::all_of(gradients.begin(), gradients.end(), [](const Written& each) {
            return each.parameter->is_stale() == each.overwritten;
          });
@@ -50,7 +51,9 @@ void RecordedCalls::note(Entry& entry, const StageContext& ctx) {
   if (entry.is_made) return;
   entry.is_made = true;
   entry.phase = ctx.phase;
-  entry.samples = {ctx.first_sample, ctx.samples};
+  entry.shape = {ctx.samples, ctx.positions};
+  entry.first_sample = ctx.first_sample;
+  entry.first_position = ctx.first_position;
 }
 
 void RecordedCalls::record(std::size_t action, Stage& stage, const StageContext& ctx,

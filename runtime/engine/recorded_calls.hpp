@@ -4,9 +4,9 @@
 // so at the end of that step, while no kernel of the device waits for another rank, the call is
 // recorded: making a graph may take memory of the device. After that the graph is launched in its
 // place. Values that differ between steps, the step's number and the loss scale, are read from
-// device memory. A call is made, not replayed, if its phase or samples differ from the record, if
-// it would add to a gradient that the record overwrites or the other way round, or if the host
-// takes part: it reports final gradients, or sums over replicas.
+// device memory. A call is made, not replayed, if its phase, samples or positions differ from the
+// record, if it would add to a gradient that the record overwrites or the other way round, or if
+// the host takes part: it reports final gradients, or sums over replicas.
 #pragma once
 
 #include <cstddef>
@@ -61,8 +61,9 @@ class RecordedCalls {
   struct Entry {
     Graph graph;
     Phase phase = Phase::kTrain;
-    SampleRange samples;
-    bool is_made = false;  // with this phase and these samples
+    UnitShape shape;
+    std::int64_t first_sample = 0, first_position = 0;
+    bool is_made = false;  // with this phase, shape and these first ones
     // Where the graph's kernels find the context's workspace. If that moves, because a stage
     // described too little, the call is made.
     const std::byte* workspace = nullptr;

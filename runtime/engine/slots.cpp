@@ -41,7 +41,7 @@ void reshape(Slot& slot, std::size_t index, const MessageHeader& arrived) {
   set_spec(slot, index,
            {slot.tensors[index].spec.dtype,
             Shape(std::span<const std::int64_t>(dims.data(), arrived.rank))});
-  slot.samples = -1;
+  slot.shape = {.samples = -1};
 }
 
 int SlotPool::edge_of(const BufferPool& pool) {
@@ -139,10 +139,10 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
   }
 }
 
-void SlotPool::reshape(Slot& slot, std::int64_t samples) const {
-  slot.samples = samples;
+void SlotPool::reshape(Slot& slot, UnitShape shape) const {
+  slot.shape = shape;
   if (slot.tensors.empty()) return;
-  const auto tensors = edges_->inputs(samples, edge_of(description_));
+  const auto tensors = edges_->inputs(shape, edge_of(description_));
   for (std::size_t i = 0; i < tensors.size(); ++i) set_spec(slot, i, tensors[i].spec);
 }
 

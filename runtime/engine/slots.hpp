@@ -29,7 +29,7 @@ class SlotPool;
 // of kState has `memory` instead.
 struct Slot {
   SlotState state = SlotState::kFree;
-  std::int64_t samples = -1;           // of the shapes; -1: none, or as received
+  UnitShape shape = {.samples = -1};   // of the tensors; -1: none, or as received
   RouteKind route = RouteKind::kHost;  // its pool's
   const SlotPool* pool = nullptr;      // its own
   std::vector<Tensor> tensors;
@@ -96,9 +96,9 @@ class SlotPool {
   SlotPool& operator=(const SlotPool&) = delete;
   [[nodiscard]] Slot& slot(std::int32_t index) { return slots_[static_cast<std::size_t>(index)]; }
   [[nodiscard]] int count() const { return static_cast<int>(slots_.size()); }
-  // Sets the tensors' shapes for a micro-batch of `samples`.
-  void shape(Slot& slot, std::int64_t samples) const {
-    if (slot.samples != samples) reshape(slot, samples);
+  // Sets the tensors' shapes for a micro-batch of this one.
+  void shape(Slot& slot, UnitShape shape) const {
+    if (slot.shape != shape) reshape(slot, shape);
   }
   [[nodiscard]] const BufferPool& description() const { return description_; }
   [[nodiscard]] RouteKind route() const { return route_; }
@@ -113,7 +113,7 @@ class SlotPool {
   [[nodiscard]] static std::size_t bytes(const BufferPool& pool, const EdgeTable& edges);
 
  private:
-  void reshape(Slot& slot, std::int64_t samples) const;
+  void reshape(Slot& slot, UnitShape shape) const;
 
   BufferPool description_;
   RouteKind route_;

@@ -90,6 +90,12 @@ std::map<std::pair<RouteKind, std::string>, std::vector<std::size_t>> group(
 
 }  // namespace
 
+std::string to_string(UnitShape shape) {
+  std::string text = fmt::format("{} samples", shape.samples);
+  if (shape.positions > 0) text += fmt::format(" of {} positions", shape.positions);
+  return text;
+}
+
 std::string why_no_nccl(const std::vector<RankDevice>& job) {
   if (SLUICE_WITH_NCCL == 0) return "this build has no NCCL";
   for (std::size_t a = 0; a < job.size(); ++a) {

@@ -55,10 +55,12 @@ bool counts_on(Call call) {
   return trains(call) || call == Call::kTrainSource || call == Call::kUpdate || call == Call::kSave;
 }
 
-// "f32 [samples, 3]".
-std::string describe(const TensorSpec& one) {
+// "f32 [samples, 3]", or, where `fewer` is dimension 1, "f32 [samples, 1 to 3]".
+std::string describe(const TensorSpec& one, int fewer = 0) {
   std::string text = fmt::format("{} [samples", name_of(one.dtype));
-  for (int d = 1; d < one.shape.rank(); ++d) text += fmt::format(", {}", one.shape[d]);
+  for (int d = 1; d < one.shape.rank(); ++d) {
+    text += fmt::format(", {}{}", d == fewer ? "1 to " : "", one.shape[d]);
+  }
   return text + "]";
 }
 
@@ -67,10 +69,11 @@ std::size_t sample_bytes(const TensorSpec& spec) {
 }
 
 // Samples [first, first + count) of a tensor.
-Tensor slice(const Tensor& whole, SampleRange range, const TensorSpec& one) {
+Tensor slice(const Tensor& whole, SampleRange range) {
   Tensor part = whole;
-  part.data = whole.as<std::byte>() + static_cast<std::size_t>(range.first) * sample_bytes(one);
-  part.spec = with_samples(one, range.count);
+  part.data =
+      whole.as<std::byte>() + static_cast<std::size_t>(range.first) * sample_bytes(whole.spec);
+  part.spec = with_samples(whole.spec, range.count);
   return part;
 }
 
@@ -102,6 +105,7 @@ class BatchShapes final : public DataSource {
   [[nodiscard]] std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
     return batches_of(spec_.targets, samples);
   }
+  [[nodiscard]] int position_dimension() const override { return spec_.position_dimension; }
   void inputs(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {
     refuse_to_read();
   }
@@ -137,6 +141,7 @@ std::string to_text(const BatchSpec& spec) {
   std::string text = spec.feed == Feed::kRank0 ? "from rank 0" : "where used";
   for (const TensorSpec& one : spec.inputs) text += fmt::format(", input {}", to_string(one));
   for (const TensorSpec& one : spec.targets) text += fmt::format(", target {}", to_string(one));
+  if (spec.position_dimension != 0) text += fmt::format(", positions {}", spec.position_dimension);
   return text;
 }
 
@@ -148,26 +153,37 @@ BatchFeed::BatchFeed(JobContext& job, const JobLayout& layout, const DataSource&
       last_(layout.owns(layout.plans.num_stages() - 1)),
       one_input_(shapes.input_specs(1)),
       one_target_(shapes.target_specs(1)),
+      dimension_(shapes.position_dimension()),
       headers_(at(job.world.ranks->size())),
       shares_(at(layout.place.topology.size.replica)) {
   received_.resize(one_input_.size() + one_target_.size());
 }
 
-std::int64_t BatchFeed::samples_of(std::span<const Tensor> tensors, bool targets) const {
+UnitShape BatchFeed::shape_of(std::span<const Tensor> tensors, bool targets, bool fewer) const {
   const std::vector<TensorSpec>& ones = targets ? one_target_ : one_input_;
   const char* what = targets ? "target" : "input";
   if (tensors.size() != ones.size()) {
     throw_usage("{} {}s are given, {} are needed", tensors.size(), what, ones.size());
   }
-  std::int64_t samples = ones.empty() ? kAnyNumber : 0;
+  const int dimension = fewer ? dimension_ : 0;
+  UnitShape shape{.samples = ones.empty() ? kAnyNumber : 0};
   for (std::size_t i = 0; i < ones.size(); ++i) {
     const TensorSpec& spec = tensors[i].spec;
-    if (spec.shape.rank() == 0 || with_samples(spec, 1) != with_samples(ones[i], 1)) {
-      throw_usage("{} {} is {}, but {} is needed", what, i, to_string(spec), describe(ones[i]));
+    const bool counts = dimension > 0 && dimension < spec.shape.rank();
+    const std::int64_t positions = counts ? spec.shape[dimension] : 0;
+    const std::int64_t whole = dimension > 0 ? ones[i].shape[dimension] : 0;
+    if (spec.shape.rank() == 0 || (counts && positions < 1) || positions > whole ||
+        with_shape(spec, {1, whole}, dimension) != with_samples(ones[i], 1)) {
+      throw_usage("{} {} is {}, but {} is needed", what, i, to_string(spec),
+                  describe(ones[i], dimension));
     }
-    if (i == 0) samples = spec.shape[0];
-    if (spec.shape[0] != samples) {
-      throw_usage("{} {} has {} samples, {} 0 has {}", what, i, spec.shape[0], what, samples);
+    if (i == 0) shape = {spec.shape[0], positions == whole ? 0 : positions};
+    if (spec.shape[0] != shape.samples) {
+      throw_usage("{} {} has {} samples, {} 0 has {}", what, i, spec.shape[0], what, shape.samples);
+    }
+    if (spec != with_shape(ones[i], shape, dimension)) {
+      throw_usage("{} {} has {} positions, {} 0 has {}", what, i, positions, what,
+                  tensors[0].spec.shape[dimension]);
     }
     if (tensors[i].data == nullptr && spec.bytes() > 0) {
       throw_usage("{} {} is {} without data", what, i, to_string(spec));
@@ -177,7 +193,7 @@ std::int64_t BatchFeed::samples_of(std::span<const Tensor> tensors, bool targets
                   sluice::name_of(spec.dtype));
     }
   }
-  return samples;
+  return shape;
 }
 
 BatchShare BatchFeed::passed() const {
@@ -210,9 +226,10 @@ void BatchFeed::count_samples(const Asked& asked, Header& header) const {
   const bool whole = feed_ == Feed::kRank0;
   const bool here = whole && job_.world.ranks->rank() == 0;
   calling(name_of(asked.call), [&] {
-    if (whole ? here : first_) header.inputs = samples_of(asked.batch->inputs, false);
+    const bool fewer = asked.call == Call::kInfer;
+    if (whole ? here : first_) header.inputs = shape_of(asked.batch->inputs, false, fewer);
     if (has_targets(asked.call) && (whole ? here : last_)) {
-      header.targets = samples_of(asked.batch->targets, true);
+      header.targets = shape_of(asked.batch->targets, true, false).samples;
     }
   });
 }
@@ -270,12 +287,22 @@ void BatchFeed::compare_samples(Call call) {
         whole ? 0 : topology.rank_of({.pipeline = layout_.plans.first_rank(), .replica = r});
     const int last =
         whole ? 0 : topology.rank_of({.pipeline = layout_.plans.last_rank(), .replica = r});
-    const std::int64_t samples = headers_[at(first)].inputs;
+    const std::int64_t samples = headers_[at(first)].inputs.samples;
     const std::int64_t of_targets = headers_[at(last)].targets;
     if (has_targets(call) && of_targets != kAnyNumber && of_targets != samples) {
       refuse(ErrorCode::kUsage, last,
              "{}: rank {} passes inputs of {} samples, rank {} targets of {}", name_of(call), first,
              samples, last, of_targets);
+    }
+    const std::int64_t positions = headers_[at(first)].inputs.positions;
+    if (r == 0) positions_ = positions;
+    if (positions != positions_) {
+      const auto given = [&](std::int64_t some) {
+        return some > 0 ? some : one_input_[0].shape[dimension_];
+      };
+      refuse(ErrorCode::kUsage, first, "{}: rank {} passes {} positions, rank {} passes {}",
+             name_of(call), topology.rank_of({.pipeline = layout_.plans.first_rank()}),
+             given(positions_), first, given(positions));
     }
     shares_[at(r)] = whole ? share_of(samples, topology.size.replica, r).count : samples;
   }
@@ -305,7 +332,7 @@ double BatchFeed::targets() const {
 
 void BatchFeed::send_share(std::span<const Tensor> whole, int rank, SampleRange share) const {
   for (const Tensor& tensor : whole) {
-    const Tensor part = slice(tensor, share, tensor.spec);
+    const Tensor part = slice(tensor, share);
     job_.world.collectives->send(rank, {part.as<const std::byte>(), part.spec.bytes()});
   }
 }
@@ -317,9 +344,10 @@ void BatchFeed::receive_share(bool targets) {
   tensors.resize(ones.size());
   for (std::size_t i = 0; i < ones.size(); ++i) {
     std::vector<std::byte>& memory = received_[first + i];
-    const std::size_t bytes = static_cast<std::size_t>(share().count) * sample_bytes(ones[i]);
+    const TensorSpec spec = with_shape(ones[i], {share().count, positions_}, dimension_);
+    const std::size_t bytes = spec.bytes();
     if (memory.size() < bytes) memory.resize(bytes);
-    tensors[i] = slice({memory.data(), ones[i]}, {0, share().count}, ones[i]);
+    tensors[i] = {memory.data(), spec};
     job_.world.collectives->recv(0, std::span(memory).first(bytes));
   }
 }
@@ -350,8 +378,7 @@ void BatchFeed::distribute(const Batch& batch, bool targets) {
       }
       std::vector<Tensor>& mine = of_targets ? targets_ : inputs_;
       mine.resize(whole.size());
-      for (std::size_t i = 0; i < whole.size(); ++i)
-        mine[i] = slice(whole[i], share, whole[i].spec);
+      for (std::size_t i = 0; i < whole.size(); ++i) mine[i] = slice(whole[i], share);
     }
   }
 }
@@ -363,14 +390,14 @@ const BatchLoader::Batch& BatchFeed::cut(std::span<const SampleRange> micro_batc
     batch_.targets.resize(micro_batches.size());
   }
   const auto cut_one = [](const std::vector<Tensor>& share, SampleRange range,
-                          const std::vector<TensorSpec>& ones, std::vector<Tensor>& into) {
+                          std::vector<Tensor>& into) {
     into.resize(share.size());
-    for (std::size_t i = 0; i < share.size(); ++i) into[i] = slice(share[i], range, ones[i]);
+    for (std::size_t i = 0; i < share.size(); ++i) into[i] = slice(share[i], range);
   };
   for (std::size_t m = 0; m < micro_batches.size(); ++m) {
     const SampleRange range{micro_batches[m].first - first, micro_batches[m].count};
-    if (first_) cut_one(inputs_, range, one_input_, batch_.inputs[m]);
-    if (last_) cut_one(targets_, range, one_target_, batch_.targets[m]);
+    if (first_) cut_one(inputs_, range, batch_.inputs[m]);
+    if (last_) cut_one(targets_, range, batch_.targets[m]);
   }
   return batch_;
 }

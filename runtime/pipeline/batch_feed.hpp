@@ -45,6 +45,8 @@ class BatchFeed {
   void agree(const Asked& asked, const std::function<void()>& check);
   // [replica] samples, after agree() of a call with a batch.
   [[nodiscard]] std::span<const std::int64_t> shares() const { return shares_; }
+  // Of each sample, as UnitShape has them, after agree() of a call with a batch.
+  [[nodiscard]] std::int64_t positions() const { return positions_; }
   // The first sample of this replica's share in the batch, and their number.
   [[nodiscard]] SampleRange share() const;
   // Asked::targets of the last agree(), added in the order of replicas.
@@ -69,16 +71,20 @@ class BatchFeed {
     std::int32_t call = 0;
     std::int32_t fault = 0;  // 0: none, else 1 + its ErrorCode
     std::uint64_t step = 0;
-    std::int64_t argument = 0, inputs = 0, targets = 0;  // the last two: samples
-    double counted = 0;                                  // Asked::targets
+    std::int64_t argument = 0;
+    UnitShape inputs = {};
+    std::int64_t targets = 0;  // samples
+    double counted = 0;        // Asked::targets
   };
-  // Samples of `tensors`, which need to be like the shapes'; throws Error(kUsage).
-  [[nodiscard]] std::int64_t samples_of(std::span<const Tensor> tensors, bool targets) const;
-  // Counts the samples that this rank passes; throws Error(kUsage) where they cannot be.
+  // What `tensors` have, which need to be like the shapes'; throws Error(kUsage). `fewer`: they may
+  // have fewer positions.
+  [[nodiscard]] UnitShape shape_of(std::span<const Tensor> tensors, bool targets, bool fewer) const;
+  // Counts the samples and positions that this rank passes; throws Error(kUsage) where they cannot
+  // be.
   void count_samples(const Asked& asked, Header& header) const;
   // Throw Refused for what differs between all ranks' headers.
   void compare_calls(Call call) const;
-  // Sets the shares.
+  // Sets the shares and the positions.
   void compare_samples(Call call);
   void send_share(std::span<const Tensor> whole, int rank, SampleRange share) const;
   void receive_share(bool targets);
@@ -88,7 +94,9 @@ class BatchFeed {
   Feed feed_;
   bool first_, last_;                               // this rank runs the stage
   std::vector<TensorSpec> one_input_, one_target_;  // of one sample
-  std::vector<Header> headers_;                     // [rank of the job]
+  const int dimension_;                             // that counts positions; 0: none
+  std::int64_t positions_ = 0;
+  std::vector<Header> headers_;  // [rank of the job]
   std::vector<std::int64_t> shares_;
   // This rank's share, where it is used; views of the caller's memory, or of received_.
   std::vector<Tensor> inputs_, targets_;

@@ -15,13 +15,14 @@
 
 namespace sluice {
 
-std::span<const EdgeTensor> OutputGather::specs() const {
-  return layout_.wires.edges.inputs(layout_.wires.edges.largest(), layout_.plans.num_stages());
+std::span<const EdgeTensor> OutputGather::specs(std::int64_t positions) const {
+  const EdgeTable& edges = layout_.wires.edges;
+  return edges.inputs({edges.largest().samples, positions}, layout_.plans.num_stages());
 }
 
 void OutputGather::require_samples() const {
-  const std::int64_t samples = layout_.wires.edges.largest();
-  const auto outputs = specs();
+  const std::int64_t samples = layout_.wires.edges.largest().samples;
+  const auto outputs = specs(0);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const TensorSpec& spec = outputs[i].spec;
     if (spec.shape.rank() > 0 && spec.shape[0] > 0 && spec.shape[0] % samples == 0) continue;
@@ -32,8 +33,9 @@ void OutputGather::require_samples() const {
   }
 }
 
-void OutputGather::begin() {
-  const auto outputs = specs();
+void OutputGather::begin(std::int64_t positions) {
+  positions_ = positions;
+  const auto outputs = specs(positions);
   for (std::vector<Output>* list : {&mine_, &all_}) {
     list->resize(outputs.size());
     for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -100,7 +102,7 @@ void OutputGather::gather_to(int rank) {
 void OutputGather::gather_to_all() {
   gather_to(0);
   Collectives& world = *job_.world.collectives;
-  if (job_.world.ranks->rank() != 0) begin();
+  if (job_.world.ranks->rank() != 0) begin(positions_);
   for (Output& output : mine_) {
     std::int64_t rows = output.spec.shape[0];
     world.broadcast(object_bytes(rows), 0);
@@ -119,22 +121,23 @@ ForwardCalls::ForwardCalls(PipelineParts& parts, PipelineCalls& calls)
       outputs_(parts.job, parts.layout) {}
 
 std::int64_t ForwardCalls::round_samples() const {
-  return parts_.layout.wires.edges.largest() *
+  return parts_.layout.wires.edges.largest().samples *
          static_cast<std::int64_t>(StepPlans::kRoundMicroBatches);
 }
 
-LossResult ForwardCalls::run_rounds(Phase phase, SampleRange samples, const Load& load,
-                                    const OnOutputs& on_outputs, std::int64_t least_rounds) {
+LossResult ForwardCalls::run_rounds(Phase phase, SampleRange samples, std::int64_t positions,
+                                    const Load& load, const OnOutputs& on_outputs,
+                                    std::int64_t least_rounds) {
   LossResult total;
-  const std::int64_t size = parts_.layout.wires.edges.largest();
+  const std::int64_t size = parts_.layout.wires.edges.largest().samples;
   std::function<void(int, std::span<const Tensor>)> hand_on;
   if (on_outputs) {
     hand_on = [&](int micro_batch, std::span<const Tensor> outputs) {
       on_outputs(ranges_[at(micro_batch)], outputs);
     };
   }
-  if (samples.count >= size) parts_.need_size(size);
-  if (samples.count % size > 0) parts_.need_size(samples.count % size);
+  if (samples.count >= size) parts_.need_size({size, positions});
+  if (samples.count % size > 0) parts_.need_size({samples.count % size, positions});
   for (std::int64_t i = 0, done = 0; done < samples.count || i < least_rounds; ++i) {
     const std::int64_t count = std::min(round_samples(), samples.count - done);
     cut_samples({samples.first + done, count}, size, (count + size - 1) / size, ranges_);
@@ -146,6 +149,7 @@ LossResult ForwardCalls::run_rounds(Phase phase, SampleRange samples, const Load
                               .step = 0,
                               .seed = parts_.options.training.seed,
                               .micro_batches = ranges_,
+                              .positions = positions,
                               .batch = &batch,
                               .on_outputs = hand_on ? &hand_on : nullptr};
     const StepOutcome& outcome =
@@ -163,7 +167,7 @@ EvaluationReport ForwardCalls::run_evaluation(const std::string& who, SampleRang
                                               std::int64_t least_rounds, const Load& load) {
   EvaluationReport report;
   calls_.refusable(who, [&] {
-    const LossResult loss = run_rounds(Phase::kEvaluate, samples, load, {}, least_rounds);
+    const LossResult loss = run_rounds(Phase::kEvaluate, samples, 0, load, {}, least_rounds);
     std::vector<LossResult> all(at(parts_.job.world.ranks->size()));
     parts_.job.world.collectives->all_gather(loss, all);
     LossResult total;
@@ -223,7 +227,7 @@ EvaluationReport ForwardCalls::evaluate(const Batch& batch) {
 
 void ForwardCalls::check_share(bool targets) {
   const SampleRange share = parts_.feed->share();
-  const std::int64_t size = parts_.layout.wires.edges.largest();
+  const std::int64_t size = parts_.layout.wires.edges.largest().samples;
   for (std::int64_t done = 0; done < share.count; done += size) {
     const SampleRange range{share.first + done, std::min(size, share.count - done)};
     const std::span<const SampleRange> one(&range, 1);
@@ -254,14 +258,17 @@ std::span<const Tensor> ForwardCalls::infer(const Batch& batch, const InferOptio
   calls_.guarded("a batch", [&] { parts_.feed->distribute(batch, /*targets=*/false); });
   calls_.agree(Call::kValues, nullptr, 0, [this] { check_share(/*targets=*/false); });
   calls_.guarded("inference", [&] {
-    outputs_.begin();
     const SampleRange share = parts_.feed->share();
+    const std::int64_t positions = parts_.feed->positions();
+    // Each replica gathers outputs, also one without samples.
+    parts_.need_size({parts_.layout.wires.edges.largest().samples, positions});
+    outputs_.begin(positions);
     const OnOutputs take = [&](SampleRange samples, std::span<const Tensor> made) {
       if (!how.on_outputs) return outputs_.add(made);
       calling("on_outputs", [&] { how.on_outputs(samples, made); });
     };
     (void)run_rounds(
-        Phase::kGenerate, share,
+        Phase::kGenerate, share, positions,
         [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
           return parts_.feed->cut(ranges, share.first);
         },

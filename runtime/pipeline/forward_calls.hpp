@@ -19,13 +19,15 @@ namespace sluice {
 // Outputs of the last stage over all micro-batches and replicas, where the caller wants them.
 class OutputGather {
  public:
-  // Both outlive it. Reuses its memory from call to call.
+  // Both outlive it; the layout has micro-batches of the largest number of samples for all
+  // positions that come. Reuses its memory from call to call.
   OutputGather(JobContext& job, const JobLayout& layout) : job_(job), layout_(layout) {}
 
   // Throws Error(kUsage), the same on all ranks, for outputs that have no dimension of samples.
   void require_samples() const;
 
-  void begin();
+  // `positions` of each sample, as UnitShape has them.
+  void begin(std::int64_t positions);
   // On the last stage's rank: the outputs of the next micro-batch, in host memory.
   void add(std::span<const Tensor> outputs);
   // Collective over the job. All replicas' outputs one after the other, on rank `rank`, or on all.
@@ -39,12 +41,13 @@ class OutputGather {
     TensorSpec spec;  // dimension 0 grows
     std::vector<std::byte> bytes;
   };
-  [[nodiscard]] std::span<const EdgeTensor> specs() const;
+  [[nodiscard]] std::span<const EdgeTensor> specs(std::int64_t positions) const;
   static void append(Output& to, const TensorSpec& spec, std::span<const std::byte> bytes);
   void show();
 
   JobContext& job_;
   const JobLayout& layout_;
+  std::int64_t positions_ = 0;
   std::vector<Output> mine_, all_;
   std::vector<Tensor> tensors_;
 };
@@ -66,7 +69,8 @@ class ForwardCalls {
   // Collective over the pipeline: this replica's samples. Returns the sum of the losses, in the
   // order of the samples, on the last stage's rank; zero elsewhere, without samples, and for
   // Phase::kGenerate. `on_outputs`: as StepRequest's, with the micro-batch's samples.
-  LossResult run_rounds(Phase phase, SampleRange samples, const Load& load,
+  // `positions`: of each sample, as UnitShape has them.
+  LossResult run_rounds(Phase phase, SampleRange samples, std::int64_t positions, const Load& load,
                         const OnOutputs& on_outputs, std::int64_t least_rounds = 0);
   [[nodiscard]] std::int64_t round_samples() const;
   EvaluationReport run_evaluation(const std::string& who, SampleRange samples,

@@ -162,7 +162,7 @@ void PipelineParts::start_watchdog() {
 
 DeviceBatch::Capacity PipelineParts::batch_capacity() const {
   DeviceBatch::Capacity capacity;
-  const std::int64_t largest = layout.wires.edges.largest();
+  const std::int64_t largest = layout.wires.edges.largest().samples;
   for (const TensorSpec& spec : batches.source->input_specs(largest)) {
     capacity.inputs.push_back(spec.bytes());
   }
@@ -240,7 +240,7 @@ void PipelineParts::prepare_stages() {
                      .trains = !options.training.inference,
                      .seed = options.training.seed,
                      .input_sizes = {}};
-    for (const std::int64_t size : layout.wires.edges.sizes()) {
+    for (const UnitShape size : layout.wires.edges.sizes()) {
       std::vector<TensorSpec>& specs = setup.input_sizes.emplace_back();
       for (const EdgeTensor& tensor : layout.wires.edges.inputs(size, index))
         specs.push_back(tensor.spec);
@@ -309,9 +309,9 @@ Plan PipelineParts::plan_smaller(int micro_batches) const {
   return plan;
 }
 
-void PipelineParts::need_size(std::int64_t samples) {
-  if (layout.wires.edges.has(samples)) return;
-  add_size(job, *compute, *batches.source, stages, samples, layout);
+void PipelineParts::need_size(UnitShape shape) {
+  if (layout.wires.edges.has(shape)) return;
+  add_size(job, *compute, *batches.source, stages, shape, layout);
 }
 
 double PipelineParts::check_batch(const BatchLoader::Batch& batch,

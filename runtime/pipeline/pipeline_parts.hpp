@@ -67,8 +67,8 @@ struct PipelineParts {
   }
   // The plan of a step that is smaller than the largest.
   Plan plan_smaller(int micro_batches) const;
-  // Collective over the pipeline: micro-batches of so many samples may come.
-  void need_size(std::int64_t samples);
+  // Collective over the pipeline: micro-batches of this shape may come.
+  void need_size(UnitShape shape);
   // Throws what this rank's stages find in a batch before its first message. `before`: samples of
   // the step's earlier batches. Returns how many targets count here.
   double check_batch(const BatchLoader::Batch& batch, std::span<const SampleRange> ranges,

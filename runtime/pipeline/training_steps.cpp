@@ -60,7 +60,7 @@ void TrainingSteps::require_no_gradients() const {
 
 void TrainingSteps::cut_step() {
   const std::span<const std::int64_t> shares = parts_.feed->shares();
-  const std::int64_t size = parts_.layout.wires.edges.largest();
+  const std::int64_t size = parts_.layout.wires.edges.largest().samples;
   const std::int64_t most = *std::max_element(shares.begin(), shares.end());
   const std::int64_t pieces = (most + size - 1) / size;
   if (pieces > parts_.layout.plans.train.micro_batches) {
@@ -111,7 +111,7 @@ StepReport TrainingSteps::train_on(Call call, const Batch& batch) {
   cut_step();
   const BatchLoader::Batch* mine = nullptr;
   calls_.guarded("a batch", [&] {
-    for (const SampleRange& range : step_.ranges) parts_.need_size(range.count);
+    for (const SampleRange& range : step_.ranges) parts_.need_size({.samples = range.count});
     parts_.feed->distribute(batch, /*targets=*/true);
     mine = &parts_.feed->cut(step_.ranges, step_.ranges.front().first);
   });

@@ -19,6 +19,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
+#include "runtime/data/sample_specs.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/layout/parameter_cut.hpp"
@@ -120,7 +121,7 @@ void require_groups(const PipelineOptions& options, const std::vector<StageEntry
 // What a step and the announced evaluations need: the distinct sizes of all replicas'
 // micro-batches, the largest first, and the most micro-batches of an evaluation's round.
 struct Division {
-  std::vector<std::int64_t> sizes;
+  std::vector<UnitShape> sizes;
   std::size_t round = 0;
 };
 
@@ -149,7 +150,7 @@ Division divide_samples(const PipelineOptions& options, const RankPlace& place, 
     }
   }
   division.round = std::min(division.round, StepPlans::kRoundMicroBatches);
-  division.sizes.assign(sizes.begin(), sizes.end());
+  for (const std::int64_t samples : sizes) division.sizes.push_back({.samples = samples});
   return division;
 }
 
@@ -227,7 +228,7 @@ struct StageReports {
 // of the next. `stage_of` returns a stage of this rank. `takes_targets`: the last stage's loss has
 // to take the targets of the data.
 StageReports describe_stages(JobContext& job, ComputeContext& compute, const Placement& placement,
-                             const DataSource& source, const std::vector<std::int64_t>& sizes,
+                             const DataSource& source, const std::vector<UnitShape>& sizes,
                              bool takes_targets, const std::function<Stage&(int stage)>& stage_of) {
   const int stages = placement.stages();
   StageReports all;
@@ -235,14 +236,15 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
   std::vector<std::vector<TensorSpec>> inputs;  // [size] of stage s
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     all.edges[i].resize(at(stages) + 1);
-    inputs.push_back(source.input_specs(sizes[i]));
+    inputs.push_back(
+        with_shape(source.input_specs(sizes[i].samples), sizes[i], source.position_dimension()));
   }
   for (int s = 0; s < stages; ++s) {
     std::string text;
     if (job.makes(s, placement)) {
       std::vector<std::vector<TensorSpec>> targets;
-      for (const std::int64_t size : sizes) {
-        if (takes_targets && s + 1 == stages) targets.push_back(source.target_specs(size));
+      for (const UnitShape size : sizes) {  // of whole samples, where there are targets
+        if (takes_targets && s + 1 == stages) targets.push_back(source.target_specs(size.samples));
       }
       const StageReport mine = report_of(stage_of(s), s, inputs, targets, compute);
       text = to_text(mine);
@@ -383,6 +385,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
     throw_usage("buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
   }
   if (!make_stage) throw_usage("the StageFactory is null; legal: a function that makes stages");
+  (void)positions_of(source);
   BuiltLayout built;
   JobLayout& layout = built.layout;
   StepPlans& plans = layout.plans;
@@ -435,8 +438,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
 }
 
 void add_size(JobContext& job, ComputeContext& compute, const DataSource& source,
-              std::span<const std::unique_ptr<Stage>> stages, std::int64_t samples,
-              JobLayout& layout) {
+              std::span<const std::unique_ptr<Stage>> stages, UnitShape shape, JobLayout& layout) {
   const Placement& placement = layout.plans.placement();
   const std::vector<int>& mine = placement.stages_of(layout.place.here.pipeline);
   const auto stage_of = [&](int stage) -> Stage& {
@@ -444,17 +446,16 @@ void add_size(JobContext& job, ComputeContext& compute, const DataSource& source
     return *stages[static_cast<std::size_t>(place)];
   };
   StageReports reports = describe_stages(job, compute, placement, source,
-                                         {layout.wires.edges.largest(), samples}, false, stage_of);
+                                         {layout.wires.edges.largest(), shape}, false, stage_of);
   for (std::size_t s = 0; s < reports.entries.size(); ++s) {
     if (fits(reports.entries[s], layout.parameters.stages[s])) continue;
-    throw_usage(
-        "stage {} needs more memory for a micro-batch of {} samples than for the largest, of {}", s,
-        samples, layout.wires.edges.largest());
+    throw_usage("stage {} needs more memory for a micro-batch of {} than for the largest, of {}", s,
+                to_string(shape), to_string(layout.wires.edges.largest()));
   }
-  layout.wires.edges.add(samples, std::move(reports.edges[1]));
+  layout.wires.edges.add(shape, std::move(reports.edges[1]));
   for (std::size_t i = 0; i < stages.size(); ++i) {
     std::vector<TensorSpec> inputs;
-    for (const EdgeTensor& tensor : layout.wires.edges.inputs(samples, mine[i])) {
+    for (const EdgeTensor& tensor : layout.wires.edges.inputs(shape, mine[i])) {
       inputs.push_back(tensor.spec);
     }
     try {

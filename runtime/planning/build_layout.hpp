@@ -30,12 +30,11 @@ struct BuiltLayout {
                                        ComputeContext& compute, const StageFactory& make_stage,
                                        const DataSource& source, bool any_size);
 
-// Collective over the pipeline. Adds micro-batches of `samples` samples, fewer than the largest, to
-// the layout's edges, and prepares `stages`, this rank's, for them. Throws Error(kUsage) where a
+// Collective over the pipeline. Adds micro-batches of `shape`, which is within the largest, to the
+// layout's edges, and prepares `stages`, this rank's, for them. Throws Error(kUsage) where a
 // stage cannot take them.
 void add_size(JobContext& job, ComputeContext& compute, const DataSource& source,
-              std::span<const std::unique_ptr<Stage>> stages, std::int64_t samples,
-              JobLayout& layout);
+              std::span<const std::unique_ptr<Stage>> stages, UnitShape shape, JobLayout& layout);
 
 // The samples of the largest step, over all replicas.
 [[nodiscard]] std::int64_t largest_batch(const PipelineOptions& options, int replicas);

@@ -66,7 +66,7 @@ class MemorySum {
       }
     }
     if (rank_ == layout_.plans.last_rank() && !options_.training.inference) {
-      for (const TensorSpec& target : source.target_specs(layout_.wires.edges.largest())) {
+      for (const TensorSpec& target : source.target_specs(layout_.wires.edges.largest().samples)) {
         add_bytes(micro_batch, padded(target.bytes()));
       }
     }

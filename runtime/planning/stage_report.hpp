@@ -22,7 +22,7 @@ struct StageReport {
 };
 
 // Describes `stage`, which has the global number `index`. inputs[size] are its inputs for every
-// number of samples that a micro-batch may have, the largest first. Throws Error(kUsage) that names
+// shape that a micro-batch may have, the largest first. Throws Error(kUsage) that names
 // the stage where a description or a parameter's name is not legal. `targets`, of the data: none,
 // or [size] those that a loss of this stage gets; others than it describes are refused too.
 [[nodiscard]] StageReport report_of(Stage& stage, int index,

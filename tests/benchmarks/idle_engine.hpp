@@ -73,7 +73,7 @@ inline double engine_ns(Communicator& comm, const char* schedule, Device device 
       lower(generate(schedule, {ranks, kMicroBatches, 1}), {.reduce_grad = false, .tied = {}}), {});
   const std::vector<std::vector<EdgeTensor>> edge(static_cast<std::size_t>(ranks) + 1,
                                                   {{{DType::kF32, Shape{1, 4}}, true}});
-  const EdgeTable edges({1}, {edge});
+  const EdgeTable edges({{.samples = 1}}, {edge});
   ComputeContext compute(device, 1);
   IdleStage stage;
   const bool last = comm.rank() + 1 == ranks;

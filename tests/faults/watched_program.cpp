@@ -223,8 +223,8 @@ void deadlock(Communicator& world, const Arguments& arguments) {
   }
   const Watchdog watchdog(*job.world.collectives, watched, options.watch);
   const Plan plan = deadlocked_plan();
-  const EdgeTable edges(
-      {1}, {std::vector<std::vector<EdgeTensor>>(3, {{{DType::kF32, Shape{1, 1}}, true}})});
+  const EdgeTable edges({{.samples = 1}}, {std::vector<std::vector<EdgeTensor>>(
+                                              3, {{{DType::kF32, Shape{1, 1}}, true}})});
   ComputeContext compute(Device{}, 1);
   ArithmeticStage stage(world.rank());
   prepare(stage, {.compute = &compute, .slots = 1});

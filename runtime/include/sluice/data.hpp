@@ -31,6 +31,10 @@ class DataSource {
   // Error(kUsage).
   [[nodiscard]] virtual std::vector<TensorSpec> input_specs(std::int64_t samples) const = 0;
   [[nodiscard]] virtual std::vector<TensorSpec> target_specs(std::int64_t samples) const = 0;
+  // The dimension, from 1, that counts positions in every input and target, such as the tokens of a
+  // sequence; 0: none. The same at all times and on all ranks. With one, Pipeline::infer() takes
+  // inputs with fewer positions than input_specs() says.
+  [[nodiscard]] virtual int position_dimension() const { return 0; }
   virtual void inputs(Phase phase, std::uint64_t step, SampleRange range,
                       std::span<const Tensor> into) const = 0;
   virtual void targets(Phase phase, std::uint64_t step, SampleRange range,
@@ -60,6 +64,8 @@ struct BatchSpec {
   // Of one sample: type and shape, without dimension 0. "f32 []" stands for one number a sample.
   std::vector<TensorSpec> inputs = {}, targets = {};
   Feed feed = Feed::kPerStage;
+  // As DataSource::position_dimension(), counted in a batch: 1 is a sample's first dimension.
+  int position_dimension = 0;
 };
 
 // --- data sets and their loaders ---

@@ -173,6 +173,12 @@ class Pipeline {
   // flight one after the other. Targets of `batch` are ignored. Returns host memory, dimension 0
   // joined over the micro-batches, where `options` says, else nothing; it is valid until the next
   // call.
+  //
+  // Where the data counts positions (DataSource::position_dimension()), inputs may have fewer than
+  // it says, at least one, as many on all ranks: Error(kUsage) otherwise. Stages then see these
+  // alone. A number of positions that did not occur before is described and prepared first: a stage
+  // that needs more memory for it than for all positions is Error(kUsage). What is prepared stays,
+  // on a CPU about 0.1 MB for each number.
   [[nodiscard]] std::span<const Tensor> infer(const Batch& batch, const InferOptions& options = {});
 
   // Whether the pipeline can be used; not after close(). Not collective.

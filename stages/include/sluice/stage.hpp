@@ -32,6 +32,13 @@ namespace sluice {
 
 enum class Phase : std::uint8_t { kTrain = 0, kEvaluate = 1, kGenerate = 2 };
 
+// How large a micro-batch is. `positions` of each sample, such as tokens of a sequence, where the
+// data counts them (DataSource::position_dimension()); 0: all that the data has.
+struct UnitShape {
+  std::int64_t samples = 0, positions = 0;
+  friend bool operator==(const UnitShape&, const UnitShape&) = default;
+};
+
 struct StageDescription {
   std::vector<TensorSpec> outputs = {};
   std::size_t state_bytes_until_input = 0;   // per micro-batch in flight, free after I (or B)
@@ -115,6 +122,8 @@ struct StageContext {
   std::uint64_t seed = 0;              // key of dropout and the like; see RandomKey
   std::int64_t first_sample = 0;       // of the micro-batch, within the global batch
   std::int64_t samples = 0;            // in this micro-batch
+  std::int64_t positions = 0;          // of each sample; 0: all that the data has (UnitShape)
+  std::int64_t first_position = 0;     // of these positions, within the sample; always 0 so far
   StepValue<double> loss_scale = 1.0;  // 1/N: loss gradients are multiplied by it
   // The tensors that forward() had. In backward calls too; valid until W is done.
   std::span<const Tensor> inputs = {};
@@ -142,7 +151,7 @@ struct StageSetup {
   bool trains = true;
   std::uint64_t seed = 0;  // of initial values
   // Input specs of the micro-batch sizes that are known to occur, the largest first. Others, with
-  // fewer samples, come to prepare_size() first.
+  // fewer samples or positions, come to prepare_size() first.
   std::vector<std::vector<TensorSpec>> input_sizes = {};
 };
 
@@ -164,8 +173,9 @@ class Stage {
   // deadlock.
   virtual void prepare(const StageSetup& /*setup*/) {}
   // Runs before the first micro-batch of a size that StageSetup::input_sizes does not have, which
-  // has fewer samples than the largest. On a GPU it does for this size what prepare() does: it runs
-  // every library call and kernel once. Gradients stay as they are. Takes no memory that lasts.
+  // has fewer samples or positions than the largest. On a GPU it does for this size what prepare()
+  // does: it runs every library call and kernel once. Gradients stay as they are. Takes no memory
+  // that lasts.
   virtual void prepare_size(ComputeContext& /*compute*/, std::span<const TensorSpec> /*inputs*/) {}
   // Runs before the first forward of a step or an evaluation. Computes what depends on parameters
   // alone, such as copies in another precision.

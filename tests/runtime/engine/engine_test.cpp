@@ -41,7 +41,7 @@ Plan plan_of(const std::string& name, int ranks, int micro_batches,
 EdgeTable unit_edges(int stages) {
   std::vector<std::vector<EdgeTensor>> edges(static_cast<std::size_t>(stages) + 1,
                                              {{{DType::kF32, Shape{1, 1}}, true}});
-  return EdgeTable({1}, {edges});
+  return EdgeTable({{.samples = 1}}, {edges});
 }
 
 // One rank's engine over `plan`, with everything it needs.
@@ -362,7 +362,8 @@ TEST(EngineTest, AWaitSaysTheBytesOfTheTensorItWaitsFor) {
   Waits waits, others;
   run_loopback(2, [&](Communicator& comm) {
     Rig rig(plan, comm, comm.rank() == 0 ? waits : others, RouteKind::kHost,
-            std::make_unique<IdsStage>(comm.rank(), waits.waits), EdgeTable({1}, {edges}));
+            std::make_unique<IdsStage>(comm.rank(), waits.waits),
+            EdgeTable({{.samples = 1}}, {edges}));
     rig.run(1);
   });
   EXPECT_EQ(waits.bytes, sizeof(float));

@@ -87,6 +87,10 @@ TEST_F(RecordedCallsTest, AReplayLeavesSettledGradientsAsTheCallDoes) {
     GradientAccess::set_stale(set, false);
   }
   EXPECT_EQ(stage.calls, 2) << "called, then recorded, then replayed";
+  ctx.positions = 8;
+  GradientAccess::mark_stale(set, compute.stream());
+  calls.run(0, stage, ctx, /*on_host=*/false, forward);
+  EXPECT_EQ(stage.calls, 3) << "called for other positions than the record's";
 }
 
 // The record zeroes gradients that are not stale here.

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +17,32 @@ namespace sluice {
 namespace {
 
 using ::testing::HasSubstr;
+
+// Edges of one stage whose input is i32 [samples, positions].
+std::vector<std::vector<EdgeTensor>> edges_of(std::int64_t samples, std::int64_t positions) {
+  const std::vector<EdgeTensor> edge = {{{DType::kI32, Shape{samples, positions}}, false}};
+  return {edge, edge};
+}
+
+TEST(EdgeTableTest, ShapesDifferInSamplesAndInPositions) {
+  EdgeTable edges({{.samples = 4}, {.samples = 1}}, {edges_of(4, 16), edges_of(1, 16)});
+  EXPECT_EQ(edges.largest(), (UnitShape{4, 0}));
+  const auto whole = edges.inputs({.samples = 4}, 0);
+  for (const std::int64_t positions : {1, 8}) {
+    EXPECT_FALSE(edges.has({4, positions}));
+    edges.add({4, positions}, edges_of(4, positions));
+    EXPECT_TRUE(edges.has({4, positions}));
+    EXPECT_FALSE(edges.has({1, positions}));
+  }
+  EXPECT_EQ(edges.inputs({4, 8}, 1)[0].spec.shape, (Shape{4, 8}));
+  EXPECT_EQ(edges.inputs({4, 1}, 0)[0].spec.shape, (Shape{4, 1}));
+  EXPECT_EQ(whole[0].spec.shape, (Shape{4, 16}));  // still valid
+  EXPECT_EQ(edges.largest(), (UnitShape{4, 0}));
+  EXPECT_EQ(edges.sizes().size(), 4U);
+  expect_error(ErrorCode::kInternal, {"a micro-batch of 2 samples of 8 positions"}, [&] {
+    (void)edges.inputs({2, 8}, 0);
+  });
+}
 
 RankDevice gpu(int index) {
   return {{DeviceKind::kCuda, index}, "host", "0000:0" + std::to_string(index) + ":00.0", 0, ""};

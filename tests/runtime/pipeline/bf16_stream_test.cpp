@@ -42,7 +42,7 @@ Trained train(DType stream, int ranks, int steps) {
     if (comm.rank() != 0) return;
     trained.losses = losses;
     const JobLayout& layout = PipelineAccess::layout(pipeline);
-    trained.message = layout.wires.edges.inputs(2, ranks - 1)[0].spec.bytes();
+    trained.message = layout.wires.edges.inputs({.samples = 2}, ranks - 1)[0].spec.bytes();
     trained.activations = layout.memory.ranks[0].activations;
   });
   return trained;
