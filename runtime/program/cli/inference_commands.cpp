@@ -142,7 +142,7 @@ class Generator {
     const std::size_t shown = std::min(tokens_.size(), window_.size());
     std::ranges::fill(window_, 0);
     std::copy(tokens_.end() - static_cast<std::ptrdiff_t>(shown), tokens_.end(), window_.begin());
-    const Tensor input = {window_.data(), {DType::kI32, Shape{1, model_.context}}};
+    const Tensor input = {window_.data(), {DType::kI32, Shape{1, positions_for(shown)}}};
     const std::span<const Tensor> outputs = pipeline_.infer({.inputs = {input}});
     std::int32_t token = 0;
     PipelineAccess::guarded(pipeline_, [&] {
@@ -163,6 +163,13 @@ class Generator {
   }
 
  private:
+  // As few as have room for `tokens`, of few different lengths: each is prepared once and stays.
+  [[nodiscard]] std::int64_t positions_for(std::size_t tokens) const {
+    constexpr std::size_t kStep = 64;
+    return static_cast<std::int64_t>(
+        std::min((tokens + kStep - 1) / kStep * kStep, window_.size()));
+  }
+
   Pipeline& pipeline_;
   const TransformerConfig& model_;
   const SamplingOptions& sampling_;
