@@ -61,6 +61,7 @@ std::vector<CutRange> ranges_of(const StageEntry& stage) {
   std::size_t begin = 0;
   for (const ParameterEntry& entry : stage.parameters) {
     const std::size_t size = parameter_bytes(entry.elements) / sizeof(float);
+    if (size == 0) continue;
     // Padding belongs to the last replica that has elements.
     std::vector<std::size_t> ends;
     for (const std::int64_t end : entry.ends) {

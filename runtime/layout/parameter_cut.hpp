@@ -27,7 +27,8 @@ struct CutRange {
   std::size_t begin = 0;          // floats
   std::vector<std::size_t> ends;  // [replica] from `begin` on; the last one is the range's size
 };
-// The ranges of a stage that has been cut, the fewest, in order; they cover its flat memory.
+// The ranges of a stage that has been cut, the fewest, in order, none empty; they cover its flat
+// memory.
 [[nodiscard]] std::vector<CutRange> ranges_of(const StageEntry& stage);
 
 }  // namespace sluice

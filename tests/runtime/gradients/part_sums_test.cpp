@@ -78,6 +78,16 @@ class PartStage : public CopyingStage {
   int stage_, replica_;
 };
 
+// Stage 0 has a parameter of no elements alone.
+class PartStageButTheFirst : public PartStage {
+ public:
+  PartStageButTheFirst(int stage, int replica) : PartStage(stage, replica) {
+    if (stage > 0) return;
+    set_ = ParameterSet();
+    set_.add("none", Shape{0}, Init::constant(0));
+  }
+};
+
 // Takes the gradients from the values, and keeps what it saw.
 class SeeingOptimizer : public Optimizer {
  public:
@@ -139,6 +149,7 @@ class PartSumsTest : public ::testing::TestWithParam<PartCase> {
   }
   // Runs `body` on every rank of a job of each shape.
   using Body = std::function<void(Pipeline&, const Batch&, Values&)>;
+  template <typename Made = PartStage>
   static void run(const Body& body) {
     for (const auto& [stages, replicas] : {std::pair{1, 2}, {2, 2}, {2, 3}, {3, 2}, {2, 1}}) {
       SCOPED_TRACE(std::to_string(stages) + " x " + std::to_string(replicas));
@@ -147,7 +158,7 @@ class PartSumsTest : public ::testing::TestWithParam<PartCase> {
         const TensorSpec number{DType::kF32, Shape{1}};
         const int replica = comm.rank() / p;
         Pipeline pipeline(
-            comm, [&](int stage, int) { return std::make_unique<PartStage>(stage, replica); },
+            comm, [&](int stage, int) { return std::make_unique<Made>(stage, replica); },
             BatchSpec{.inputs = {number}, .targets = {number}}, options(p, d, &seen));
         std::vector<float> one = {1};
         Batch batch;
@@ -227,6 +238,21 @@ TEST_P(PartSumsTest, GradientsThatTheProgramReadsAreWhole) {
       expect_values(pipeline, 2 * step - 1);
       (void)pipeline.train_step(batch);
       expect_values(pipeline, 2 * step);
+    }
+  });
+}
+
+TEST_P(PartSumsTest, AStageMayHaveNoElements) {
+  run<PartStageButTheFirst>([](Pipeline& pipeline, const Batch& batch, Values&) {
+    for (int step = 1; step <= 2; ++step) {
+      (void)pipeline.train_step(batch);
+      pipeline.compute().wait();
+      for (const Pipeline::Owned& owned : pipeline.parameters()) {
+        const std::vector<float> values =
+            on_host(pipeline.compute().device(), owned.parameter->value);
+        EXPECT_EQ(values.empty(), owned.stage == 0);
+        EXPECT_EQ(std::count(values.begin(), values.end(), 0), 0) << owned.parameter->name;
+      }
     }
   });
 }
