@@ -9,15 +9,10 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
-#include "comm/base/joined.hpp"
 
 namespace sluice {
 
 namespace {
-
-// Even parts begin at multiples of this many floats, and parts in the workspace too, so that the
-// kernel can read 16 bytes at a time.
-constexpr std::size_t kPartMultiple = 32;
 
 // A sum runs beside backward, and spins where replicas differ in speed. 16 blocks are 12 % of an
 // H100's multiprocessors; by default NCCL takes up to 32. A small GPU gives a quarter of its
@@ -25,18 +20,8 @@ constexpr std::size_t kPartMultiple = 32;
 constexpr int kMostSumBlocks = 16;
 constexpr int kPartsForSums = 4;
 
-struct Range {
-  std::size_t begin = 0, size = 0;
-};
-
-// The part of `rank` of the values that are divided at `ends`.
-Range part_of(std::span<const std::size_t> ends, int rank) {
-  const std::size_t begin = rank == 0 ? 0 : ends[at(rank) - 1];
-  return {begin, ends[at(rank)] - begin};
-}
-
-std::size_t even_part(std::size_t count, int ranks) {
-  return round_up((count + at(ranks) - 1) / at(ranks), kPartMultiple);
+std::size_t even_piece(std::size_t count, int ranks) {
+  return round_up((count + at(ranks) - 1) / at(ranks), NcclSums::kPieceMultiple);
 }
 
 }  // namespace
@@ -48,13 +33,13 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& 
       size_(replicas.communicator().size()),
       rank_(replicas.communicator().rank()),
       method_(method),
-      even_ends_(at(size_)) {
+      even_pieces_(at(size_)) {
   if (size_ == 1) return;
   const Device device = memory.device();
   const int blocks = blocks_within(device, kPartsForSums, 1, kMostSumBlocks);
   nccl_stream_ =
       queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt, blocks));
-  std::vector<std::size_t> first = {kPartMultiple * at(size_)};
+  std::vector<std::size_t> first = {kPieceMultiple * at(size_)};
   if (method == Method::kAllReduce) first.insert(first.end(), sizes.begin(), sizes.end());
   connect(memory, first, interrupt);
 }
@@ -84,11 +69,11 @@ void NcclSums::connect(const DeviceMemory& memory, std::span<const std::size_t> 
 }
 
 std::size_t NcclSums::workspace(std::size_t count, int ranks, Method method) {
-  return method == Method::kAllReduce ? 0 : scatter_workspace(even_part(count, ranks), ranks);
+  return method == Method::kAllReduce ? 0 : scatter_workspace(even_piece(count, ranks), ranks);
 }
 
-std::size_t NcclSums::scatter_workspace(std::size_t largest_part, int ranks) {
-  return at(ranks - 1) * round_up(largest_part, kPartMultiple);
+std::size_t NcclSums::scatter_workspace(std::size_t largest_piece, int ranks) {
+  return at(ranks - 1) * round_up(largest_piece, kPieceMultiple);
 }
 
 NcclTicket NcclSums::sum(std::span<float> values, std::span<float> workspace, const Event& ready) {
@@ -99,43 +84,42 @@ NcclTicket NcclSums::sum(std::span<float> values, std::span<float> workspace, co
     queue_.end_group();
     return ticket;
   }
-  const std::size_t part = even_part(values.size(), size_);
-  for (std::size_t rank = 0; rank < even_ends_.size(); ++rank) {
-    even_ends_[rank] = std::min(values.size(), (rank + 1) * part);
+  const std::size_t most = even_piece(values.size(), size_);
+  for (std::size_t begin = 0; Piece & piece : even_pieces_) {
+    piece = {begin, std::min(most, values.size() - begin)};
+    begin += piece.size;
   }
-  NcclTicket scattered = reduce_scatter(values, even_ends_, workspace, ready);
+  NcclTicket scattered = reduce_scatter(values, even_pieces_, workspace, ready);
   queue_.drop(scattered);
-  return gather(values, even_ends_, now_);
+  return gather(values, even_pieces_, now_);
 }
 
-void NcclSums::require_parts(std::span<const float> values,
-                             std::span<const std::size_t> ends) const {
-  if (ends.size() == at(size_) && std::is_sorted(ends.begin(), ends.end()) &&
-      ends.back() == values.size()) {
+void NcclSums::require_within(std::span<const float> values, std::span<const Piece> pieces) const {
+  if (pieces.size() == at(size_) && std::all_of(pieces.begin(), pieces.end(), [&](Piece piece) {
+        return piece.begin <= values.size() && piece.size <= values.size() - piece.begin;
+      })) {
     return;
   }
   throw Error(ErrorCode::kInternal,
-              fmt::format("{} values in parts that end at {}; legal: {} ends that ascend to {}",
-                          values.size(), joined(ends, ", "), size_, values.size()));
+              fmt::format("{} pieces for {} ranks, or some not within {} values", pieces.size(),
+                          size_, values.size()));
 }
 
-NcclTicket NcclSums::reduce_scatter(std::span<float> values, std::span<const std::size_t> ends,
+NcclTicket NcclSums::reduce_scatter(std::span<float> values, std::span<const Piece> pieces,
                                     std::span<float> workspace, const Event& ready) {
-  require_parts(values, ends);
-  if (size_ == 1 || values.empty()) return {};
+  require_within(values, pieces);
+  if (size_ == 1) return {};
   std::size_t largest = 0;  // all ranks refuse what is too small for one
-  for (int rank = 0; rank < size_; ++rank) {
-    largest = std::max(largest, part_of(ends, rank).size);
-  }
+  for (const Piece& piece : pieces) largest = std::max(largest, piece.size);
   if (workspace.size() < scatter_workspace(largest, size_)) {
     throw Error(
         ErrorCode::kInternal,
-        fmt::format("a sum of {} values over {} replicas needs a workspace of {}, got {}",
-                    values.size(), size_, scatter_workspace(largest, size_), workspace.size()));
+        fmt::format("sums of up to {} values over {} replicas need a workspace of {}, got {}",
+                    largest, size_, scatter_workspace(largest, size_), workspace.size()));
   }
-  const Range mine = part_of(ends, rank_);
-  const std::size_t stride = round_up(mine.size, kPartMultiple);
-  NcclTicket last = scatter(values, ends, workspace, stride, ready);
+  const Piece mine = pieces[at(rank_)];
+  const std::size_t stride = round_up(mine.size, kPieceMultiple);
+  NcclTicket last = scatter(values, pieces, workspace, stride, ready);
   if (mine.size == 0) return last;
   queue_.drop(last);
   queue_.begin_group();
@@ -149,15 +133,15 @@ NcclTicket NcclSums::reduce_scatter(std::span<float> values, std::span<const std
   return last;
 }
 
-// Every rank's part of the values to the part's owner. Workspace: [other ranks, stride].
-NcclTicket NcclSums::scatter(std::span<float> values, std::span<const std::size_t> ends,
+// Every piece to its owner. Workspace: [other ranks, stride].
+NcclTicket NcclSums::scatter(std::span<float> values, std::span<const Piece> pieces,
                              std::span<float> workspace, std::size_t stride, const Event& ready) {
-  const Range mine = part_of(ends, rank_);
+  const Piece mine = pieces[at(rank_)];
   NcclTicket last;
   queue_.begin_group();
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
-    if (const Range theirs = part_of(ends, peer); theirs.size > 0) {
+    if (const Piece theirs = pieces[at(peer)]; theirs.size > 0) {
       queue_.drop(last);
       last = queue_.send(nccl_stream_, peer,
                          std::as_bytes(values.subspan(theirs.begin, theirs.size)), ready);
@@ -174,11 +158,11 @@ NcclTicket NcclSums::scatter(std::span<float> values, std::span<const std::size_
   return last;
 }
 
-NcclTicket NcclSums::gather(std::span<float> values, std::span<const std::size_t> ends,
+NcclTicket NcclSums::gather(std::span<float> values, std::span<const Piece> pieces,
                             const Event& ready) {
-  require_parts(values, ends);
+  require_within(values, pieces);
   if (size_ == 1) return {};
-  const Range mine = part_of(ends, rank_);
+  const Piece mine = pieces[at(rank_)];
   NcclTicket last;
   queue_.begin_group();
   for (int peer = 0; peer < size_; ++peer) {
@@ -188,7 +172,7 @@ NcclTicket NcclSums::gather(std::span<float> values, std::span<const std::size_t
       last = queue_.send(nccl_stream_, peer, std::as_bytes(values.subspan(mine.begin, mine.size)),
                          ready);
     }
-    if (const Range theirs = part_of(ends, peer); theirs.size > 0) {
+    if (const Piece theirs = pieces[at(peer)]; theirs.size > 0) {
       queue_.drop(last);
       last = queue_.recv(nccl_stream_, peer,
                          std::as_writable_bytes(values.subspan(theirs.begin, theirs.size)), ready);

@@ -2,7 +2,7 @@
 //
 // Each element is ((g0 + g1) + g2) + ... in the order of ranks, in fp32: bit for bit what
 // Collectives::ordered_sum computes from the same values on the host, for any division of the
-// range. The owner of a part receives it from all others (reduce-scatter by owner), a kernel adds,
+// range. The owner of a piece receives it from all others (reduce-scatter by owner), a kernel adds,
 // and every owner sends its sum to all (gather), all through NCCL's sends and receives. NCCL's own
 // all-reduce is the other method of whole sums; its bits depend on NCCL.
 //
@@ -28,6 +28,13 @@ class NcclSums {
  public:
   enum class Method : std::uint8_t { kOrdered, kAllReduce };
 
+  // Floats of the values that belong to one rank.
+  struct Piece {
+    std::size_t begin = 0, size = 0;
+  };
+  // The kernel reads 16 bytes at a time where pieces begin and end at multiples of so many floats.
+  static constexpr std::size_t kPieceMultiple = 32;
+
   // Most groups of the queue that one sum uses.
   static constexpr std::size_t kGroupsPerSum = 3;
 
@@ -39,13 +46,13 @@ class NcclSums {
            const NcclLabel& label, Method method, std::span<const std::size_t> sizes,
            Interrupt* interrupt);
 
-  // Floats of workspace that a sum of `count` values needs, and a reduce-scatter of parts of up to
-  // `largest_part`.
+  // Floats of workspace that a sum of `count` values needs, and a reduce-scatter of pieces of up to
+  // `largest_piece`.
   [[nodiscard]] std::size_t workspace(std::size_t count) const {
     return workspace(count, size_, method_);
   }
   [[nodiscard]] static std::size_t workspace(std::size_t count, int ranks, Method method);
-  [[nodiscard]] static std::size_t scatter_workspace(std::size_t largest_part, int ranks);
+  [[nodiscard]] static std::size_t scatter_workspace(std::size_t largest_piece, int ranks);
 
   // Sums this rank's `values` over all ranks, in place; sizes are equal on all ranks. `workspace`
   // has at least workspace(values.size()) floats; all sums of this object may share it. Both are
@@ -54,23 +61,21 @@ class NcclSums {
   // workspace is too small, and what NcclQueue throws.
   [[nodiscard]] NcclTicket sum(std::span<float> values, std::span<float> workspace,
                                const Event& ready);
-  // The two halves of an ordered sum, by themselves. `values` are divided into parts, one of each
-  // rank: that of rank r is [ends[r - 1], ends[r]), from 0 on, and may be empty; the last one ends
-  // with the values. All ranks pass the same ends. The kernel is fastest where parts begin at
-  // multiples of 16 bytes. Else as sum(), Error(kInternal) also for ends that are not so.
-  // The sum of each part, for its rank alone: other elements stay as they are.
-  [[nodiscard]] NcclTicket reduce_scatter(std::span<float> values,
-                                          std::span<const std::size_t> ends,
+  // The two halves of an ordered sum, by themselves, of one piece of `values` a rank: disjoint,
+  // anywhere, of any sizes. All ranks pass the same pieces. Else as sum(), Error(kInternal) also
+  // for pieces that do not lie in the values. The sum of each piece, for its rank alone: other
+  // elements stay as they are.
+  [[nodiscard]] NcclTicket reduce_scatter(std::span<float> values, std::span<const Piece> pieces,
                                           std::span<float> workspace, const Event& ready);
-  // Each rank's part, to all ranks.
-  [[nodiscard]] NcclTicket gather(std::span<float> values, std::span<const std::size_t> ends,
+  // Each rank's piece, to all ranks.
+  [[nodiscard]] NcclTicket gather(std::span<float> values, std::span<const Piece> pieces,
                                   const Event& ready);
 
  private:
   void connect(const DeviceMemory& memory, std::span<const std::size_t> sizes,
                Interrupt* interrupt);
-  void require_parts(std::span<const float> values, std::span<const std::size_t> ends) const;
-  [[nodiscard]] NcclTicket scatter(std::span<float> values, std::span<const std::size_t> ends,
+  void require_within(std::span<const float> values, std::span<const Piece> pieces) const;
+  [[nodiscard]] NcclTicket scatter(std::span<float> values, std::span<const Piece> pieces,
                                    std::span<float> workspace, std::size_t stride,
                                    const Event& ready);
 
@@ -79,8 +84,8 @@ class NcclSums {
   int rank_;
   Method method_;
   int nccl_stream_ = -1;
-  Event now_;                           // done
-  std::vector<std::size_t> even_ends_;  // [rank] of the last ordered sum()
+  Event now_;                       // done
+  std::vector<Piece> even_pieces_;  // [rank] of the last ordered sum()
 };
 
 }  // namespace sluice

@@ -1,7 +1,6 @@
 #include "runtime/gradients/gradient_sums.hpp"
 
 #include <algorithm>
-#include <utility>
 
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/index.hpp"
@@ -32,26 +31,36 @@ std::vector<CutRange> ranges_in(const JobLayout& layout, int stage) {
   return cut ? ranges_of(entry) : std::vector<CutRange>{};
 }
 
-// Of `floats` gradients, from their end on: each ends where the one before it begins. Those of no
-// `ranges` have no ends, others lie in a range each.
-std::vector<CutRange> buckets_of(std::size_t floats, std::size_t bucket,
-                                 std::span<const CutRange> ranges) {
-  std::vector<CutRange> buckets;
-  for (std::size_t left = floats; left > 0; left = buckets.back().begin) {
-    while (!ranges.empty() && ranges.back().begin >= left) {
-      ranges = ranges.first(ranges.size() - 1);
-    }
-    const std::size_t first = ranges.empty() ? 0 : ranges.back().begin;
-    const std::size_t begin = left - std::min(left - first, bucket);
-    std::vector<std::size_t> ends =
-        ranges.empty() ? std::vector<std::size_t>() : ranges.back().ends;
-    for (std::size_t& end : ends) end = std::clamp(first + end, begin, left) - begin;
-    buckets.push_back({begin, std::move(ends)});
+// Of `floats` gradients, from their end on.
+std::vector<GradientBucket> whole_buckets(std::size_t floats, std::size_t bucket) {
+  std::vector<GradientBucket> buckets;
+  for (std::size_t end = floats; end > 0; end = buckets.back().begin) {
+    const std::size_t size = std::min(end, bucket);
+    buckets.push_back({end - size, {{end - size, size}}});
   }
   return buckets;
 }
 
 }  // namespace
+
+std::vector<GradientBucket> part_buckets(std::span<const CutRange> ranges, std::size_t bucket) {
+  std::vector<GradientBucket> buckets;
+  for (; !ranges.empty(); ranges = ranges.first(ranges.size() - 1)) {
+    const CutRange& range = ranges.back();
+    const std::size_t count = (range.ends.back() + bucket - 1) / bucket;
+    for (std::size_t i = 0; i < count; ++i) {
+      GradientBucket& made = buckets.emplace_back(GradientBucket{range.begin, {}});
+      for (std::size_t begin = 0; const std::size_t end : range.ends) {
+        const std::size_t most =
+            round_up((end - begin + count - 1) / count, NcclSums::kPieceMultiple);
+        const std::size_t from = std::min(begin + i * most, end);
+        made.pieces.push_back({range.begin + from, std::min(most, end - from)});
+        begin = end;
+      }
+    }
+  }
+  return buckets;
+}
 
 GradientSums::GradientSums(JobContext& job, const JobLayout& layout, NcclRoutes* nccl,
                            ComputeContext& compute, HostMirror& mirror,
@@ -69,20 +78,21 @@ GradientSums::GradientSums(JobContext& job, const JobLayout& layout, NcclRoutes*
     open_.reserve(load_of(layout, layout.place.here.pipeline, bucket_bytes).count);
 }
 
-// A step makes whole sums, or those of parts and then as many gathers or fewer.
+// A step makes whole sums, or those of parts and then as many gathers.
 SumLoad GradientSums::load_of(const JobLayout& layout, int rank, std::size_t bucket_bytes) {
   const std::size_t bucket = bucket_floats(bucket_bytes);
   SumLoad load;
   for (const int stage : layout.plans.placement().stages_of(rank)) {
-    const std::size_t count = floats_of(layout.parameters.stages[at(stage)]);
-    load.largest = std::max(load.largest, std::min(bucket, count));
-    if (count >= bucket) load.sizes.push_back(bucket);
-    if (count % bucket > 0) load.sizes.push_back(count % bucket);
-    const std::vector<CutRange> parts = buckets_of(count, bucket, ranges_in(layout, stage));
-    load.count += parts.size();
-    for (const CutRange& each : parts) {
-      for (std::size_t r = 0, begin = 0; r < each.ends.size(); begin = each.ends[r++]) {
-        load.largest_part = std::max(load.largest_part, each.ends[r] - begin);
+    const auto whole = whole_buckets(floats_of(layout.parameters.stages[at(stage)]), bucket);
+    const auto parts = part_buckets(ranges_in(layout, stage), bucket);
+    load.count += std::max(whole.size(), parts.size());
+    for (const GradientBucket& each : whole) {
+      load.sizes.push_back(each.pieces.front().size);
+      load.largest = std::max(load.largest, load.sizes.back());
+    }
+    for (const GradientBucket& each : parts) {
+      for (const NcclSums::Piece& piece : each.pieces) {
+        load.largest_piece = std::max(load.largest_piece, piece.size);
       }
     }
   }
@@ -125,19 +135,18 @@ GradientSums::StageSum::StageSum(GradientSums& sums, const JobLayout& layout,
       stage_(binding.index),
       parameters_(*binding.parameters),
       ranges_(ranges_in(layout, stage_)),
-      whole_buckets_(buckets_of(parameters_.flat_grads().size(), sums.bucket_, {})),
-      buckets_(buckets_of(parameters_.flat_grads().size(), sums.bucket_, ranges_)) {}
+      whole_buckets_(whole_buckets(parameters_.flat_grads().size(), sums.bucket_)),
+      part_buckets_(part_buckets(ranges_, sums.bucket_)) {}
 
 void GradientSums::StageSum::from(std::size_t begin) {
   GradientAccess::zero_stale(parameters_, sums_.compute_.stream(), begin);
   const std::span<float> grads = parameters_.flat_grads();
-  const std::vector<CutRange>& buckets = whole_ ? whole_buckets_ : buckets_;
+  const std::vector<GradientBucket>& buckets = whole_ ? whole_buckets_ : part_buckets_;
   for (; next_ < buckets.size() && buckets[next_].begin >= begin; ++next_) {
-    const CutRange& bucket = buckets[next_];
-    const std::size_t end = next_ == 0 ? grads.size() : buckets[next_ - 1].begin;
-    const std::span<float> range = grads.subspan(bucket.begin, end - bucket.begin);
-    sums_.open_.push_back(whole_ ? sums_.nccl_->sum(range)
-                                 : sums_.nccl_->reduce_scatter(range, bucket.ends));
+    const std::span<const NcclSums::Piece> pieces = buckets[next_].pieces;
+    sums_.open_.push_back(
+        whole_ ? sums_.nccl_->sum(grads.subspan(pieces.front().begin, pieces.front().size))
+               : sums_.nccl_->reduce_scatter(grads, pieces));
   }
   sums_.nccl_->progress();
 }
@@ -163,9 +172,8 @@ void GradientSums::StageSum::gather_values() {
   if (ranges_.empty()) return;
   const std::span<float> values = parameters_.flat_values();
   if (sums_.nccl_ != nullptr) {
-    for (const CutRange& range : ranges_) {
-      sums_.open_.push_back(
-          sums_.nccl_->gather(values.subspan(range.begin, range.ends.back()), range.ends));
+    for (const GradientBucket& bucket : part_buckets_) {
+      sums_.open_.push_back(sums_.nccl_->gather(values, bucket.pieces));
     }
   } else {
     const std::span<float> host = sums_.mirror_.read_back(values);

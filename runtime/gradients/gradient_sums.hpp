@@ -6,11 +6,13 @@
 // divided into buckets of one size, starting at the end, where layers finish first; the bucket at
 // the start may be smaller. The sum of a bucket starts once all of it is final, while the stage's
 // last backward still runs, else at REDUCE_GRAD. The division is a function of sizes alone, so all
-// replicas sum the same ranges in the same order. It does not change the sum of an element.
+// replicas make the same sums in the same order. It does not change the sum of an element.
 //
 // Where each replica updates its own parts of parameters (ParameterEntry::ends), a step that ends
 // with the update makes the sum of a part for its replica alone, and gathers the values after it:
-// the two halves of a whole sum. Buckets then end where the ranges of parts do.
+// the two halves of a whole sum. A bucket then has the same share of every replica's part of a
+// range (CutRange), so that all replicas receive at a time, and starts once all of that range is
+// final.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +29,17 @@
 #include "runtime/layout/parameter_cut.hpp"
 
 namespace sluice {
+
+// The gradients of a sum by NCCL. They lie in the stage's flat gradients, from `begin` on.
+struct GradientBucket {
+  std::size_t begin = 0;                // floats
+  std::vector<NcclSums::Piece> pieces;  // [replica] what it gets; one where each gets all
+};
+// A stage's sums of parts, in order, those of each range one after the other: as few as have up to
+// `bucket` floats, and less than NcclSums::kPieceMultiple a replica more, and the same share of
+// every replica's part. Borders within parts are multiples of kPieceMultiple.
+[[nodiscard]] std::vector<GradientBucket> part_buckets(std::span<const CutRange> ranges,
+                                                       std::size_t bucket);
 
 class GradientSums {
  public:
@@ -73,8 +86,8 @@ class GradientSums {
     GradientSums& sums_;
     int stage_;
     ParameterSet& parameters_;
-    std::vector<CutRange> ranges_;                   // none: all replicas update all
-    std::vector<CutRange> whole_buckets_, buckets_;  // of the two kinds of sums
+    std::vector<CutRange> ranges_;  // none: all replicas update all
+    std::vector<GradientBucket> whole_buckets_, part_buckets_;
     bool whole_ = true;
     std::size_t next_ = 0;  // bucket whose sum has not started
   };

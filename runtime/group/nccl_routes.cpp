@@ -8,7 +8,6 @@
 #include <sluice/error.hpp>
 #if SLUICE_WITH_NCCL
 #include "comm/base/index.hpp"
-#include "comm/nccl/nccl_sums.hpp"
 #include "comm/nccl/nccl_transport.hpp"
 #endif
 
@@ -29,7 +28,7 @@ NcclSums::Method method_of(bool all_reduce) {
 // Floats that the sums share, which run one after the other.
 std::size_t sum_workspace(const SumLoad& load, int replicas, bool all_reduce) {
   return std::max(NcclSums::workspace(load.largest, replicas, method_of(all_reduce)),
-                  NcclSums::scatter_workspace(load.largest_part, replicas));
+                  NcclSums::scatter_workspace(load.largest_piece, replicas));
 }
 
 // [pipeline rank] its rank among those with a GPU; -1 for a CPU.
@@ -171,11 +170,12 @@ class Routes final : public NcclRoutes {
   NcclTicket sum(std::span<float> values) override {
     return sums_->sum(values, workspace(), next_ready());
   }
-  NcclTicket reduce_scatter(std::span<float> values, std::span<const std::size_t> ends) override {
-    return sums_->reduce_scatter(values, ends, workspace(), next_ready());
+  NcclTicket reduce_scatter(std::span<float> values,
+                            std::span<const NcclSums::Piece> pieces) override {
+    return sums_->reduce_scatter(values, pieces, workspace(), next_ready());
   }
-  NcclTicket gather(std::span<float> values, std::span<const std::size_t> ends) override {
-    return sums_->gather(values, ends, next_ready());
+  NcclTicket gather(std::span<float> values, std::span<const NcclSums::Piece> pieces) override {
+    return sums_->gather(values, pieces, next_ready());
   }
   void register_messages(std::span<std::byte> memory) override {
     if (transport_) transport_->register_memory(memory);

@@ -14,15 +14,16 @@
 
 #include "comm/group/transport.hpp"
 #include "comm/nccl/nccl_queue.hpp"
+#include "comm/nccl/nccl_sums.hpp"
 #include "runtime/group/job_context.hpp"
 #include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
 
 // The sums over replicas of one rank and step: their number, the floats of the largest, and the
-// different numbers of floats; of those that only scatter, the floats of the largest part.
+// different numbers of floats; of those that only scatter, the floats of the largest piece.
 struct SumLoad {
-  std::size_t count = 0, largest = 0, largest_part = 0;
+  std::size_t count = 0, largest = 0, largest_piece = 0;
   std::vector<std::size_t> sizes = {};
 };
 
@@ -58,12 +59,12 @@ class NcclRoutes {
   // Sums over this rank's replicas in place, after all work so far on the compute stream. Sums run
   // one after the other.
   [[nodiscard]] virtual NcclTicket sum(std::span<float> values) = 0;
-  // The halves of a sum, as those of NcclSums: each part's sum for its replica alone, and each
-  // replica's part to all. `ends`: [replica].
+  // The halves of a sum, as those of NcclSums: each piece's sum for its replica alone, and each
+  // replica's piece to all. `pieces`: [replica].
   [[nodiscard]] virtual NcclTicket reduce_scatter(std::span<float> values,
-                                                  std::span<const std::size_t> ends) = 0;
+                                                  std::span<const NcclSums::Piece> pieces) = 0;
   [[nodiscard]] virtual NcclTicket gather(std::span<float> values,
-                                          std::span<const std::size_t> ends) = 0;
+                                          std::span<const NcclSums::Piece> pieces) = 0;
 
   // Tells NCCL that messages lie in this memory, so that it may send and receive there without a
   // copy of its own. The memory outlives finalize(), or abort().

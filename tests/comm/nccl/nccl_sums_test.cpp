@@ -79,19 +79,20 @@ TEST_P(NcclSumsTest, DoNotDependOnHowARangeIsCut) {
   });
 }
 
-// Where parts of `count` values end: the first rank's is empty, the last one's the largest; or one
-// rank has all.
-std::vector<std::size_t> uneven_ends(int ranks, std::size_t count, int only) {
-  std::vector<std::size_t> ends;
-  for (int rank = 0; rank < ranks; ++rank) {
-    const std::size_t uneven =
-        rank + 1 == ranks ? count : static_cast<std::size_t>(rank * rank) * 100;
-    ends.push_back(only < 0 ? uneven : rank < only ? 0 : count);
+// Of `count` values: in no order of ranks and with gaps, the first rank's is empty; or one rank has
+// all.
+std::vector<NcclSums::Piece> pieces_of(int ranks, std::size_t count, int only) {
+  std::vector<NcclSums::Piece> pieces;
+  const auto all = static_cast<std::size_t>(ranks);
+  for (std::size_t rank = 0; rank < all; ++rank) {
+    const std::size_t begin = count / all * (all - 1 - rank);
+    if (only < 0) pieces.push_back({begin, count / all * rank / all});
+    if (only >= 0) pieces.push_back({0, rank == static_cast<std::size_t>(only) ? count : 0});
   }
-  return ends;
+  return pieces;
 }
 
-TEST_P(NcclSumsTest, HaveTheirBitsInTwoHalvesOverPartsOfAnySizes) {
+TEST_P(NcclSumsTest, HaveTheirBitsInTwoHalvesOverPiecesOfAnySizes) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
     NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
@@ -100,23 +101,25 @@ TEST_P(NcclSumsTest, HaveTheirBitsInTwoHalvesOverPartsOfAnySizes) {
     Event ready(rank.device);
     const std::size_t count = 4100;
     const std::vector<float> mine = addends(rank.rank(), count);
-    const std::vector<float> expected = on_host(rank, mine);
+    const std::vector<float> sum = on_host(rank, mine);
     const OnDevice<float> workspace(rank.device, NcclSums::scatter_workspace(count, rank.size()));
     for (int only = -1; only < rank.size(); ++only) {
-      const std::vector<std::size_t> ends = uneven_ends(rank.size(), count, only);
-      const auto index = static_cast<std::size_t>(rank.rank());
-      const std::size_t begin = index == 0 ? 0 : ends[index - 1];
+      const std::vector<NcclSums::Piece> pieces = pieces_of(rank.size(), count, only);
       const OnDevice<float> values(rank.device, mine);
+      std::vector<float> expected = mine;  // only pieces are to change
+      const auto expect_sum_in = [&](NcclSums::Piece piece) {
+        const auto begin = static_cast<std::ptrdiff_t>(piece.begin);
+        std::copy_n(sum.begin() + begin, piece.size, expected.begin() + begin);
+      };
       ready.record(compute.view());
-      NcclTicket done = sums.reduce_scatter(values.values(), ends, workspace.values(), ready);
+      NcclTicket done = sums.reduce_scatter(values.values(), pieces, workspace.values(), ready);
       queue.wait(done, &rank.control);
-      std::vector<float> part = mine;  // only the rank's own part is to change
-      std::copy_n(expected.begin() + static_cast<std::ptrdiff_t>(begin), ends[index] - begin,
-                  part.begin() + static_cast<std::ptrdiff_t>(begin));
-      EXPECT_EQ(differing(values.read(), part), 0U) << only;
+      expect_sum_in(pieces[static_cast<std::size_t>(rank.rank())]);
+      EXPECT_EQ(differing(values.read(), expected), 0U) << only;
       ready.record(compute.view());
-      done = sums.gather(values.values(), ends, ready);
+      done = sums.gather(values.values(), pieces, ready);
       queue.wait(done, &rank.control);
+      for (const NcclSums::Piece& piece : pieces) expect_sum_in(piece);
       EXPECT_EQ(differing(values.read(), expected), 0U) << only;
     }
     queue.finalize(&rank.control);
@@ -185,7 +188,7 @@ TEST_P(NcclSumsPeersTest, RefuseAWorkspaceTooSmall) {
   });
 }
 
-TEST_P(NcclSumsPeersTest, RefusePartsThatAreNoneAndAWorkspaceForFewer) {
+TEST_P(NcclSumsPeersTest, RefusePiecesThatAreNoneAndAWorkspaceForLess) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
     NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
@@ -193,18 +196,19 @@ TEST_P(NcclSumsPeersTest, RefusePartsThatAreNoneAndAWorkspaceForFewer) {
     const OnDevice<float> values(rank.device, 100);
     const OnDevice<float> workspace(rank.device, NcclSums::scatter_workspace(100, rank.size()));
     const Event now;
-    const std::vector<std::size_t> good(static_cast<std::size_t>(rank.size()), 100);
-    std::vector<std::vector<std::size_t>> wrong(3, good);
-    wrong[0].push_back(100);
-    wrong[1].back() = 99;
-    wrong[2].front() = 101;
-    for (const std::vector<std::size_t>& ends : wrong) {
+    std::vector<NcclSums::Piece> good(static_cast<std::size_t>(rank.size()), {100, 0});
+    good.front() = {0, 100};
+    std::vector<std::vector<NcclSums::Piece>> wrong(3, good);
+    wrong[0].pop_back();
+    wrong[1].front() = {1, 100};
+    wrong[2].back() = {101, 0};
+    for (const std::vector<NcclSums::Piece>& pieces : wrong) {
       EXPECT_THROW(
-          static_cast<void>(sums.reduce_scatter(values.values(), ends, workspace.values(), now)),
+          static_cast<void>(sums.reduce_scatter(values.values(), pieces, workspace.values(), now)),
           Error);
-      EXPECT_THROW(static_cast<void>(sums.gather(values.values(), ends, now)), Error);
+      EXPECT_THROW(static_cast<void>(sums.gather(values.values(), pieces, now)), Error);
     }
-    // Also on the ranks whose own part is empty.
+    // Also on the ranks whose own piece is empty.
     const std::span<float> less = workspace.values().first(workspace.values().size() - 1);
     EXPECT_THROW(static_cast<void>(sums.reduce_scatter(values.values(), good, less, now)), Error);
     queue.finalize(&rank.control);

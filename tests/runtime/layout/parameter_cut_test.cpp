@@ -1,4 +1,5 @@
-// How the parameters of a stage are divided among its replicas: properties over random tables.
+// How the parameters of a stage are divided among its replicas, and sums over their parts into
+// buckets: properties over random tables.
 #include "runtime/layout/parameter_cut.hpp"
 
 #include <gmock/gmock.h>
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/gradients/gradient_sums.hpp"
 #include "stages/compute/call_arguments.hpp"
 
 namespace sluice {
@@ -227,6 +229,7 @@ TEST(ParameterCutTest, RangesCoverTheFlatMemoryAsThePartsDo) {
       std::size_t covered = 0;
       for (const CutRange& range : ranges_of(stage)) {
         ASSERT_EQ(range.begin, covered);
+        ASSERT_GT(range.ends.back(), 0U);
         ASSERT_EQ(range.ends.size(), static_cast<std::size_t>(replicas));
         std::size_t begin = 0;
         for (std::size_t r = 0; r < range.ends.size(); ++r) {
@@ -326,6 +329,67 @@ TEST(ParameterCutTest, AUseOfATiedParameterIsNotCounted) {
   EXPECT_THAT(counts_of(second[0], 2), ElementsAre(k, 0));
   EXPECT_THAT(counts_of(second[1], 2), ElementsAre(2 * k, k));
   EXPECT_THAT(counts_of(second[2], 2), ElementsAre(0, k));
+}
+
+// Each float of a part is in one piece, of its replica.
+TEST(PartBucketsTest, HaveAllPartsFromTheLastRangeOn) {
+  for_random_tables([](const ParameterTable& table, int replicas) {
+    for (const StageEntry& stage : table.stages) {
+      std::vector<CutRange> ranges = ranges_of(stage);
+      std::size_t next = 0;  // bucket
+      const auto buckets = part_buckets(ranges, 50'000);
+      for (; !ranges.empty(); ranges.pop_back()) {
+        std::vector<std::size_t> now = ranges.back().ends;  // [replica]
+        for (std::size_t r = now.size() - 1; r > 0; --r) now[r] = now[r - 1];
+        now[0] = 0;
+        while (now != ranges.back().ends) {
+          ASSERT_LT(next, buckets.size());
+          ASSERT_EQ(buckets[next].begin, ranges.back().begin);
+          ASSERT_EQ(buckets[next].pieces.size(), static_cast<std::size_t>(replicas));
+          for (std::size_t r = 0; r < now.size(); ++r) {
+            const NcclSums::Piece& piece = buckets[next].pieces[r];
+            ASSERT_EQ(piece.begin, ranges.back().begin + now[r]);
+            ASSERT_EQ(piece.begin % NcclSums::kPieceMultiple, 0U);
+            now[r] += piece.size;
+            ASSERT_LE(now[r], ranges.back().ends[r]);
+          }
+          ++next;
+        }
+      }
+      ASSERT_EQ(next, buckets.size());
+    }
+  });
+}
+
+// A unit much larger than a bucket: all replicas receive at a time, and need little memory for it.
+TEST(PartBucketsTest, NoReplicaReceivesMoreThanItsShareOfABucket) {
+  for (const int replicas : {2, 3, 8, 16}) {
+    ParameterTable table = table_of(
+        {entry_of("a", 500 * kSumBlock + 7), entry_of("b", 100), entry_of("c", 300 * kSumBlock)});
+    cut(table, replicas);
+    const std::size_t bucket = 20 * kSumBlock, blocks = 802;
+    const auto buckets = part_buckets(ranges_of(table.stages[0]), bucket);
+    EXPECT_EQ(buckets.size(), 41U);
+    // A part may have one block more than others.
+    const std::size_t most =
+        bucket * (blocks / static_cast<std::size_t>(replicas) + 1) / blocks + 100;
+    for (const GradientBucket& each : buckets) {
+      std::size_t sum = 0;
+      for (const NcclSums::Piece& piece : each.pieces) {
+        EXPECT_LE(piece.size, most) << "of " << replicas;
+        sum += piece.size;
+      }
+      EXPECT_LE(sum, bucket + NcclSums::kPieceMultiple * each.pieces.size());
+    }
+  }
+}
+
+TEST(PartBucketsTest, ASmallRangeIsOneAndNoElementsAreNone) {
+  ParameterTable table = table_of({entry_of("none", 0), entry_of("a", 3 * kSumBlock)});
+  table.stages.emplace_back().parameters = {entry_of("nothing", 0)};
+  cut(table, 2);
+  EXPECT_EQ(part_buckets(ranges_of(table.stages[0]), 3 * kSumBlock).size(), 1U);
+  EXPECT_THAT(part_buckets(ranges_of(table.stages[1]), 64), ::testing::IsEmpty());
 }
 
 TEST(ParameterCutTest, WithoutACutAllReplicasHaveTheWhole) {
