@@ -115,6 +115,11 @@ struct Checkpointer::Impl {
   void require_visible();
   void require_own_directory(const SaveScan& scan) const;
   void collect_share();
+  [[nodiscard]] SaveParts parts_of_ranks(std::size_t tensors) const;
+  // Whether the files of the optimizer have the f32 values beside the model's rounded ones.
+  [[nodiscard]] bool has_masters() const {
+    return options.precision != DType::kF32 && !options.weights_only;
+  }
   [[nodiscard]] Retention retention() const;
   void make_room();
   [[nodiscard]] std::uint32_t flags() const;
@@ -356,8 +361,6 @@ void Checkpointer::Impl::require_visible() {
 void Checkpointer::Impl::collect_share() {
   const std::vector<SavedParameter> shares =
       share_saves(layout.plans, layout.parameters, layout.place.topology.size.replica);
-  model_parts = save_parts(shares, layout.place.topology, /*state=*/false);
-  optimizer_parts = save_parts(shares, layout.place.topology, /*state=*/true);
   std::set<std::string> mine;
   std::vector<std::string> all;
   for (const SavedParameter& share : shares) {
@@ -400,6 +403,15 @@ void Checkpointer::Impl::collect_share() {
   for (const std::string& theirs : world().all_gather_strings(std::to_string(share_bytes))) {
     job_bytes += std::stoull(theirs);
   }
+  model_parts = parts_of_ranks(model_tensors);
+  optimizer_parts = parts_of_ranks(live.size() - model_tensors + (has_masters() ? parameters : 0));
+}
+
+// Collective. The files of one kind, of which this rank saves so many tensors.
+SaveParts Checkpointer::Impl::parts_of_ranks(std::size_t tensors) const {
+  std::vector<int> all(at(layout.place.topology.ranks()));
+  world().all_gather(static_cast<int>(tensors), all);
+  return save_parts(all, layout.place.topology);
 }
 
 Retention Checkpointer::Impl::retention() const {
@@ -535,7 +547,7 @@ Checkpointer::Impl::ShareTensors Checkpointer::Impl::share_tensors() const {
     }
     const bool rounded = place < parameters && options.precision != DType::kF32;
     add_parts(copy, options.layout, rounded ? options.precision : DType::kF32, share.model);
-    if (rounded && !options.weights_only) {
+    if (rounded && has_masters()) {
       share.optimizer.push_back(
           save_tensor({fmt::format("{}.{}", kMasterKind, copy.name), copy.tensor}));
     }

@@ -45,20 +45,13 @@ class FileHash {
 
 }  // namespace
 
-SaveParts save_parts(const std::vector<SavedParameter>& shares, const Topology& topology,
-                     bool state) {
+SaveParts save_parts(const std::vector<int>& tensors, const Topology& topology) {
   SaveParts parts;
   parts.part_of_rank.assign(at(topology.ranks()), -1);
-  for (const SavedParameter& share : shares) {
+  for (int pipeline = 0; pipeline < topology.size.pipeline; ++pipeline) {
     for (int replica = 0; replica < topology.size.replica; ++replica) {
-      if (replica != share.replica && !(state && share.state_elements(replica) > 0)) continue;
-      parts.part_of_rank[at(topology.rank_of({.pipeline = share.rank, .replica = replica}))] = 0;
-    }
-  }
-  for (int rank = 0; rank < topology.size.pipeline; ++rank) {
-    for (int replica = 0; replica < topology.size.replica; ++replica) {
-      int& part = parts.part_of_rank[at(topology.rank_of({.pipeline = rank, .replica = replica}))];
-      if (part == 0) part = parts.count++;
+      const std::size_t rank = at(topology.rank_of({.pipeline = pipeline, .replica = replica}));
+      if (tensors[rank] > 0) parts.part_of_rank[rank] = parts.count++;
     }
   }
   return parts;

@@ -14,7 +14,6 @@
 
 #include "comm/group/topology.hpp"
 #include "runtime/checkpoint/save_state.hpp"
-#include "runtime/layout/save_shares.hpp"
 #include "runtime/weights/weights.hpp"
 
 namespace sluice {
@@ -30,10 +29,8 @@ struct SaveParts {
     return weights_file_name(kind, part_of_rank[static_cast<std::size_t>(rank)], count);
   }
 };
-// Files of the model; with `state` those of the optimizer, which have f32 values beside a model's
-// rounded ones.
-[[nodiscard]] SaveParts save_parts(const std::vector<SavedParameter>& shares,
-                                   const Topology& topology, bool state);
+// `tensors`: how many of the kind each rank of the job saves; one with none writes no file.
+[[nodiscard]] SaveParts save_parts(const std::vector<int>& tensors, const Topology& topology);
 
 // A tensor of a save's file: where it is listed and where its values come from.
 struct SaveTensor {

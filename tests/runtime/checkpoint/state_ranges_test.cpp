@@ -38,6 +38,7 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAreArray;
 
 // --- files with ranges ---
 
@@ -214,6 +215,7 @@ class StateRangesTest : public ::testing::Test {
                        .micro_batches = 12 / grid.replicas,
                        .shard = grid.shard};
       options.training.learning_rate = {.peak = 1e-2, .steps = 20};
+      options.training.groups = groups_;
       options.expert.save_copy = true;
       const auto layout = std::make_shared<const JobLayout*>();
       options.training.make_optimizer = [&](std::span<const ParameterSlice> slices,
@@ -268,6 +270,7 @@ class StateRangesTest : public ::testing::Test {
   TransformerConfig model_ = {
       .layers = 2, .heads = 2, .width = 32, .context = 16, .vocabulary = 2900};
   std::string second_ = "second";
+  std::vector<ParameterGroup> groups_;
 };
 
 constexpr const char* kEmbedding = "token_embedding.weight";
@@ -316,6 +319,26 @@ TEST_F(StateRangesTest, EachReplicaSavesTheStateOfItsPart) {
     EXPECT_GE(ranges, 2 * at(replicas) - 2);
     for (const auto& [file, size] : bytes) {
       EXPECT_LE(size, all / at(replicas) + 16'384 * 6 * 2) << file;  // two blocks of both states
+    }
+  }
+}
+
+TEST_F(StateRangesTest, FilesOfTheOptimizerAreNumberedByTheRanksThatHaveState) {
+  groups_ = {{.names = "final_norm.*"}, {.names = "*", .frozen = true}};
+  for (const DType precision : {DType::kF32, DType::kBf16}) {  // with the f32 values: more ranks
+    const fs::path path = saves() / name_of(precision);
+    save_on({1, 4, kDivided}, {.directory = path, .precision = precision});
+    std::vector<std::string> names, expected;
+    for (const SavedFile& file : state_in(path).files) {
+      if (file.name.starts_with("optimizer-")) names.push_back(file.name);
+    }
+    for (int i = 0; i < std::ssize(names); ++i) {
+      expected.push_back(weights_file_name("optimizer", i, static_cast<int>(std::ssize(names))));
+    }
+    EXPECT_THAT(names, UnorderedElementsAreArray(expected));
+    EXPECT_GT(names.size(), 0U);
+    if (precision == DType::kF32) {
+      EXPECT_LT(names.size(), 4U);
     }
   }
 }
