@@ -93,14 +93,23 @@ std::string describe_model(const std::filesystem::path& directory) {
       model.layers, model.heads, model.width, model.vocabulary, parameter_count(model));
 }
 
-// A line, or nothing where no state is saved.
+// A line, or nothing where no state is saved. Ranges of one state count as one tensor.
 std::string describe_optimizer(const std::filesystem::path& directory) {
   if (!has_weights(directory, "optimizer")) return "";
   const WeightsDirectory optimizer(directory, "optimizer");
   ByteCount bytes;
-  for (const std::string& name : optimizer.names()) bytes.add(optimizer.find(name)->spec);
-  return fmt::format("state of the optimizer: {} tensors, {}\n", optimizer.names().size(),
-                     bytes.text());
+  std::set<std::string> wholes;
+  for (const std::string& name : optimizer.names()) {
+    bytes.add(optimizer.find(name)->spec);
+    wholes.insert(name);
+  }
+  const SaveSelection selection = select_saves(directory);
+  for (const Save& save : selection.candidates) {
+    for (const SavedTensor& tensor : save.state.tensors) {
+      if (tensor.range && wholes.erase(tensor.name) > 0) wholes.insert(tensor.range->whole);
+    }
+  }
+  return fmt::format("state of the optimizer: {} tensors, {}\n", wholes.size(), bytes.text());
 }
 
 // What is broken; empty where nothing is.

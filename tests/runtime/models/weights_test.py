@@ -33,9 +33,9 @@ DATA = ["--context", "16", "--batch-size", "8", "--micro-batch-size", "2", "--le
 
 def llama_tensors(config):
     head = config.get("head_dim", W // HEADS)
-    shapes = {"model.embed_tokens.weight": (V, W), "model.norm.weight": (W,)}
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], W), "model.norm.weight": (W,)}
     if not config.get("tie_word_embeddings"):
-        shapes["lm_head.weight"] = (V, W)
+        shapes["lm_head.weight"] = (config["vocab_size"], W)
     for i in range(LAYERS):
         at = f"model.layers.{i}"
         shapes |= {f"{at}.input_layernorm.weight": (W,), f"{at}.post_attention_layernorm.weight": (W,),
@@ -156,6 +156,15 @@ class Weights(unittest.TestCase):
         self.assertNotEqual(self.digest("rounded"), self.digest("whole"))
         self.assertEqual(self.tokens("rounded"), self.tokens("run"))
         self.assertIn("ok", self.call(0, "verify", "run"))
+
+    def test_ranges_of_one_state_are_one_tensor_of_inspect(self):
+        model(self.place / "m", {**LLAMA, "vocab_size": 2000})  # two matrices of three blocks
+        for shard in ("none", "optimizer"):
+            self.train(2, "--weights", "m", "--save", shard, "--replicas", 2, "--shard", shard)
+        self.assertIn('"range"', (self.place / "optimizer" / "step-00000004" / "state.json").read_text())
+        whole, divided = (self.call(0, "inspect", shard).splitlines()[-1] for shard in ("none", "optimizer"))
+        self.assertIn("state of the optimizer: ", whole)
+        self.assertEqual(divided, whole)
 
     def test_weights_count_for_the_first_start_alone(self):
         model(self.place / "m", GPT2)
