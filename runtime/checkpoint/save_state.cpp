@@ -24,6 +24,8 @@ using Json = nlohmann::ordered_json;
 // The last field: the hash of all bytes before it.
 constexpr std::string_view kCheck = ",\n \"check\": \"";
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
+// The first format with ranges, and the one of a save without.
+constexpr std::uint64_t kRangesFormat = 4, kWholesFormat = 3;
 // Json::dump() recurses. An ordered object searches its keys from the front.
 constexpr int kMostLevels = 100;
 constexpr std::size_t kMostKeys = 4'000;
@@ -185,8 +187,13 @@ void read_lists(const Reader& reader, const Json& json, SaveState& state) {
     state.files.push_back(std::move(file));
   }
   std::set<std::string> tensors;
+  const std::uint64_t format = reader.number(json, "format");
   for (const Json& each : reader.array(json, "tensors")) {
     SavedTensor tensor = tensor_from(reader, each);
+    if (tensor.range && format < kRangesFormat) {
+      reader.refuse("tensor '{}' has a 'range', which format {} has not; legal from format {} on",
+                    tensor.name, format, kRangesFormat);
+    }
     if (!files.contains(tensor.file)) {
       reader.refuse("tensor '{}' is in '{}', which is not listed", tensor.name, tensor.file);
     }
@@ -261,7 +268,7 @@ std::string to_json_text(const SaveState& state) {
   const bool ranges = std::any_of(state.tensors.begin(), state.tensors.end(),
                                   [](const SavedTensor& tensor) { return !!tensor.range; });
   Json json;
-  json["format"] = ranges ? 4 : 3;
+  json["format"] = ranges ? kRangesFormat : kWholesFormat;
   json["save"] = state.save;
   json["run"] = state.run;
   json["sequence"] = state.sequence;

@@ -95,8 +95,9 @@ struct SaveState {
 [[nodiscard]] std::string to_json_text(const SaveState& state);
 // Throws Error(kWeights) naming `path` and the field that is missing, of a wrong type or out of
 // range; a file name that is_save_file_name() refuses; a file or tensor twice; a tensor in a file
-// that is not listed; hashes that do not number what `bytes` says; another format, saying which
-// program would read it. Bounded: memory stays within a small multiple of the text.
+// that is not listed; a range in a format without ranges; hashes that do not number what `bytes`
+// says; another format, saying which program would read it. Bounded: memory stays within a small
+// multiple of the text.
 [[nodiscard]] SaveState parse_save_state(std::string_view text, const std::filesystem::path& path);
 // Reads and parses DIRECTORY/state.json. At most 1 GiB.
 [[nodiscard]] SaveState read_save_state(const std::filesystem::path& directory);

@@ -230,6 +230,22 @@ TEST_F(SaveDirectoryTest, AStateThatIsDeepOrWideIsRefused) {
   }
 }
 
+TEST_F(SaveDirectoryTest, ARangeInAFormatThatHasNoneIsNamed) {
+  SaveState state = publish(7, 1);
+  state.tensors[0].range = SavedRange{"m.w", {10, 10}, 0};
+  const std::string text = to_json_text(state), check = ",\n \"check\": \"";
+  for (const int format : {2, 3}) {
+    std::string older = text.substr(0, text.rfind(check));
+    older.replace(older.find("\"format\": 4"), 11, fmt::format("\"format\": {}", format));
+    older += check + hash_of(older) + "\"\n}\n";
+    expect_error(
+        ErrorCode::kWeights,
+        {"x/state.json", "tensor 'a' has a 'range', which format " + std::to_string(format),
+         "legal from format 4 on"},
+        [&] { (void)parse_save_state(older, "x/state.json"); });
+  }
+}
+
 TEST_F(SaveDirectoryTest, AnotherFormatIsNamed) {
   expect_error(ErrorCode::kWeights, {"format 5", "reads formats 2 to 4", "newer version"},
                [] { (void)parse_save_state(R"({"format": 5})", "state.json"); });
