@@ -21,9 +21,13 @@ void require_savable(const std::vector<OptimizerState>& states,
                      std::span<const ParameterSlice> slices, const ParameterTable& model) {
   std::map<std::string_view, const ParameterSlice*> owned;
   std::set<std::string> saved;
+  std::set<std::string_view> divided;  // among replicas: their states make up the whole
   for (const ParameterSlice& slice : slices) owned.emplace(slice.parameter->name, &slice);
   for (const StageEntry& stage : model.stages) {
-    for (const ParameterEntry& each : stage.parameters) saved.insert(each.name);
+    for (const ParameterEntry& each : stage.parameters) {
+      saved.insert(each.name);
+      if (!each.ends.empty()) divided.insert(each.name);
+    }
     for (const ParameterEntry& each : stage.buffers) saved.insert(each.name);
   }
   for (const OptimizerState& state : states) {
@@ -36,11 +40,16 @@ void require_savable(const std::vector<OptimizerState>& states,
     }
     const ParameterSlice& slice = *found->second;
     const std::int64_t elements = spec.shape.elements(), end = slice.first + slice.count;
-    if (state.first < slice.first || state.first > end || elements > end - state.first) {
+    const bool all = state.first == slice.first && elements == slice.count;
+    const bool within =
+        state.first >= slice.first && state.first <= end && elements <= end - state.first;
+    const bool needs_all = divided.contains(state.parameter);
+    if (needs_all ? !all : !within) {
       throw_usage(
-          "the optimizer's state '{}' of '{}' has {} elements from {} on; legal: of elements {} to "
+          "the optimizer's state '{}' of '{}' has {} elements from {} on; legal: {} elements {} to "
           "below {}, which the factory got",
-          state.kind, state.parameter, elements, state.first, slice.first, end);
+          state.kind, state.parameter, elements, state.first, needs_all ? "all of" : "of",
+          slice.first, end);
     }
     if (spec.dtype != DType::kF32 && spec.dtype != DType::kBf16) {
       throw_usage("the optimizer's state '{}' of '{}' is {}; legal: f32 and bf16", state.kind,

@@ -688,39 +688,46 @@ TEST(ShardMistakesTest, AFactoryOfWholeParametersIsRefused) {
                  });
 }
 
-// Its state says that it has whole parameters, whatever slices it got.
-class WholeMomentum : public SliceMomentum {
+// Its state says that it has the elements of `says`, whatever slices it got.
+class CarelessMomentum : public SliceMomentum {
  public:
-  using SliceMomentum::SliceMomentum;
+  CarelessMomentum(std::span<const ParameterSlice> slices, ElementRange says)
+      : SliceMomentum(slices), says_(says), memory_(static_cast<std::size_t>(says.count)) {}
   std::vector<OptimizerState> state() override {
     std::vector<OptimizerState> all = SliceMomentum::state();
     for (OptimizerState& state : all) {
-      state.tensor = view(whole_, Shape{kElements});
-      state.first = 0;
+      state.tensor = view(memory_, Shape{says_.count});
+      state.first = says_.first;
     }
     return all;
   }
-  static constexpr std::int64_t kElements = 41 * 1000;
 
  private:
-  std::vector<float> whole_ = std::vector<float>(kElements);
+  ElementRange says_;
+  std::vector<float> memory_;
 };
 
-TEST(ShardMistakesTest, StateOutsideItsSlicesIsRefused) {
-  PipelineOptions options = sharded_options(2);
-  options.training.make_optimizer = [](std::span<const ParameterSlice> slices,
-                                       const DeviceMemory&) -> std::unique_ptr<Optimizer> {
-    return std::make_unique<WholeMomentum>(slices);
-  };
+// A save puts the whole together from what each replica says.
+TEST(ShardMistakesTest, StateThatIsNotThatOfItsSlicesIsRefused) {
   const Sequential model({nn::linear(1000, 41, /*bias=*/false)}, nn::mse_loss());
-  expect_refused(2, ErrorCode::kUsage, {"the optimizer's state 'speed' of '0.weight'"},
-                 [&](Communicator& comm) {
-                   const Pipeline none(comm, model,
-                                       BatchSpec{.inputs = {{DType::kF32, {1000}}},
-                                                 .targets = {{DType::kF32, {41}}},
-                                                 .feed = Feed::kRank0},
-                                       options);
-                 });
+  const BatchSpec batches{
+      .inputs = {{DType::kF32, {1000}}}, .targets = {{DType::kF32, {41}}}, .feed = Feed::kRank0};
+  constexpr std::int64_t kAll = 41 * 1000;
+  const auto refused = [&](const char* what, const auto& says) {
+    PipelineOptions options = sharded_options(2);
+    options.training.make_optimizer = [&](std::span<const ParameterSlice> slices,
+                                          const DeviceMemory&) -> std::unique_ptr<Optimizer> {
+      return std::make_unique<CarelessMomentum>(slices, says(slices[0].first, slices[0].count));
+    };
+    SCOPED_TRACE(what);
+    expect_refused(2, ErrorCode::kUsage,
+                   {"the optimizer's state 'speed' of '0.weight' has ", "legal: all of elements "},
+                   [&](Communicator& comm) { const Pipeline none(comm, model, batches, options); });
+  };
+  refused("the whole", [](auto, auto) { return ElementRange{0, kAll}; });
+  refused("fewer", [](auto first, auto count) { return ElementRange{first, count - 1}; });
+  refused("later ones", [](auto first, auto count) { return ElementRange{first + 1, count - 1}; });
+  refused("none", [](auto first, auto) { return ElementRange{first, 0}; });
 }
 
 TEST(ShardMistakesTest, AllReduceIsRefused) {
