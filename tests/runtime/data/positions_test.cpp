@@ -78,7 +78,8 @@ std::vector<float> answers(Pipeline& pipeline, std::int64_t positions) {
 
 // Those of fewer positions among those of all.
 std::vector<float> first_of(const std::vector<float>& all, std::int64_t positions) {
-  const std::size_t width = all.size() / kSamples, some = width * positions / kContext;
+  const std::size_t width = all.size() / kSamples,
+                    some = width * static_cast<std::size_t>(positions) / kContext;
   std::vector<float> first;
   for (std::size_t at = 0; at < all.size(); at += width) {
     first.insert(first.end(), all.begin() + static_cast<std::ptrdiff_t>(at),

@@ -28,6 +28,7 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/transformer.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/group/collectives.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -116,8 +117,8 @@ int depth_of(const Configuration& of) { return of[kDepth] + 1; }
 int replicas_of(const Configuration& of) { return of[kReplicas] + 1; }
 
 std::string to_string(const Configuration& of) {
-  return fmt::format("{} p{} d{} shard {} {}{}{}{}{}{} calls {}", kSchedules.at(of[kSchedule]),
-                     depth_of(of), replicas_of(of), of[kShard], kOptimizers.at(of[kOptimizer]),
+  return fmt::format("{} p{} d{} shard {} {}{}{}{}{}{} calls {}", kSchedules[at(of[kSchedule])],
+                     depth_of(of), replicas_of(of), of[kShard], kOptimizers[at(of[kOptimizer])],
                      of[kTies] != 0 ? " ties" : "", of[kClip] != 0 ? " clip" : "",
                      of[kRecompute] != 0 ? " recompute" : "", of[kPrecision] != 0 ? " bf16" : "",
                      of[kGroups] != 0 ? " groups" : "", of[kCalls]);
@@ -132,7 +133,7 @@ std::vector<Pair> pairs_of(const Configuration& of) {
   for (int a = 0; a < kFactors; ++a) {
     for (int b = a + 1; b < kFactors; ++b) {
       if (of[kShard] == 0 && a != kShard && b != kShard) continue;
-      pairs.push_back({a, of.at(a), b, of.at(b)});
+      pairs.push_back({a, of[at(a)], b, of[at(b)]});
     }
   }
   return pairs;
@@ -142,8 +143,8 @@ std::set<Pair> all_pairs() {
   std::set<Pair> pairs;
   for (int a = 0; a < kFactors; ++a) {
     for (int b = a + 1; b < kFactors; ++b) {
-      for (int x = 0; x < kValues.at(a); ++x) {
-        for (int y = 0; y < kValues.at(b); ++y) pairs.insert({a, x, b, y});
+      for (int x = 0; x < kValues[at(a)]; ++x) {
+        for (int y = 0; y < kValues[at(b)]; ++y) pairs.insert({a, x, b, y});
       }
     }
   }
@@ -159,21 +160,21 @@ std::vector<Configuration> covering_set() {
     Configuration next{};
     std::set<int> fixed = {kShard, seed[0], seed[2]};
     next[kShard] = 1;
-    next.at(seed[0]) = seed[1];
-    next.at(seed[2]) = seed[3];
+    next[at(seed[0])] = seed[1];
+    next[at(seed[2])] = seed[3];
     for (int factor = 0; factor < kFactors; ++factor) {
       if (fixed.contains(factor)) continue;
       const auto gain = [&](int value) {
         return std::count_if(fixed.begin(), fixed.end(), [&](int other) {
-          return missing.contains(other < factor ? Pair{other, next.at(other), factor, value}
-                                                 : Pair{factor, value, other, next.at(other)});
+          return missing.contains(other < factor ? Pair{other, next[at(other)], factor, value}
+                                                 : Pair{factor, value, other, next[at(other)]});
         });
       };
       int best = 0;
-      for (int value = 1; value < kValues.at(factor); ++value) {
+      for (int value = 1; value < kValues[at(factor)]; ++value) {
         if (gain(value) > gain(best)) best = value;
       }
-      next.at(factor) = best;
+      next[at(factor)] = best;
       fixed.insert(factor);
     }
     for (const Pair& pair : pairs_of(next)) missing.erase(pair);
@@ -192,17 +193,17 @@ std::vector<Configuration> all_configurations() {
       Configuration& each = all.emplace_back(next);
       std::uint64_t kind = 0;
       for (const int shared : {kReplicas, kOptimizer, kTies, kClip}) {
-        kind = kind * 4 + static_cast<std::uint64_t>(next.at(shared));
+        kind = kind * 4 + static_cast<std::uint64_t>(next[at(shared)]);
       }
       for (int drawn = kClip + 1; drawn < kFactors; ++drawn) {
         const std::uint32_t word = philox({.seed = 41}, kind, static_cast<std::uint64_t>(drawn))[0];
-        each.at(drawn) = static_cast<int>(word % static_cast<std::uint32_t>(kValues.at(drawn)));
+        each[at(drawn)] = static_cast<int>(word % static_cast<std::uint32_t>(kValues[at(drawn)]));
       }
     }
-    if (++next.at(factor) < kValues.at(factor)) {
+    if (++next[at(factor)] < kValues[at(factor)]) {
       factor = 0;
     } else {
-      next.at(factor++) = 0;
+      next[at(factor++)] = 0;
     }
   }
   return all;
@@ -241,7 +242,7 @@ PipelineOptions options_of(const Configuration& of) {
                    .micro_batches = 3,
                    .micro_batch_size = 2};
   options.shape.shard = of[kShard] != 0 ? ShardLevel::kOptimizer : ShardLevel::kNone;
-  options.order.schedule = kSchedules.at(of[kSchedule]);
+  options.order.schedule = kSchedules[at(of[kSchedule])];
   PipelineOptions::Training& training = options.training;
   if (of[kOptimizer] == 0) training.optimizer = OptimizerConfig::sgd(0.9F);
   training.optimizer.weight_decay = 0.1F;
@@ -266,7 +267,8 @@ struct Tokens {
 
   Tokens(std::uint64_t seed, std::int64_t samples) : count(samples) {
     for (std::int64_t i = 0; i <= samples * kContext; ++i) {
-      const auto token = static_cast<std::int32_t>(philox({.seed = seed}, 0, i)[0] % 1025);
+      const auto token = static_cast<std::int32_t>(
+          philox({.seed = seed}, 0, static_cast<std::uint64_t>(i))[0] % 1025);
       if (i < samples * kContext) inputs.push_back(token);
       if (i > 0) targets.push_back(token);
     }
@@ -288,7 +290,7 @@ using Digests = std::map<std::string, std::string>;
 
 Digests gathered(Pipeline& pipeline, const Digests& mine) {
   std::string lines;
-  for (const auto& [name, digest] : mine) lines += name + "\n" + digest + "\n";
+  for (const auto& [name, digest] : mine) lines.append(name + "\n").append(digest + "\n");
   Digests all;
   for (const std::string& text : PipelineAccess::world(pipeline).all_gather_strings(lines)) {
     for (std::size_t at = 0; at < text.size();) {

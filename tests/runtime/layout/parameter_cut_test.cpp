@@ -290,7 +290,7 @@ TEST(ParameterCutTest, TheRemainderGoesOnAtTheNextReplica) {
                                    entry_of("c", 2 * kSumBlock, 2), entry_of("d", 1, 3)});
   cut(table, 4);
   const auto& entries = table.stages[0].parameters;
-  constexpr std::int64_t k = kSumBlock;
+  const std::int64_t k = kSumBlock;
   EXPECT_THAT(counts_of(entries[0], 4), ElementsAre(2 * k, k, k, k));
   EXPECT_THAT(counts_of(entries[1], 4), ElementsAre(k, 2 * k, k, k));
   EXPECT_THAT(counts_of(entries[2], 4), ElementsAre(0, 0, k, k));
@@ -299,7 +299,7 @@ TEST(ParameterCutTest, TheRemainderGoesOnAtTheNextReplica) {
 
 // The next replica counts on from unit to unit, and does not depend on what is frozen.
 TEST(ParameterCutTest, FrozenParametersAreCutOnTheirOwn) {
-  constexpr std::int64_t k = kSumBlock;
+  const std::int64_t k = kSumBlock;
   ParameterTable with =
       table_of({entry_of("a", 2 * k), entry_of("frozen 1", k), entry_of("b", 3 * k),
                 entry_of("frozen 2", 2 * k, 1), entry_of("c", k, 1)});
@@ -318,7 +318,7 @@ TEST(ParameterCutTest, FrozenParametersAreCutOnTheirOwn) {
 
 // Each stage begins at replica 0, and a use that is no owner takes no blocks.
 TEST(ParameterCutTest, AUseOfATiedParameterIsNotCounted) {
-  constexpr std::int64_t k = kSumBlock;
+  const std::int64_t k = kSumBlock;
   ParameterTable table = table_of({entry_of("tied", 3 * k)});
   table.stages.emplace_back().parameters = {entry_of("a", k), entry_of("tied", 3 * k),
                                             entry_of("b", k)};

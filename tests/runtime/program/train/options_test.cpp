@@ -202,8 +202,9 @@ TEST(OptionsTest, NamesTheOptionThatOtherProgramsCallSo) {
       {"fp16", "precision bf16"},
       {"activation-checkpointing", "recompute block"}};
   for (const auto& [name, here] : names) {
-    EXPECT_THAT(refusal({"--" + name, "1"}),
-                HasSubstr("unknown option '--" + name + "'; did you mean '--" + here + "'?"));
+    std::string unknown = "unknown option '--";
+    unknown.append(name).append("'; did you mean '--").append(here).append("'?");
+    EXPECT_THAT(refusal({"--" + name, "1"}), HasSubstr(unknown));
   }
 }
 
