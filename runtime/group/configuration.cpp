@@ -149,7 +149,8 @@ const char* name_of(ShardLevel level) { return level == ShardLevel::kNone ? "non
 void require_sensible(const PipelineOptions& options) {
   if (options.shape.pipeline < 0) {
     throw_usage(
-        "options.shape.pipeline is {}; legal are numbers of ranks, and 0 for all ranks / replicas",
+        "options.shape.pipeline is {}; legal are numbers of ranks, and 0 for all ranks / replicas "
+        "/ tensor",
         options.shape.pipeline);
   }
   if (options.devices.threads < 1 || options.devices.threads > ComputeContext::kMostThreads) {
@@ -196,12 +197,12 @@ Facts agreed_values(const PipelineOptions& options) {
   const auto& [replicas_every, trace] = checks;
   add(values, {"build of Sluice", "comparison of replicas every", "trace"}, build_name(),
       replicas_every, trace);
-  const auto& [pipeline, replicas, rank_order, micro_batches, micro_batch_size, batch_size, shard] =
-      shape;
+  const auto& [pipeline, replicas, tensor, rank_order, micro_batches, micro_batch_size, batch_size,
+               shard] = shape;
   add(values,
-      {"pipeline", "replicas", "rank-order", "micro-batches", "micro-batch-size", "batch-size",
-       "shard"},
-      pipeline, replicas, rank_order, micro_batches, micro_batch_size, batch_size, shard);
+      {"pipeline", "replicas", "tensor", "rank-order", "micro-batches", "micro-batch-size",
+       "batch-size", "shard"},
+      pipeline, replicas, tensor, rank_order, micro_batches, micro_batch_size, batch_size, shard);
   const auto& [schedule, chunks, given] = order;
   add(values, {"schedule", "chunks", "SHA-256 of the schedule"}, schedule, chunks, given);
   const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs] = devices;

@@ -42,10 +42,14 @@ Placement stage_placement(const PipelineOptions& options, int depth) {
 // Refuses more than what one process plans in seconds.
 int planned_ranks(const PipelineOptions::Shape& shape) {
   constexpr std::int64_t kMost = 1 << 20;
-  const std::int64_t ranks = std::int64_t{shape.pipeline} * shape.replicas;
-  if (shape.pipeline >= 1 && shape.replicas >= 1 && ranks <= kMost) return static_cast<int>(ranks);
-  throw_usage("a pipeline of {} x {} replicas cannot be planned; legal are 1 to {} ranks",
-              shape.pipeline, shape.replicas, kMost);
+  std::int64_t ranks = 1;
+  for (const int size : {shape.pipeline, shape.replicas, shape.tensor}) {
+    ranks = size < 1 || ranks > kMost ? kMost + 1 : ranks * size;
+  }
+  if (ranks <= kMost) return static_cast<int>(ranks);
+  throw_usage("a pipeline of {} x {} replicas{} cannot be planned; legal are 1 to {} ranks",
+              shape.pipeline, shape.replicas,
+              shape.tensor == 1 ? "" : fmt::format(" x {} tensor ranks", shape.tensor), kMost);
 }
 
 }  // namespace
@@ -117,10 +121,13 @@ void JobContext::join(const PipelineOptions& options) {
   const int size = world.ranks->size();
   require_same_configuration(*world.collectives, agreed_values(options));
   const int depth =
-      shape.pipeline > 0 ? shape.pipeline : std::max(size / std::max(shape.replicas, 1), 1);
+      shape.pipeline > 0
+          ? shape.pipeline
+          : std::max(size / std::max(shape.replicas, 1) / std::max(shape.tensor, 1), 1);
   hosts = world.collectives->all_gather_strings(host_name());
-  const Topology numbered = make_topology(
-      size, {.pipeline = depth, .replica = shape.replicas, .tensor = 1}, shape.rank_order);
+  const Topology numbered =
+      make_topology(size, {.pipeline = depth, .replica = shape.replicas, .tensor = shape.tensor},
+                    shape.rank_order);
   stage_places = stage_placement(options, depth);
   RankArrangement order = arrange_ranks(numbered, options, stage_places, hosts);
   place.topology = std::move(order.topology);
@@ -136,9 +143,10 @@ void JobContext::plan(const PipelineOptions& options) {
                 options.devices.choices.size());
   }
   stage_places = stage_placement(options, shape.pipeline);  // refuses what cannot be placed
-  place.topology = make_topology(
-      planned_ranks(shape), {.pipeline = shape.pipeline, .replica = shape.replicas, .tensor = 1},
-      shape.rank_order);
+  place.topology =
+      make_topology(planned_ranks(shape),
+                    {.pipeline = shape.pipeline, .replica = shape.replicas, .tensor = shape.tensor},
+                    shape.rank_order);
   const RankDevice mine =
       choose_devices(*world.collectives, Topology{}, options.devices.choices, {host_name()})
           .front();

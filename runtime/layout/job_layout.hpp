@@ -29,10 +29,12 @@ struct ElementRange {
 
 struct ParameterEntry {
   std::string name;
-  std::int64_t elements = 0;
+  std::int64_t elements = 0;  // of the slice
   bool tied = false;
   std::string use = {};  // of a tied one, what all its uses share: "[4, 2], initially normal 0.02"
   int unit = 0;          // Parameter::unit
+  Slice slice = {};      // Parameter::slice
+  std::int64_t whole_elements = 0;
   // [replica] where the part that it updates ends; each begins where the one before it ends. Empty:
   // all update the whole.
   std::vector<std::int64_t> ends = {};
@@ -56,6 +58,7 @@ struct StageEntry {
   bool own_memory = false;                  // StageDescription::own_memory
   std::string note;                         // StageDescription::note
   int forward_sums = 0, backward_sums = 0;  // over replicas, in each F, and in each B or I
+  int forward_tensor_sums = 0, backward_tensor_sums = 0;  // over tensor ranks
 };
 
 // One use of a tied parameter.
@@ -177,8 +180,15 @@ struct JobLayout {
   StepPlans plans;
   Wires wires;
   ParameterTable parameters;
+  // [tensor coordinate] The tables of the ranks that share this pipeline's stages, its own too;
+  // empty where there is one.
+  std::vector<ParameterTable> tensor_parameters;
   MemoryTable memory;
 
+  [[nodiscard]] const ParameterTable& parameters_at(int tensor) const {
+    return tensor_parameters.empty() ? parameters
+                                     : tensor_parameters[static_cast<std::size_t>(tensor)];
+  }
   [[nodiscard]] bool owns(int stage) const {
     return plans.placement().rank_of(stage) == place.here.pipeline;
   }

@@ -353,6 +353,15 @@ bool fits(const StageEntry& needed, const StageEntry& planned) {
 
 }  // namespace
 
+Slice StagePlace::slice(int axis, std::int64_t whole) const {
+  if (tensors == 1) return {};
+  const std::int64_t least = whole / tensors, more = whole % tensors;
+  return {.axis = axis,
+          .begin = tensor * least + std::min<std::int64_t>(tensor, more),
+          .length = least + (tensor < more ? 1 : 0),
+          .whole = whole};
+}
+
 std::unique_ptr<Stage> StageFactory::operator()(const StagePlace& place) const {
   return make_(place);
 }

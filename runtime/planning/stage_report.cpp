@@ -32,11 +32,14 @@ static void from_json(const Json& json, Shape& shape) {
   shape = Shape(std::span(dims));
 }
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorSpec, dtype, shape)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Slice, axis, begin, length, whole)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit, slice,
+                                   whole_elements)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
-                                   own_memory, note, forward_sums, backward_sums)
+                                   own_memory, note, forward_sums, backward_sums,
+                                   forward_tensor_sums, backward_tensor_sums)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients)
 
 namespace {
@@ -158,7 +161,14 @@ std::vector<bool> gradients_of(const StageDescription& description,
 
 // ParameterEntry::use.
 std::string use_of(const Parameter& parameter) {
-  return fmt::format("{}, initially {}", to_string(parameter.shape), to_string(parameter.init));
+  const std::string shape = to_string(parameter.whole_shape());
+  const Slice& slice = parameter.slice;
+  return fmt::format("{}{}, initially {}", shape,
+                     slice.all()
+                         ? ""
+                         : fmt::format(" cut into rows {} to {} of dimension {}", slice.begin,
+                                       slice.begin + slice.length - 1, slice.axis),
+                     to_string(parameter.init));
 }
 
 // An entry has the maximum over all sizes of micro-batches.
@@ -206,7 +216,13 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     const auto list = [&](const std::vector<Parameter*>& from, std::vector<ParameterEntry>& to) {
       for (const Parameter* p : from) {
         require_legal_name(p->name, index);
-        to.push_back({p->name, p->shape.elements(), p->tied, p->tied ? use_of(*p) : "", p->unit});
+        to.push_back({.name = p->name,
+                      .elements = p->shape.elements(),
+                      .tied = p->tied,
+                      .use = p->tied ? use_of(*p) : "",
+                      .unit = p->unit,
+                      .slice = p->slice,
+                      .whole_elements = p->whole_shape().elements()});
       }
     };
     list(parameters->all(), report.entry.parameters);

@@ -18,6 +18,7 @@
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/cores.hpp"
 #include "comm/base/throw_error.hpp"
+#include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
 
@@ -45,22 +46,23 @@ UnitPair normal_pair(const UnitPair& unit, double deviation) {
   return {radius * std::cos(angle), radius * std::sin(angle)};
 }
 
-// values[0] is an even element of the stream, the 2 * pair-th.
-void draw_pairs(const Init& init, const std::array<std::uint32_t, 2>& key, std::uint64_t pair,
-                std::span<float> values) {
-  for (std::size_t i = 0; i < values.size(); i += 2, ++pair) {
+// Elements of the stream from `first` on.
+void draw_run(const Init& init, const std::array<std::uint32_t, 2>& key, std::uint64_t first,
+              std::span<float> values) {
+  std::uint64_t pair = first / 2;
+  for (std::size_t i = 0; i < values.size(); ++pair) {
     const UnitPair unit = unit_pair(key, pair);
     const UnitPair drawn = init.kind == Init::Kind::kNormal
                                ? normal_pair(unit, init.value)
                                : UnitPair{init.value * (2.0 * unit.first - 1.0),
                                           init.value * (2.0 * unit.second - 1.0)};
-    values[i] = static_cast<float>(drawn.first);
-    if (i + 1 < values.size()) values[i + 1] = static_cast<float>(drawn.second);
+    if (first + i == 2 * pair) values[i++] = static_cast<float>(drawn.first);
+    if (i < values.size()) values[i++] = static_cast<float>(drawn.second);
   }
 }
 
 // On as many threads as this process has cores, each at least a quarter of a million elements (some
-// milliseconds); an element depends only on its place.
+// milliseconds); an element depends only on its place in the whole parameter.
 void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> values) {
   constexpr std::size_t kLeast = std::size_t{1} << 18;
   if (parameter.init.kind == Init::Kind::kConstant) {
@@ -73,8 +75,14 @@ void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> value
   const std::size_t each = round_up(values.size() / parts + 1, 2);
   const auto draw_part = [&](std::size_t part) {
     const std::size_t first = std::min(part * each, values.size());
-    draw_pairs(parameter.init, key, first / 2,
-               values.subspan(first, std::min(each, values.size() - first)));
+    const std::size_t count = std::min(each, values.size() - first);
+    for_runs(parameter.shape, parameter.slice, static_cast<std::int64_t>(first),
+             static_cast<std::int64_t>(count),
+             [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
+               draw_run(parameter.init, key, static_cast<std::uint64_t>(in_whole),
+                        values.subspan(static_cast<std::size_t>(here),
+                                       static_cast<std::size_t>(elements)));
+             });
   };
   std::vector<std::jthread> others;
   std::size_t part = 0;
@@ -103,7 +111,7 @@ void require_distinct(const std::deque<Parameter>& parameters) {
           "or declare both uses as tied",
           parameter.name);
     }
-    if (parameter.shape != use->second->shape) {
+    if (parameter.shape != use->second->shape || parameter.slice != use->second->slice) {
       throw_usage("tied parameter {} is used with shapes {} and {}; uses share a shape",
                   parameter.name, to_string(use->second->shape), to_string(parameter.shape));
     }
@@ -147,12 +155,27 @@ std::vector<Parameter*> pointers_to(std::deque<Parameter>& parameters) {
   return all;
 }
 
-Parameter& add_to(std::deque<Parameter>& parameters, std::string name, Shape shape, Init init) {
+void require_slice(const std::string& name, const Shape& shape, const Slice& slice) {
+  if (slice.all()) return;
+  const bool known = slice.axis < shape.rank() && slice.whole == shape[slice.axis];
+  if (known && slice.begin >= 0 && slice.length >= 0 && slice.length <= slice.whole - slice.begin) {
+    return;
+  }
+  throw_usage(
+      "parameter '{}' {} has a slice of rows {} to {} of {} along dimension {}; legal: rows of a "
+      "dimension of the shape, and as many in the whole as the shape has",
+      name, to_string(shape), slice.begin, slice.begin + slice.length - 1, slice.whole, slice.axis);
+}
+
+Parameter& add_to(std::deque<Parameter>& parameters, std::string name, const Shape& shape,
+                  Init init, const Slice& slice) {
   require_init(name, init);
+  require_slice(name, shape, slice);
   Parameter& parameter = parameters.emplace_back();
   parameter.name = std::move(name);
-  parameter.shape = shape;
+  parameter.shape = slice.all() ? shape : with_rows(shape, slice.axis, slice.length);
   parameter.init = init;
+  parameter.slice = slice.all() ? Slice{} : slice;
   return parameter;
 }
 
@@ -167,11 +190,16 @@ std::size_t parameter_bytes(std::int64_t elements) {
   return round_up(static_cast<std::size_t>(elements) * sizeof(float), kBufferAlignment);
 }
 
-Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool decay, bool tied) {
+Shape Parameter::whole_shape() const {
+  return slice.all() ? shape : with_rows(shape, slice.axis, slice.whole);
+}
+
+Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool decay, bool tied,
+                             const Slice& slice) {
   if (allocated_) {
     throw_usage("parameter {} is added after allocate(); add it before", name);
   }
-  Parameter& parameter = add_to(parameters_, std::move(name), shape, init);
+  Parameter& parameter = add_to(parameters_, std::move(name), shape, init, slice);
   parameter.decay = decay;
   parameter.tied = tied;
   parameter.unit = unit_;
@@ -183,11 +211,12 @@ void ParameterSet::begin_unit() {
   if (!parameters_.empty()) unit_ = parameters_.back().unit + 1;
 }
 
-Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, ReplicaRule across) {
+Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, ReplicaRule across,
+                                    const Slice& slice) {
   if (allocated_) {
     throw_usage("buffer {} is added after allocate(); add it before", name);
   }
-  Parameter& buffer = add_to(buffers_, std::move(name), shape, init);
+  Parameter& buffer = add_to(buffers_, std::move(name), shape, init, slice);
   buffer.decay = false;
   buffer.across = across;
   return buffer;

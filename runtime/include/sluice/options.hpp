@@ -39,14 +39,21 @@ enum class TransportChoice { kAuto, kMpi, kNccl };
 // "auto" | "mpi" | "nccl".
 [[nodiscard]] const char* name_of(TransportChoice choice);
 
-// Which stage a factory is to make: global stage `stage` of `stages`.
+// Which stage a factory is to make: global stage `stage` of `stages`, on the `tensor`-th of
+// `tensors` ranks that share it (PipelineOptions::Shape::tensor).
 struct StagePlace {
   int stage = 0, stages = 1;
+  int tensor = 0, tensors = 1;
+
+  // This rank's part of a parameter's dimension `axis` of `whole` rows, for ParameterSet::add().
+  // Parts follow each other in order of ranks; they differ by at most one row, the first ones are
+  // the larger. All of it where `tensors` is 1.
+  [[nodiscard]] Slice slice(int axis, std::int64_t whole) const;
 };
 
 // Makes stages: by a copyable function of a stage and the number of stages as two ints, or of a
-// const StagePlace&. Called on each rank that runs the stage, once, by the thread that constructs
-// the pipeline; must not return null.
+// const StagePlace&; the former are refused where several ranks share a stage. Called on each rank
+// that runs the stage, once, by the thread that constructs the pipeline; must not return null.
 class StageFactory {
   using Made = std::unique_ptr<Stage>;
   template <typename Make>
@@ -58,7 +65,8 @@ class StageFactory {
   template <typename Make>
   requires(!std::is_same_v<Make, StageFactory> && std::is_copy_constructible_v<Make> &&
            (kByNumbers<Make> || std::is_invocable_r_v<Made, Make&, const StagePlace&>))
-      StageFactory(Make make) {  // NOLINT(google-explicit-constructor)
+      StageFactory(Make make)  // NOLINT(google-explicit-constructor)
+      : takes_place_(!kByNumbers<Make>) {
     if constexpr (requires { make == nullptr; }) {
       if (make == nullptr) return;
     }
@@ -72,10 +80,13 @@ class StageFactory {
   }
 
   [[nodiscard]] explicit operator bool() const { return make_ != nullptr; }
+  // Whether it can make a stage that several ranks share.
+  [[nodiscard]] bool takes_place() const { return takes_place_; }
   [[nodiscard]] Made operator()(const StagePlace& place) const;
 
  private:
   std::function<Made(const StagePlace&)> make_;
+  bool takes_place_ = false;
 };
 
 // What the replicas of a stage divide among them, where each holds all of it else.
@@ -91,8 +102,12 @@ enum class ShardLevel {
 struct PipelineOptions {
   // How many ranks there are, and how a step's samples are divided among them.
   struct Shape {
-    int pipeline = 0;  // ranks per pipeline; 0: all ranks / replicas
+    int pipeline = 0;  // ranks from the first stage to the last; 0: all ranks / replicas / tensor
     int replicas = 1;  // of the pipeline
+    // Ranks that share each stage, of which each has a part of the stage's parameters. The stages
+    // see to the parts (StagePlace, Slice) and to the sums between these ranks
+    // (StageContext::tensor).
+    int tensor = 1;
     RankOrder rank_order = RankOrder::kAuto;
     int micro_batches = 1;              // per replica and step
     std::int64_t micro_batch_size = 1;  // samples

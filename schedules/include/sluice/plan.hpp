@@ -86,9 +86,9 @@ struct PlanOp {
   std::int32_t stage = 0;
   std::int32_t micro_batch = -1;
   std::int32_t channel = -1;  // messages: index into Plan::channels; kReduceTied: group index
-  // kCompute of F, B or I: sums over the stage's replicas that the stage makes within it. Each
-  // waits for the same op of every replica.
-  std::int32_t sums = 0;
+  // kCompute of F, B or I: sums over the stage's replicas, and over the ranks that share the stage,
+  // which the stage makes within it. Each waits for the same op of all of these ranks.
+  std::int32_t sums = 0, tensor_sums = 0;
   // By BufferKind.
   std::array<std::int32_t, kBufferKinds> slots = {-1, -1, -1, -1, -1};
 
@@ -134,9 +134,11 @@ enum class MessageOrder : std::uint8_t {
   kGlobal,         // for in-order queues (NCCL): all ranks follow one order of all messages
 };
 
-// Sums over its replicas that a stage makes within each F, and within each B or I.
+// Sums that a stage makes within each F, and within each B or I: over its replicas, in training
+// alone, and over the ranks that share it.
 struct StageSums {
   int forward = 0, backward = 0;
+  int forward_tensor = 0, backward_tensor = 0;
 };
 
 struct PlanOptions {
@@ -145,7 +147,7 @@ struct PlanOptions {
   MessageOrder order = MessageOrder::kReceivesAhead;
   // kReceivesAhead: room for every receive under way where each action takes one unit of time.
   bool unit_time_depths = false;
-  std::vector<StageSums> sums = {};  // [stage] of a training plan; empty: no stage makes any
+  std::vector<StageSums> sums = {};  // [stage]; empty: no stage makes any
 };
 
 // The plan of a schedule, in one pass. It is not verified: most callers want make_plan().

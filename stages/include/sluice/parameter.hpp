@@ -51,13 +51,24 @@ enum class ReplicaRule { kMean, kFirst, kNothing };
 // Where a set keeps a bf16 copy of a parameter: Parameter::bf16_copy.
 enum class Bf16Copy { kNowhere, kOnGpus, kEverywhere };
 
+// The part of a whole parameter that one of several ranks has, where the ranks of a tensor group
+// divide it (StagePlace): rows of dimension `axis`, `length` of `whole` from `begin` on.
+struct Slice {
+  int axis = -1;  // -1: all of it
+  std::int64_t begin = 0, length = 0, whole = 0;
+  [[nodiscard]] bool all() const { return axis < 0; }
+  friend bool operator==(const Slice&, const Slice&) = default;
+};
+
 struct Parameter {
   std::string name;
-  Shape shape;
+  Shape shape;  // of what this rank has
   Init init;
   bool decay = true;  // weight decay applies (not to norms and biases)
   bool tied = false;  // other uses of the same name exist
   int unit = 0;       // its number in the set: ParameterSet::begin_unit()
+  Slice slice = {};   // of the whole
+  [[nodiscard]] Shape whole_shape() const;
   // fp32, set by allocate(); they start at multiples of kBufferAlignment. grad: null data without
   // gradients.
   Tensor value, grad;
@@ -95,11 +106,15 @@ class ParameterSet {
   ParameterSet(ParameterSet&&) = default;
   ParameterSet& operator=(ParameterSet&&) = default;
 
+  // `shape` is that of the whole parameter, of which this rank has `slice`; its initial values do
+  // not depend on the slice. A parameter that all ranks of a tensor group have whole has the same
+  // gradient on each of them: the stage sees to it.
   // The reference stays valid for the life of the set. A pipeline refuses names that no file holds:
   // an empty one, "__metadata__", and those with control characters or other bytes than UTF-8.
-  // Throws Error(kUsage) after allocate(), and for an Init that is none or not a number from 0 (a
-  // constant: any finite one).
-  Parameter& add(std::string name, Shape shape, Init init, bool decay = true, bool tied = false);
+  // Throws Error(kUsage) after allocate(), for an Init that is none or not a number from 0 (a
+  // constant: any finite one), and for a slice that does not lie in the shape.
+  Parameter& add(std::string name, Shape shape, Init init, bool decay = true, bool tied = false,
+                 const Slice& slice = {});
 
   // What add() gets from now on is one unit, such as a block of layers: the grain in which ranks
   // divide parameters among them. Without a call all parameters are one unit. Throws Error(kUsage)
@@ -110,7 +125,7 @@ class ParameterSet {
   // name that no parameter has. A stage writes it in forward(), which the runtime calls once for
   // every micro-batch. A step that is refused or skipped leaves it as it was. Else as add().
   Parameter& add_buffer(std::string name, Shape shape, Init init,
-                        ReplicaRule across = ReplicaRule::kMean);
+                        ReplicaRule across = ReplicaRule::kMean, const Slice& slice = {});
 
   // A pipeline calls it once, before Stage::prepare(). Allocates every value, gradient, buffer and
   // copy, draws initial values (a function of seed, name and position alone) and zeroes gradients.

@@ -61,6 +61,9 @@ struct StageDescription {
   // backward_input; backward_weight makes none. As many for every size of micro-batch. They become
   // part of the plan.
   int forward_sums = 0, backward_sums = 0;
+  // The same of ctx.tensor->sum(), in each forward, of evaluation too, and in each backward or
+  // backward_input.
+  int forward_tensor_sums = 0, backward_tensor_sums = 0;
   // One line or none for Pipeline::notes(), which `sluice train` prints at the start, such as
   // "attention: cuDNN". That of the largest micro-batch is used.
   std::string note = {};
@@ -73,14 +76,15 @@ struct StageDescription {
   std::vector<TensorSpec> targets = {};
 };
 
-// Sums over this stage's replicas, within one action: all of them compute the same micro-batch. For
-// batch statistics. The runtime implements it.
+// Sums over this stage's replicas, or over the ranks that share it, within one action: all of them
+// compute the same micro-batch. For batch statistics and partial results. The runtime implements
+// it.
 class Collective {
  public:
   virtual ~Collective() = default;
-  // In replica order, in place; `values` are in host memory, as many on every replica. Blocks the
-  // host, and keeps messages moving. One replica alone: nothing changes. Throws Error(kUsage) for a
-  // call that the stage's description does not have, and another replica's error.
+  // In order of the ranks, in place; `values` are in host memory, as many on every rank. Blocks the
+  // host, and keeps messages moving. One rank alone: nothing changes. Throws Error(kUsage) for a
+  // call that the stage's description does not have, and another rank's error.
   virtual void sum(std::span<double> values) = 0;
 };
 
@@ -127,7 +131,8 @@ struct StageContext {
   StepValue<double> loss_scale = 1.0;  // 1/N: loss gradients are multiplied by it
   // The tensors that forward() had. In backward calls too; valid until W is done.
   std::span<const Tensor> inputs = {};
-  Collective* collective = nullptr;  // null in evaluation
+  Collective* collective = nullptr;  // over replicas; null in evaluation
+  Collective* tensor = nullptr;      // over the ranks that share the stage; never null in a call
   // Set in the last call of a step (backward or backward_weight) that adds to the stage's
   // gradients, if sums over replicas can overlap; else null. Use is optional. All replicas make the
   // same calls in the same order.
