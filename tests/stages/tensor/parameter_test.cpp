@@ -11,6 +11,7 @@
 #include <sluice/error.hpp>
 #include <sluice/parameter.hpp>
 
+#include "stages/tensor/slice_runs.hpp"
 #include "stages/tensor/stale_gradients.hpp"
 
 namespace sluice {
@@ -135,6 +136,85 @@ TEST(ParameterSetTest, PrefixOfALongerParameterIsTheSame) {
 }
 
 // Large enough for several threads, where there are cores for them, and odd.
+// Values of the whole that lie in the slice, in its order.
+std::vector<float> cut(const std::vector<float>& whole, const Parameter& part) {
+  std::vector<float> values;
+  for_runs(part.shape, part.slice, 0, part.shape.elements(),
+           [&](std::int64_t, std::int64_t first, std::int64_t elements) {
+             values.insert(values.end(), whole.begin() + first, whole.begin() + first + elements);
+           });
+  return values;
+}
+
+TEST(ParameterSetTest, ASliceBeginsWithThatPartOfTheWhole) {
+  const Shape shape = {7, 5, 3};
+  for (const Init init : {Init::normal(1), Init::uniform(1), Init::constant(2)}) {
+    ParameterSet whole;
+    whole.add("w", shape, init);
+    whole.allocate({}, 3);
+    const std::vector<float> values = copy(whole.find("w")->value);
+    for (int axis = 0; axis < 3; ++axis) {
+      for (const int ranks : {1, 2, 3, 8}) {
+        std::int64_t rows = 0;
+        for (int rank = 0; rank < ranks; ++rank) {
+          const std::int64_t begin = shape[axis] * rank / ranks;
+          const std::int64_t end = shape[axis] * (rank + 1) / ranks;
+          ParameterSet set;
+          const Parameter& part =
+              set.add("w", shape, init, true, false, {axis, begin, end - begin, shape[axis]});
+          set.allocate({}, 3);
+          EXPECT_EQ(part.whole_shape(), shape);
+          EXPECT_EQ(part.value.shape(), part.shape);
+          EXPECT_EQ(copy(part.value), cut(values, part)) << axis << " " << rank << "/" << ranks;
+          rows += part.shape[axis];
+        }
+        EXPECT_EQ(rows, shape[axis]);
+      }
+    }
+  }
+}
+
+// The runs of a slice that several threads draw begin anywhere.
+TEST(ParameterSetTest, ALargeSliceBeginsWithThatPartOfTheWhole) {
+  const Shape shape = {1001, 1201};
+  ParameterSet whole, set;
+  whole.add("w", shape, Init::normal(1));
+  whole.allocate({}, 3);
+  const Parameter& part = set.add("w", shape, Init::normal(1), true, false,
+                                  {.axis = 1, .begin = 301, .length = 801, .whole = 1201});
+  set.allocate({}, 3);
+  EXPECT_EQ(copy(part.value), cut(copy(whole.find("w")->value), part));
+}
+
+TEST(ParameterSetTest, RunsOfASliceAreThoseOfEachElement) {
+  const Shape shape = {3, 2, 2};  // of the slice; the whole is [3, 5, 2]
+  const Slice slice = {.axis = 1, .begin = 2, .length = 2, .whole = 5};
+  for (std::int64_t first = 0; first <= 12; ++first) {
+    std::vector<std::int64_t> places;
+    for_runs(shape, slice, first, 12 - first,
+             [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
+               EXPECT_EQ(here, first + std::ssize(places));
+               for (std::int64_t i = 0; i < elements; ++i) places.push_back(in_whole + i);
+             });
+    const std::vector<std::int64_t> all = {4, 5, 6, 7, 14, 15, 16, 17, 24, 25, 26, 27};
+    EXPECT_EQ(places, std::vector<std::int64_t>(all.begin() + first, all.end()));
+  }
+}
+
+TEST(ParameterSetTest, SlicesThatDoNotLieInTheShapeAreRefused) {
+  ParameterSet set;
+  for (const Slice& slice : {Slice{2, 0, 1, 4}, Slice{1, 0, 1, 4}, Slice{0, -1, 2, 4},
+                             Slice{0, 3, 2, 4}, Slice{0, 0, -1, 4}, Slice{0, 0, 5, 4}}) {
+    EXPECT_THROW(set.add("w", {4, 3}, Init::constant(0), true, false, slice), Error);
+    EXPECT_THROW(set.add_buffer("b", {4, 3}, Init::constant(0), ReplicaRule::kMean, slice), Error);
+  }
+  EXPECT_EQ(set.add("none", {4, 3}, Init::constant(0), true, false, {0, 4, 0, 4}).shape,
+            (Shape{0, 3}));
+  set.add("w", {4, 3}, Init::constant(0), true, true, {0, 0, 2, 4});
+  set.add("w", {4, 3}, Init::constant(0), true, true, {0, 2, 2, 4});
+  EXPECT_THROW(set.allocate({}, 1), Error);
+}
+
 TEST(ParameterSetTest, ValuesAreTheSameOnOneCore) {
   constexpr std::int64_t kCount = (std::int64_t{1} << 20) + 3;
   const auto draw = [] {
