@@ -25,10 +25,8 @@ std::size_t floats_of(const StageEntry& stage) {
 
 // Empty where no parameter is updated in parts.
 std::vector<CutRange> ranges_in(const JobLayout& layout, int stage) {
-  const StageEntry& entry = layout.parameters.stages[at(stage)];
-  const bool cut = layout.place.topology.size.replica > 1 && !entry.parameters.empty() &&
-                   !entry.parameters.front().ends.empty();
-  return cut ? ranges_of(entry) : std::vector<CutRange>{};
+  if (layout.place.topology.size.replica == 1) return {};
+  return ranges_of(layout.parameters.stages[at(stage)]);
 }
 
 // Of `floats` gradients, from their end on.
@@ -134,6 +132,7 @@ GradientSums::StageSum::StageSum(GradientSums& sums, const JobLayout& layout,
     : sums_(sums),
       stage_(binding.index),
       parameters_(*binding.parameters),
+      cut_(layout.parameters.cut),
       ranges_(ranges_in(layout, stage_)),
       whole_buckets_(whole_buckets(parameters_.flat_grads().size(), sums.bucket_)),
       part_buckets_(part_buckets(ranges_, sums.bucket_)) {}

@@ -77,7 +77,7 @@ class GradientSums {
     void gather_values();
     [[nodiscard]] int stage() const { return stage_; }
     [[nodiscard]] StageSum& with(bool whole) {
-      whole_ = whole || ranges_.empty();
+      whole_ = whole || !cut_;
       return *this;
     }
     void begin_step() { next_ = 0; }
@@ -86,7 +86,8 @@ class GradientSums {
     GradientSums& sums_;
     int stage_;
     ParameterSet& parameters_;
-    std::vector<CutRange> ranges_;  // none: all replicas update all
+    bool cut_;                      // replicas update parts
+    std::vector<CutRange> ranges_;  // of these parts
     std::vector<GradientBucket> whole_buckets_, part_buckets_;
     bool whole_ = true;
     std::size_t next_ = 0;  // bucket whose sum has not started

@@ -36,7 +36,7 @@ struct ParameterEntry {
   Slice slice = {};      // Parameter::slice
   std::int64_t whole_elements = 0;
   // [replica] where the part that it updates ends; each begins where the one before it ends. Empty:
-  // all update the whole.
+  // all update the whole, or none does.
   std::vector<std::int64_t> ends = {};
   [[nodiscard]] ElementRange part(int replica) const {
     if (ends.empty()) return {0, elements};
@@ -163,6 +163,7 @@ struct Wires {
 struct ParameterTable {
   std::vector<StageEntry> stages;   // [global stage]
   std::vector<TiedParameter> tied;  // [group], the channel of REDUCE_TIED
+  bool cut = false;                 // replicas update parts: cut_parameters()
 
   // Whether parameter `index` of `stage` is the first use of its name.
   [[nodiscard]] bool is_owner(int stage, int index) const;

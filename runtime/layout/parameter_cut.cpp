@@ -1,6 +1,7 @@
 #include "runtime/layout/parameter_cut.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "comm/base/index.hpp"
 #include "stages/compute/call_arguments.hpp"
@@ -34,17 +35,17 @@ void cut_sequence(std::span<ParameterEntry* const> entries, std::size_t replicas
 
 void cut_parameters(ParameterTable& table, int replicas,
                     const std::function<bool(const ParameterEntry&)>& is_frozen) {
+  table.cut = true;
   for (std::size_t s = 0; s < table.stages.size(); ++s) {
     std::vector<ParameterEntry>& all = table.stages[s].parameters;
-    std::size_t next = 0, next_frozen = 0;
+    std::size_t next = 0;
     for (std::size_t i = 0; i < all.size();) {
-      std::vector<ParameterEntry*> updated, frozen;
+      std::vector<ParameterEntry*> updated;
       for (const int unit = all[i].unit; i < all.size() && all[i].unit == unit; ++i) {
-        if (!table.is_owner(static_cast<int>(s), static_cast<int>(i))) continue;
-        (is_frozen(all[i]) ? frozen : updated).push_back(&all[i]);
+        const bool owner = table.is_owner(static_cast<int>(s), static_cast<int>(i));
+        if (owner && !is_frozen(all[i])) updated.push_back(&all[i]);
       }
       cut_sequence(updated, at(replicas), next);
-      cut_sequence(frozen, at(replicas), next_frozen);
     }
   }
   for (const TiedParameter& tie : table.tied) {
@@ -61,25 +62,26 @@ std::vector<CutRange> ranges_of(const StageEntry& stage) {
   std::size_t begin = 0;
   for (const ParameterEntry& entry : stage.parameters) {
     const std::size_t size = parameter_bytes(entry.elements) / sizeof(float);
-    if (size == 0) continue;
+    const std::size_t place = std::exchange(begin, begin + size);
+    if (size == 0 || entry.ends.empty()) continue;
     // Padding belongs to the last replica that has elements.
     std::vector<std::size_t> ends;
     for (const std::int64_t end : entry.ends) {
       ends.push_back(end == entry.elements ? size : static_cast<std::size_t>(end));
     }
-    // It goes on with the last range where none of its elements is of a replica before that
-    // range's last one.
+    // It goes on with the last range where it follows it and none of its elements is of a replica
+    // before that range's last one.
     std::size_t first = 0;  // replica
     while (first + 1 < ends.size() && ends[first] == 0) ++first;
     const bool joins = !ranges.empty() && [&] {
       const std::vector<std::size_t>& last = ranges.back().ends;
-      return first + 1 == last.size() || last[first] == last.back();
+      return ranges.back().begin + last.back() == place &&
+             (first + 1 == last.size() || last[first] == last.back());
     }();
-    if (!joins) ranges.push_back({begin, std::vector<std::size_t>(ends.size())});
+    if (!joins) ranges.push_back({place, std::vector<std::size_t>(ends.size())});
     CutRange& range = ranges.back();
-    const std::size_t offset = begin - range.begin;
+    const std::size_t offset = place - range.begin;
     for (std::size_t r = first; r < ends.size(); ++r) range.ends[r] = offset + ends[r];
-    begin += size;
   }
   return ranges;
 }

@@ -12,12 +12,12 @@
 
 namespace sluice {
 
-// Sets ParameterEntry::ends of all parameters. Parts consist of whole blocks of kSumBlock elements,
-// so that sums of squares over blocks have the same bits for every number of replicas. The
-// parameters of a unit are cut as one sequence of blocks, into one range a replica; the ranges
-// of one more block move on from unit to unit, so that every unit and every stage differ by at most
-// one block between replicas. Frozen parameters are cut on their own; a use of a tied parameter
-// that is not its owner is cut like the owner and not counted.
+// Sets ParameterEntry::ends of all parameters that are updated. Parts consist of whole blocks of
+// kSumBlock elements, so that sums of squares over blocks have the same bits for every number of
+// replicas. The parameters of a unit are cut as one sequence of blocks, into one range a replica;
+// the ranges of one more block move on from unit to unit, so that every unit and every stage differ
+// by at most one block between replicas. A use of a tied parameter that is not its owner is cut
+// like the owner and not counted. What is frozen is not cut.
 void cut_parameters(ParameterTable& table, int replicas,
                     const std::function<bool(const ParameterEntry&)>& is_frozen);
 
@@ -27,8 +27,8 @@ struct CutRange {
   std::size_t begin = 0;          // floats
   std::vector<std::size_t> ends;  // [replica] from `begin` on; the last one is the range's size
 };
-// The ranges of a stage that has been cut, the fewest, in order, none empty; they cover its flat
-// memory.
+// The ranges of a stage's parameters that have been cut, the fewest, in order, none empty. They
+// cover these parameters with their padding.
 [[nodiscard]] std::vector<CutRange> ranges_of(const StageEntry& stage);
 
 }  // namespace sluice

@@ -129,15 +129,6 @@ std::string describe_empty_stages(const Partition& partition) {
       empty, partition.stages(), partition.first.back());
 }
 
-// Whether replicas divide the optimizer's state.
-bool divides_parameters(const JobLayout& layout) {
-  if (layout.place.topology.size.replica == 1) return false;
-  const std::vector<StageEntry>& stages = layout.parameters.stages;
-  return std::any_of(stages.begin(), stages.end(), [](const StageEntry& stage) {
-    return !stage.parameters.empty() && !stage.parameters.front().ends.empty();
-  });
-}
-
 }  // namespace
 
 std::string describe_layout(const JobLayout& layout, const Partition& partition) {
@@ -177,8 +168,9 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
   text += fmt::format(
       "  (layers: E embedding, H head, numbers are blocks, - none; outside: of the total, what\n"
       "  a rank allocates outside its arena; {})\n",
-      divides_parameters(layout) ? "optimizer: of the replica with the largest part"
-                                 : "each replica holds the same");
+      layout.parameters.cut && layout.place.topology.size.replica > 1
+          ? "optimizer: of the replica with the largest part"
+          : "each replica holds the same");
   return text + describe_empty_stages(partition) + describe_connections(layout) +
          describe_arithmetic(layout) + describe_notes(layout) + describe_save_copy(layout) +
          describe_graphs(layout);
