@@ -23,6 +23,20 @@ Digest digest_of(const Parameter& parameter, HostMirror& mirror) {
   return digest;
 }
 
+// Collective over this rank's group along `axis`. `mine`: of the parameter, after `step`.
+void require_same(const JobContext& job, Axis axis, const Digest& mine, const Parameter& parameter,
+                  int stage, std::uint64_t step) {
+  std::vector<Digest> all(static_cast<std::size_t>(job.place.topology.size[axis]));
+  job.group(axis).collectives->all_gather(mine, all);
+  for (std::size_t other = 1; other < all.size(); ++other) {
+    if (all[other] == all[0]) continue;
+    throw_error(ErrorCode::kMismatch,
+                "after step {0} parameter '{1}' of stage {2} differs between {3} 0 and {3} {4}",
+                step, parameter.name, stage, axis == Axis::kReplica ? "replica" : "tensor rank",
+                other);
+  }
+}
+
 }  // namespace
 
 StageBuffers::StageBuffers(JobContext& job, ComputeContext& compute, HostMirror& mirror,
@@ -82,7 +96,6 @@ void StageBuffers::join() {
 
 void check_replicas(JobContext& job, const TiedUses& tied, std::span<const StageBinding> stages,
                     HostMirror& mirror, std::uint64_t step) {
-  std::vector<Digest> all(static_cast<std::size_t>(job.place.topology.size.replica));
   for (const StageBinding& binding : stages) {
     ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
@@ -92,14 +105,9 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
     }
     for (const Parameter* parameter : compared) {
       const Digest mine = digest_of(*parameter, mirror);
-      job.group(Axis::kReplica).collectives->all_gather(mine, all);
-      for (std::size_t replica = 1; replica < all.size(); ++replica) {
-        if (all[replica] == all[0]) continue;
-        throw_error(
-            ErrorCode::kMismatch,
-            "after step {} parameter '{}' of stage {} differs between replica 0 and replica {}",
-            step, parameter->name, binding.index, replica);
-      }
+      require_same(job, Axis::kReplica, mine, *parameter, binding.index, step);
+      if (!parameter->slice.all()) continue;
+      require_same(job, Axis::kTensor, mine, *parameter, binding.index, step);
     }
   }
   for (std::size_t group = 0; group < tied.ties().size(); ++group) {

@@ -16,10 +16,10 @@ namespace {
 
 constexpr std::size_t kFirstLoss = 5;  // index in a record
 
-// Doubles in the record of a rank of this replica that owns the parameter: one of a parameter whose
-// blocks are all here, which the rank adds as rank 0 would.
-std::size_t squares_of(const ParameterEntry& entry, int replica) {
-  const std::int64_t count = RecordExchange::squared_part(entry, replica).count;
+// Doubles in the record of a rank at this place that owns the parameter: one of a parameter, or a
+// slice, whose blocks are all here, which the rank adds as rank 0 would.
+std::size_t squares_of(const ParameterEntry& entry, const Place& place) {
+  const std::int64_t count = RecordExchange::squared_part(entry, place).count;
   const auto blocks = static_cast<std::size_t>(sum_blocks(count));
   return count == entry.elements ? std::min(blocks, std::size_t{1}) : blocks;
 }
@@ -75,14 +75,13 @@ RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
   const Topology& topology = layout_.place.topology;
   std::vector<std::size_t> sizes(at(topology.ranks()));  // of records
   for (int rank = 0; rank < topology.ranks(); ++rank) {
-    sizes[at(rank)] = first_square(topology.place_of(rank).pipeline);
-  }
-  for (int s = 0; s < layout_.plans.num_stages(); ++s) {
-    const std::vector<ParameterEntry>& entries = layout_.parameters.stages[at(s)].parameters;
-    for (std::size_t i = 0; i < entries.size(); ++i) {
-      if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
-      for (int r = 0; r < topology.size.replica; ++r) {
-        sizes[at(rank_of(s, r))] += squares_of(entries[i], r);
+    const Place place = topology.place_of(rank);
+    sizes[at(rank)] = first_square(place.pipeline);
+    for (const int s : layout_.plans.placement().stages_of(place.pipeline)) {
+      const auto& entries = layout_.parameters_at(place.tensor).stages[at(s)].parameters;
+      for (std::size_t i = 0; i < entries.size(); ++i) {
+        if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
+        sizes[at(rank)] += squares_of(entries[i], place);
       }
     }
   }
@@ -127,8 +126,8 @@ void RecordExchange::pack_squares(const double* from) {
     const std::vector<ParameterEntry>& entries = layout_.parameters.stages[at(s)].parameters;
     for (std::size_t i = 0; i < entries.size(); ++i) {
       if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
-      const double* const end = from + sum_blocks(squared_part(entries[i], here.replica).count);
-      if (squares_of(entries[i], here.replica) == 1) {
+      const double* const end = from + sum_blocks(squared_part(entries[i], here).count);
+      if (squares_of(entries[i], here) == 1) {
         *to++ = std::accumulate(from, end, 0.0);
       } else {
         to = std::copy(from, end, to);
@@ -146,18 +145,13 @@ const double* RecordExchange::record(int replica, int pipeline_rank) const {
   return record(layout_.place.topology.rank_of({.pipeline = pipeline_rank, .replica = replica}));
 }
 
-int RecordExchange::rank_of(int stage, int replica) const {
-  return layout_.place.topology.rank_of(
-      {.pipeline = layout_.plans.placement().rank_of(stage), .replica = replica});
-}
-
 std::size_t RecordExchange::first_square(int pipeline_rank) const {
   return kFirstLoss + (pipeline_rank == layout_.plans.last_rank() ? losses_ : 0);
 }
 
 // On rank 0. Losses are added in order of batch, replica and micro-batch, whatever the number of
-// the step's batches, squares in order of blocks within a parameter, then of stage and parameter:
-// neither order depends on the placement or the replicas' parts.
+// the step's batches, squares in order of blocks within a slice, then of slices within a parameter,
+// then of stage and parameter: neither order depends on the placement or the replicas' parts.
 void RecordExchange::reduce(StepState& step) {
   reduce_losses(step);
   reduce_squares(step.totals);
@@ -185,21 +179,29 @@ void RecordExchange::reduce_squares(StepTotals& totals) {
   }
   double squares = 0, index = 0;
   for (int s = 0; s < layout_.plans.num_stages(); ++s) {
-    const std::vector<ParameterEntry>& entries = layout_.parameters.stages[at(s)].parameters;
-    for (std::size_t i = 0; i < entries.size(); ++i, ++index) {
+    for (std::size_t i = 0; i < layout_.parameters.stages[at(s)].parameters.size(); ++i, ++index) {
       if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
       double square = 0;
-      for (int r = 0; r < topology.size.replica; ++r) {
-        const double*& next = next_[at(rank_of(s, r))];
-        const double* const end = next + squares_of(entries[i], r);
-        square = std::accumulate(next, end, square);
-        next = end;
-      }
+      for (int t = 0; t < topology.size.tensor; ++t) square += next_square(s, i, t);
       check(totals, square, index, 0);
       squares += square;
     }
   }
   totals.grad_norm = std::sqrt(squares);
+}
+
+double RecordExchange::next_square(int stage, std::size_t index, int tensor) {
+  const Topology& topology = layout_.place.topology;
+  const auto& entries = layout_.parameters_at(tensor).stages[at(stage)].parameters;
+  Place place = {.pipeline = layout_.plans.placement().rank_of(stage), .tensor = tensor};
+  double square = 0;
+  for (place.replica = 0; place.replica < topology.size.replica; ++place.replica) {
+    const double*& next = next_[at(topology.rank_of(place))];
+    const double* const end = next + squares_of(entries[index], place);
+    square = std::accumulate(next, end, square);
+    next = end;
+  }
+  return square;
 }
 
 void RecordExchange::reduce_ranks(StepTotals& totals) {

@@ -95,9 +95,12 @@ class RecordExchange {
   // Everything named outlives this.
   RecordExchange(JobContext& job, const JobLayout& layout, const PipelineOptions& options);
 
-  // Of a parameter that a rank of this replica owns, the elements whose squares its record has.
-  [[nodiscard]] static ElementRange squared_part(const ParameterEntry& entry, int replica) {
-    return entry.ends.empty() && replica > 0 ? ElementRange{} : entry.part(replica);
+  // Of a parameter that the rank at this place owns, the elements whose squares its record has:
+  // what several ranks hold alike, the first of them has.
+  [[nodiscard]] static ElementRange squared_part(const ParameterEntry& entry, const Place& place) {
+    const bool first =
+        (place.replica == 0 || !entry.ends.empty()) && (place.tensor == 0 || !entry.slice.all());
+    return first ? entry.part(place.replica) : ElementRange{};
   }
 
   // Collective over the job: fills step.totals. `squares`: sums over the blocks of squared_part()
@@ -107,7 +110,7 @@ class RecordExchange {
   [[nodiscard]] double learning_rate() const { return mine_[4]; }
   // [rank of the job] Of the last batch; on rank 0 of the job, else empty.
   [[nodiscard]] std::span<const double> busy_seconds() const { return busy_; }
-  // [pipeline rank] of replica 0; on rank 0 of the job.
+  // [pipeline rank] of the pipeline of replica 0 and tensor rank 0; on rank 0 of the job.
   [[nodiscard]] const std::vector<int>& peaks() const { return peaks_; }
   // `mine` is called once an exchange; empty: no bits.
   void set_flags(std::function<std::uint32_t()> mine) { flags_ = std::move(mine); }
@@ -118,11 +121,12 @@ class RecordExchange {
   void reduce(StepState& step);
   void reduce_losses(StepState& step) const;
   void reduce_squares(StepTotals& totals);
+  // Of the next parameter, what its ranks with this tensor coordinate have: the sum over blocks.
+  [[nodiscard]] double next_square(int stage, std::size_t index, int tensor);
   void reduce_ranks(StepTotals& totals);
   [[nodiscard]] const double* record(int rank) const;
+  // Of the pipeline of this replica and tensor rank 0.
   [[nodiscard]] const double* record(int replica, int pipeline_rank) const;
-  // Of the job, the one that has the stage.
-  [[nodiscard]] int rank_of(int stage, int replica) const;
   // Index in a record.
   [[nodiscard]] std::size_t first_square(int pipeline_rank) const;
 

@@ -71,8 +71,8 @@ struct JobDevices {
 
 enum class JobSize {
   kStarted,  // the ranks of the communicator
-  kPlanned,  // pipeline x replicas, as the options say: the communicator has one rank, which stands
-             // for each of them. For layouts alone.
+  kPlanned,  // pipeline x replicas x tensor, as the options say: the communicator has one rank,
+             // which stands for each of them. For layouts alone.
 };
 
 class JobContext {

@@ -41,6 +41,16 @@ std::vector<int> gpus_of(const JobLayout& layout) {
   return gpus;
 }
 
+// [rank among those of this pipeline with a GPU] Its rank of the job.
+std::vector<int> job_ranks_of_gpus(const RankPlace& place) {
+  std::vector<int> ranks;
+  for (const int rank : place.topology.group(Axis::kPipeline, place.here)) {
+    const RankDevice& device = place.devices[at(place.topology.place_of(rank).pipeline)];
+    if (device.device.kind == DeviceKind::kCuda) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
 // Both directions of every NCCL edge and of every NCCL route between uses of a tied parameter.
 std::vector<NcclTransport::Edge> edges_of(const JobLayout& layout) {
   const std::vector<int> gpus = gpus_of(layout);
@@ -132,7 +142,8 @@ class Routes final : public NcclRoutes {
         gpus_(job.group(Axis::kPipeline)
                   .ranks->split(compute.device().kind == DeviceKind::kCuda ? 0 : 1,
                                 layout.place.here.pipeline)),
-        bootstrap_(*gpus_, 0, job.world.watch.get()),
+        watch_(*job.waits, Axis::kPipeline, job_ranks_of_gpus(layout.place)),
+        bootstrap_(*gpus_, 0, &watch_),
         gpu_of_rank_(gpus_of(layout)) {
     if (compute.device().kind == DeviceKind::kCpu) return;
     const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
@@ -209,6 +220,7 @@ class Routes final : public NcclRoutes {
   ComputeContext& compute_;
   Interrupt& interrupt_;
   std::unique_ptr<Communicator> gpus_;
+  JobWatch watch_;
   Collectives bootstrap_;
   std::vector<int> gpu_of_rank_;  // [pipeline rank] its rank in gpus_, -1 for a CPU
   Buffer workspace_;              // of all sums

@@ -208,14 +208,17 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     if (!other.refusal.empty()) throw Error(other.code, other.refusal, rank);
     devices.push_back(other.rank);
   }
-  for (const std::vector<int>& replicas : topology.groups(Axis::kReplica)) {
-    const int first = replicas.front();
-    for (const int other : replicas) {
-      if (devices[at(other)].device.kind == devices[at(first)].device.kind) continue;
-      throw_usage(
-          "replicas of one stage must compute on one kind of device, but rank {} has {} and rank "
-          "{} has {}; --rank-order chooses another order of ranks",
-          first, describe_device(devices[at(first)]), other, describe_device(devices[at(other)]));
+  for (const Axis axis : {Axis::kReplica, Axis::kTensor}) {
+    for (const std::vector<int>& members : topology.groups(axis)) {
+      const int first = members.front();
+      for (const int other : members) {
+        if (devices[at(other)].device.kind == devices[at(first)].device.kind) continue;
+        throw_usage(
+            "{} must compute on one kind of device, but rank {} has {} and rank {} has {}; "
+            "--rank-order chooses another order of ranks",
+            axis == Axis::kReplica ? "replicas of one stage" : "ranks that share a stage", first,
+            describe_device(devices[at(first)]), other, describe_device(devices[at(other)]));
+      }
     }
   }
   return devices;

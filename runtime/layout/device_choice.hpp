@@ -36,8 +36,8 @@ struct RankDevice {
 // Collective over `world`; `hosts` has the name of every rank's host. A rank's number on its host
 // follows the job's numbers. Returns every rank's device, [rank of the job]. Errors are the same on
 // every rank. Error(kUsage): the number of choices is not one, the ranks of the pipeline or the
-// ranks of the job; a rank cannot use its device; replicas of a stage have different kinds of
-// device. Error(kDevice): a GPU fails, also where "auto" found it.
+// ranks of the job; a rank cannot use its device; replicas of a stage, or ranks that share one,
+// have different kinds of device. Error(kDevice): a GPU fails, also where "auto" found it.
 [[nodiscard]] std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,
                                                      const std::vector<DeviceChoice>& choices,
                                                      const std::vector<std::string>& hosts);

@@ -13,6 +13,12 @@ double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); 
 
 }  // namespace
 
+std::string cut_text(const Slice& slice) {
+  if (slice.all()) return "";
+  return fmt::format(" cut into rows {} to {} of dimension {}", slice.begin,
+                     slice.begin + slice.length - 1, slice.axis);
+}
+
 std::string to_string(const RankMemory& memory) {
   return fmt::format(
       "parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, activations {:.1f}, workspace "

@@ -31,9 +31,10 @@ struct ParameterEntry {
   std::string name;
   std::int64_t elements = 0;  // of the slice
   bool tied = false;
-  std::string use = {};  // of a tied one, what all its uses share: "[4, 2], initially normal 0.02"
-  int unit = 0;          // Parameter::unit
-  Slice slice = {};      // Parameter::slice
+  // What all its uses and all tensor ranks share: "[4, 2], initially normal 0.02", of the whole.
+  std::string use = {};
+  int unit = 0;      // Parameter::unit
+  Slice slice = {};  // Parameter::slice
   std::int64_t whole_elements = 0;
   // [replica] where the part that it updates ends; each begins where the one before it ends. Empty:
   // all update the whole, or none does.
@@ -45,6 +46,9 @@ struct ParameterEntry {
     return {first, ends[at] - first};
   }
 };
+
+// " cut into rows 0 to 3 of dimension 1"; empty of all.
+[[nodiscard]] std::string cut_text(const Slice& slice);
 
 struct StageEntry {
   std::vector<ParameterEntry> parameters;  // in the stage's order
@@ -74,8 +78,8 @@ struct TiedParameter {
   std::vector<EdgeRoute> routes;  // [use] to the owner's rank
 };
 
-// What one rank of a pipeline holds of its device, in bytes, every buffer rounded up to
-// kBufferAlignment; kTooManyBytes where a sum is larger.
+// What one rank holds, in bytes; kTooManyBytes where a sum is larger. total() is on its device,
+// every buffer rounded up to kBufferAlignment.
 struct RankMemory {
   // Parameters with their copies in another precision.
   std::size_t parameters = 0, gradients = 0, optimizer = 0;
@@ -87,11 +91,14 @@ struct RankMemory {
   std::size_t operators = 0;      // scratch and tables of operators and of the matmul library
   std::size_t libraries = 0;      // estimates of what NCCL and CUDA graphs allocate themselves
   std::size_t outside_arena = 0;  // of all these, what does not come from the rank's arena
-  std::size_t save_copy = 0;      // in host memory, not in total(): PipelineOptions' save_copy
+  std::size_t save_copy = 0;      // in host memory: PipelineOptions' save_copy
+  std::size_t disk = 0;           // of each save, at most: f32 values and optimizer state
   [[nodiscard]] std::size_t total() const {
     return sum_of_bytes(
         {parameters, gradients, optimizer, activations, buffers, workspace, operators, libraries});
   }
+  // In host memory, besides total() where that is the device's.
+  [[nodiscard]] std::size_t host() const { return save_copy; }
   // What a GPU's rank takes in one piece before the first step (DeviceMemory).
   [[nodiscard]] std::size_t arena() const { return total() - outside_arena; }
 };
@@ -104,7 +111,7 @@ struct RankPlace {
   Topology topology;
   std::string order_reason;  // RankArrangement::reason
   Place here;
-  std::vector<RankDevice> devices;  // [pipeline rank], of this replica
+  std::vector<RankDevice> devices;  // [pipeline rank], of this pipeline
   std::string driver_note;          // as describe_different_drivers(), of the job
 
   [[nodiscard]] Device device() const {
@@ -170,8 +177,15 @@ struct ParameterTable {
 };
 
 struct MemoryTable {
-  std::vector<RankMemory> ranks;   // [pipeline rank]
+  // [pipeline rank * tensors + tensor coordinate], of any replica.
+  std::vector<RankMemory> ranks;
+  int tensors = 1;
   std::size_t operator_bytes = 0;  // this rank's scratch for operators: ComputeContext::workspace()
+  std::size_t save_bytes = 0;      // of a whole save: f32 values and optimizer state
+
+  [[nodiscard]] const RankMemory& of(const Place& place) const {
+    return ranks[static_cast<std::size_t>(place.pipeline * tensors + place.tensor)];
+  }
 };
 
 struct JobLayout {

@@ -75,10 +75,10 @@ void probe_direct_edges(JobContext& job, const JobLayout& layout, ComputeContext
   if (!broken) return;
   const auto name = [&](int rank) {
     const RankDevice& end = job.place.devices[at(rank)];
-    return fmt::format(
-        "rank {} on {} ({})",
-        job.place.topology.rank_of({.pipeline = rank, .replica = job.place.here.replica}), end.host,
-        to_string(end.device));
+    Place place = job.place.here;
+    place.pipeline = rank;
+    return fmt::format("rank {} on {} ({})", job.place.topology.rank_of(place), end.host,
+                       to_string(end.device));
   };
   throw_error(ErrorCode::kDevice,
               "MPI delivers other bytes than were sent from {} to {}, in a message of {} bytes "
@@ -148,9 +148,11 @@ void PipelineParts::start_watchdog() {
   WatchedJob watched{.activity = job.activity.get(), .abort = {}, .ranks = {}};
   for (int rank = 0; rank < job.world.ranks->size(); ++rank) {
     const Topology& topology = job.place.topology;
+    const Place place = topology.place_of(rank);
     watched.ranks.push_back({.host = job.hosts[at(rank)],
-                             .stages = job.stage_places.stages_of(topology.place_of(rank).pipeline),
-                             .replica = topology.place_of(rank).replica});
+                             .stages = job.stage_places.stages_of(place.pipeline),
+                             .replica = place.replica,
+                             .tensor = topology.size.tensor > 1 ? place.tensor : -1});
   }
   // On this thread, within a wait.
   watched.abort = [this](int code) {
@@ -174,8 +176,7 @@ DeviceBatch::Capacity PipelineParts::batch_capacity() const {
 
 void PipelineParts::throw_with_plan(const std::string& who, const Error& error) const {
   std::string plan = "not made yet";
-  if (!layout.memory.ranks.empty())
-    plan = to_string(layout.memory.ranks[at(layout.place.here.pipeline)]);
+  if (!layout.memory.ranks.empty()) plan = to_string(layout.memory.of(layout.place.here));
   throw_error(ErrorCode::kDevice, "{} on {} of {}: {}; the plan of this rank: {}", who,
               to_string(job.place.device()), job.devices.ranks[at(job.world.ranks->rank())].host,
               error.what(), plan);
@@ -183,7 +184,7 @@ void PipelineParts::throw_with_plan(const std::string& who, const Error& error) 
 
 void PipelineParts::take_memory() {
   rethrow_oom_with_plan("the plan", [&] {
-    compute->memory().reserve(layout.memory.ranks[at(layout.place.here.pipeline)].arena());
+    compute->memory().reserve(layout.memory.of(layout.place.here).arena());
     ContextAccess::reserve_workspace(*compute, layout.memory.operator_bytes);
     ContextAccess::free_outgrown(*compute);
   });

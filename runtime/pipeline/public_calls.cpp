@@ -1,6 +1,7 @@
 // The members of Pipeline and PipelineAccess: each calls the part that it belongs to.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -53,7 +54,8 @@ Pipeline::~Pipeline() = default;
 JobLayout PipelineAccess::plan_layout(Communicator& world, const PipelineOptions& options,
                                       const StageFactory& make_stage, const DataSource& source) {
   const bool planned =
-      world.size() == 1 && (options.shape.pipeline > 1 || options.shape.replicas > 1);
+      world.size() == 1 &&
+      std::max({options.shape.pipeline, options.shape.replicas, options.shape.tensor}) > 1;
   JobContext job(world, options, planned ? JobSize::kPlanned : JobSize::kStarted);
   JobLayout layout;
   job.guarded([&] {

@@ -239,8 +239,9 @@ StepReport TrainingSteps::report_of(double seconds) const {
                             (totals.window_seconds * parts_.layout.place.topology.ranks()));
   if (parts_.job.world.ranks->rank() == 0) {
     report.peak_in_flight = gradients_->record().peaks();
-    report.peak_bytes.reserve(parts_.layout.memory.ranks.size());
-    for (const RankMemory& memory : parts_.layout.memory.ranks) {
+    report.peak_bytes.reserve(report.peak_in_flight.size());
+    for (int rank = 0; rank < parts_.layout.place.topology.size.pipeline; ++rank) {
+      const RankMemory& memory = parts_.layout.memory.of({.pipeline = rank});
       report.peak_bytes.push_back(static_cast<std::int64_t>(memory.total()));
     }
   }

@@ -9,7 +9,6 @@
 #include <set>
 #include <span>
 #include <sstream>
-#include <string_view>
 #include <utility>
 
 #include <sluice/error.hpp>
@@ -17,13 +16,14 @@
 #include <sluice/simulate.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/sample_specs.hpp"
-#include "runtime/files/sha256.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/layout/parameter_cut.hpp"
 #include "runtime/planning/memory_plan.hpp"
+#include "runtime/planning/same_stages.hpp"
 #include "runtime/planning/stage_report.hpp"
 #include "runtime/planning/transport_plan.hpp"
 
@@ -74,11 +74,12 @@ std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
             "must declare it tied",
             entry.name, first.stage, s);
       }
-      if (!is_new && entry.use != owner.use) {
+      if (!is_new && (entry.use != owner.use || entry.slice != owner.slice)) {
         throw_usage(
-            "tied parameter '{}' is {} on stage {} and {} on stage {}; all uses have one shape and "
-            "the same initial values",
-            entry.name, owner.use, first.stage, entry.use, s);
+            "tied parameter '{}' is {}{} on stage {} and {}{} on stage {}; all uses have one shape "
+            "and the same initial values",
+            entry.name, owner.use, cut_text(owner.slice), first.stage, entry.use,
+            cut_text(entry.slice), s);
       }
     }
   }
@@ -154,57 +155,6 @@ Division divide_samples(const PipelineOptions& options, const RankPlace& place, 
   return division;
 }
 
-// All members of a group that say something of the model must say the same.
-void require_same_model(Collectives& group, const std::string& mine, std::string_view member) {
-  const std::vector<std::string> all = group.all_gather_strings(mine);
-  const auto first =
-      std::find_if(all.begin(), all.end(), [](const auto& text) { return !text.empty(); });
-  for (auto other = first; other != all.end(); ++other) {
-    if (other->empty() || *other == *first) continue;
-    std::istringstream ours(*first), theirs(*other);
-    std::string one, two;
-    do {
-      one.clear();
-      two.clear();
-      std::getline(ours, one);
-      std::getline(theirs, two);
-    } while (one == two && ours && theirs);
-    throw_error(ErrorCode::kMismatch,
-                "{0}s disagree about the model: {0} {1} has '{2}', {0} {3} has '{4}'", member,
-                first - all.begin(), one, other - all.begin(), two);
-  }
-}
-
-// The members of a group along `axis` make the same stages: replicas add their gradients up by
-// place, divide parameters by units and wait for each other's sums.
-void require_same_stages(const JobContext& job, Axis axis, const std::vector<StageEntry>& stages) {
-  Collectives& group = *job.group(axis).collectives;
-  if (group.communicator().size() == 1) return;
-  std::string mine;
-  for (std::size_t s = 0; s < stages.size(); ++s) {
-    const auto list = [&](const std::vector<ParameterEntry>& entries, std::string_view what) {
-      for (std::size_t i = 0; i < entries.size(); ++i) {
-        mine += fmt::format("{} {} of stage {}: {}, {} elements{}\n", what, i, s, entries[i].name,
-                            entries[i].elements,
-                            what == "buffer" ? "" : fmt::format(", unit {}", entries[i].unit));
-      }
-      mine += fmt::format("stage {} of {} {}s\n", s, entries.size(), what);
-    };
-    list(stages[s].parameters, "parameter");
-    list(stages[s].buffers, "buffer");
-    mine += fmt::format("stage {} of {} and {} sums over replicas in its actions\n", s,
-                        stages[s].forward_sums, stages[s].backward_sums);
-  }
-  const std::string digest = sha256_hex(std::as_bytes(std::span<const char>(mine)));
-  std::string all(digest.size() * at(group.communicator().size()), '\0');
-  group.all_gather(std::as_bytes(std::span<const char>(digest)),
-                   std::as_writable_bytes(std::span<char>(all)));
-  for (std::size_t i = 0; i < all.size(); i += digest.size()) {
-    if (all.compare(i, digest.size(), digest) == 0) continue;
-    require_same_model(group, mine, axis == Axis::kReplica ? "replica" : "tensor rank");
-  }
-}
-
 // After the stages are described: their operators have chosen then.
 std::map<std::string, std::vector<int>> gather_arithmetic(Collectives& world,
                                                           const ComputeContext& compute) {
@@ -221,8 +171,23 @@ std::map<std::string, std::vector<int>> gather_arithmetic(Collectives& world,
 struct StageReports {
   std::vector<StageEntry> entries;                          // [stage]
   std::vector<std::vector<std::vector<EdgeTensor>>> edges;  // [size][edge]
+  std::string outputs;                                      // of the last stage
   std::string model;                                        // StageDescription::model
+  std::string text;  // of the stages, a line each; where other ranks share them
 };
+
+// A line per size.
+std::string outputs_text(const std::vector<UnitShape>& sizes,
+                         const std::vector<std::vector<TensorSpec>>& outputs) {
+  std::string text;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    std::vector<std::string> specs;
+    for (const TensorSpec& spec : outputs[i]) specs.push_back(to_string(spec));
+    text += fmt::format("outputs of the last stage for a micro-batch of {}: {}\n",
+                        to_string(sizes[i]), joined(specs, ", "));
+  }
+  return text;
+}
 
 // Exchanges the reports of all stages, one after the other: the outputs of a stage are the inputs
 // of the next. `stage_of` returns a stage of this rank. `takes_targets`: the last stage's loss has
@@ -251,8 +216,9 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
       if (!mine.model.empty()) all.model = mine.model;
     }
     const int maker = job.planned ? 0 : placement.rank_of(s);
-    StageReport report =
-        report_from(job.group(Axis::kPipeline).collectives->broadcast_string(text, maker));
+    text = job.group(Axis::kPipeline).collectives->broadcast_string(text, maker);
+    StageReport report = report_from(text);
+    if (job.place.topology.size.tensor > 1) all.text += text + '\n';
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       for (std::size_t t = 0; t < inputs[i].size(); ++t) {
         all.edges[i][at(s)].push_back({inputs[i][t], s > 0 && report.input_gradients[i][t]});
@@ -264,7 +230,75 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     for (const TensorSpec& spec : inputs[i]) all.edges[i][at(stages)].push_back({spec, true});
   }
+  all.outputs = outputs_text(sizes, inputs);
   return all;
+}
+
+// Collective over the ranks that share this rank's stages: what each of them says, by tensor
+// coordinate. Edges and model are this rank's alone.
+std::vector<StageReports> gather_reports(Collectives& tensor, StageReports mine,
+                                         const std::vector<UnitShape>& sizes) {
+  std::vector<StageReports> all;
+  for (const std::string& text : tensor.all_gather_strings(mine.text)) {
+    StageReports& other = all.emplace_back();
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) {
+      StageReport report = report_from(line);
+      other.entries.push_back(std::move(report.entry));
+      other.outputs = outputs_text(sizes, report.outputs);
+    }
+  }
+  mine.text.clear();
+  all[at(tensor.communicator().rank())] = std::move(mine);
+  return all;
+}
+
+// What the ranks that share a pipeline's stages say of them, by tensor coordinate. Makes this
+// rank's stages; of a planned job those of all.
+std::vector<StageReports> describe_parts(JobContext& job, const PipelineOptions& options,
+                                         ComputeContext& compute, const StageFactory& make_stage,
+                                         const DataSource& source, const Placement& placement,
+                                         const std::vector<UnitShape>& sizes,
+                                         std::vector<std::unique_ptr<Stage>>& made) {
+  const int tensors = job.place.topology.size.tensor;
+  if (tensors > 1 && !make_stage.takes_place()) {
+    throw_usage(
+        "options.shape.tensor is {}, but the StageFactory makes stages that ranks cannot share; "
+        "legal: 1, or a factory of a StagePlace, whose stages have slices of their parameters",
+        tensors);
+  }
+  const auto describe = [&](int tensor) {
+    const auto make = [&](int stage) -> Stage& {
+      try {
+        made.push_back(make_stage({stage, placement.stages(), tensor, tensors}));
+      } catch (...) {
+        rethrow_from(fmt::format("making stage {}", stage));
+      }
+      if (made.back() != nullptr) return *made.back();
+      throw_usage("the factory made nothing for stage {}", stage);
+    };
+    return describe_stages(job, compute, placement, source, sizes, !options.training.inference,
+                           make);
+  };
+  if (!job.planned && tensors > 1) {
+    return gather_reports(*job.group(Axis::kTensor).collectives, describe(job.place.here.tensor),
+                          sizes);
+  }
+  std::vector<StageReports> all;
+  for (int tensor = 0; tensor < tensors; ++tensor) all.push_back(describe(tensor));
+  return all;
+}
+
+// Ties, groups of parameters and what each replica updates.
+void finish(ParameterTable& table, const PipelineOptions& options, int replicas) {
+  table.tied = find_ties(table.stages);
+  require_own_buffer_names(table.stages);
+  require_groups(options, table.stages);
+  if (options.shape.shard == ShardLevel::kNone || options.training.inference) return;
+  cut_parameters(table, replicas, [&](const ParameterEntry& each) {
+    const ParameterGroup* group = group_of(options.training.groups, each.name);
+    return group != nullptr && group->frozen;
+  });
 }
 
 void choose_all_routes(const JobContext& job, const PipelineOptions& options, JobLayout& layout) {
@@ -288,6 +322,36 @@ void choose_all_routes(const JobContext& job, const PipelineOptions& options, Jo
   layout.wires.all_reduce = options.devices.all_reduce;
 }
 
+// Of all places: each pipeline plans its own ranks; in a planned job one process plans all.
+// `reports`: [tensor coordinate].
+MemoryTable memory_of_places(const JobContext& job, const PipelineOptions& options,
+                             const DataSource& source, const std::vector<StageReports>& reports,
+                             const JobLayout& layout) {
+  MemoryTable table = plan_memory(layout, options, source);
+  const std::size_t tensors = at(job.place.topology.size.tensor), depth = table.ranks.size();
+  if (tensors == 1) return table;
+  std::vector<RankMemory> all(tensors * depth);  // [tensor coordinate][pipeline rank]
+  if (!job.planned) {
+    job.group(Axis::kTensor)
+        .collectives->all_gather(std::as_bytes(std::span(table.ranks)),
+                                 std::as_writable_bytes(std::span(all)));
+  }
+  for (std::size_t t = 0; job.planned && t < tensors; ++t) {
+    JobLayout other = layout;
+    other.place.here.tensor = static_cast<int>(t);
+    other.parameters = layout.tensor_parameters[t];
+    if (t > 0) other.wires.edges = EdgeTable(layout.wires.edges.sizes(), reports[t].edges);
+    const std::vector<RankMemory> ranks = plan_memory(other, options, source).ranks;
+    std::copy(ranks.begin(), ranks.end(), all.begin() + std::ptrdiff_t(t * depth));
+  }
+  table.tensors = static_cast<int>(tensors);
+  table.ranks.resize(all.size());
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    table.ranks[i % depth * tensors + i / depth] = all[i];
+  }
+  return table;
+}
+
 // What lower() needs to know of the training step.
 LowerOptions lowering_of(const JobLayout& layout, bool inference) {
   const Placement& placement = layout.plans.order.placement;
@@ -305,11 +369,12 @@ LowerOptions lowering_of(const JobLayout& layout, bool inference) {
   return lowering;
 }
 
-// Sums over replicas within the actions of a training step.
+// Sums within the actions of a step.
 std::vector<StageSums> sums_of(const JobLayout& layout) {
   std::vector<StageSums> sums;
   for (const StageEntry& stage : layout.parameters.stages) {
-    sums.push_back({stage.forward_sums, stage.backward_sums});
+    sums.push_back({stage.forward_sums, stage.backward_sums, stage.forward_tensor_sums,
+                    stage.backward_tensor_sums});
   }
   return sums;
 }
@@ -385,7 +450,8 @@ Plan plan_step(const JobLayout& layout, const PipelineOptions& options, int micr
 
 Plan plan_forward(const JobLayout& layout, int micro_batches) {
   return plan_for(generate_forward_only(layout.plans.placement(), micro_batches),
-                  {.reduce_grad = false, .tied = {}}, needs_of(layout.wires.carrier));
+                  {.reduce_grad = false, .tied = {}}, needs_of(layout.wires.carrier),
+                  sums_of(layout));
 }
 
 BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, ComputeContext& compute,
@@ -402,36 +468,27 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   plans.order = order_of(options, {layout.place.topology.size.pipeline, options.shape.micro_batches,
                                    options.order.chunks});
   const Division division = divide_samples(options, layout.place, plans);
-  const int stages = plans.order.placement.stages();
-  StageReports reports =
-      describe_stages(job, compute, plans.order.placement, source, division.sizes,
-                      !options.training.inference, [&](int stage) -> Stage& {
-                        try {
-                          built.stages.push_back(make_stage({stage, stages}));
-                        } catch (...) {
-                          rethrow_from(fmt::format("making stage {}", stage));
-                        }
-                        if (built.stages.back() != nullptr) return *built.stages.back();
-                        throw_usage("the factory made nothing for stage {}", stage);
-                      });
-  require_same_model(*job.world.collectives, reports.model, "rank");
-  for (const Axis axis : {Axis::kReplica, Axis::kTensor}) {
-    require_same_stages(job, axis, reports.entries);
+  std::vector<StageReports> reports =
+      describe_parts(job, options, compute, make_stage, source, plans.order.placement,
+                     division.sizes, built.stages);
+  StageReports& mine = reports[at(job.place.here.tensor)];
+  require_same_texts(job.world.collectives->all_gather_strings(mine.model), "rank");
+  require_same_replicas(*job.group(Axis::kReplica).collectives, mine.entries);
+  std::vector<ParameterTable> tables;  // [tensor coordinate]
+  std::vector<std::string> outputs;
+  for (StageReports& each : reports) {
+    tables.push_back({.stages = std::move(each.entries), .tied = {}});
+    outputs.push_back(std::move(each.outputs));
   }
+  require_parts_of_whole(tables);
+  require_same_texts(outputs, "tensor rank");
   layout.arithmetic = gather_arithmetic(*job.world.collectives, compute);
-  layout.wires.edges = EdgeTable(division.sizes, std::move(reports.edges));
-  layout.parameters.stages = std::move(reports.entries);
-  layout.parameters.tied = find_ties(layout.parameters.stages);
-  require_own_buffer_names(layout.parameters.stages);
-  require_groups(options, layout.parameters.stages);
-  if (options.shape.shard != ShardLevel::kNone && !options.training.inference) {
-    cut_parameters(layout.parameters, layout.place.topology.size.replica,
-                   [&](const ParameterEntry& each) {
-                     const ParameterGroup* group = group_of(options.training.groups, each.name);
-                     return group != nullptr && group->frozen;
-                   });
-  }
+  layout.wires.edges = EdgeTable(division.sizes, std::move(mine.edges));
+  for (ParameterTable& table : tables) finish(table, options, layout.place.topology.size.replica);
+  layout.parameters = tables[at(job.place.here.tensor)];
   choose_all_routes(job, options, layout);
+  for (ParameterTable& table : tables) table.tied = layout.parameters.tied;
+  if (tables.size() > 1) layout.tensor_parameters = std::move(tables);
   // The order that NCCL's queues need suits tagged messages too.
   layout.wires.carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();
   plans.train = plan_step(layout, options, options.shape.micro_batches);
@@ -441,8 +498,8 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   plans.bubble_ideal =
       simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
   plans.cuda_graphs = options.devices.cuda_graphs;
-  layout.memory = plan_memory(layout, options, source);
-  require_memory(job.devices.ranks, layout.place.topology, layout.memory.ranks);
+  layout.memory = memory_of_places(job, options, source, reports, layout);
+  require_memory(job.devices.ranks, layout.place.topology, layout.memory);
   return built;
 }
 

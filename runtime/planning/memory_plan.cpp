@@ -132,10 +132,10 @@ class MemorySum {
         sum_of_bytes({padded(operator_bytes_), padded(tables), library_bytes(device_)});
   }
 
-  void add_save_copy(const std::vector<SavedParameter>& shares) {
-    if (!options_.expert.save_copy) return;
-    memory_.save_copy = most_saved_bytes(shares, rank_, layout_.place.topology.size.replica,
-                                         state_bytes_per_element(options_.training.optimizer));
+  void add_saves(const std::vector<SavedParameter>& shares) {
+    memory_.disk = most_saved_bytes(shares, rank_, layout_.place.topology.size.replica,
+                                    state_bytes_per_element(options_.training.optimizer));
+    if (options_.expert.save_copy) memory_.save_copy = memory_.disk;
   }
 
   // The receive buffer for gradients of tied parameters, which arrive one at a time.
@@ -187,6 +187,26 @@ class MemorySum {
   std::size_t operator_bytes_ = 0;  // MemoryTable::operator_bytes
 };
 
+// f32 values, and the state of parameters that are updated.
+std::size_t save_bytes(const ParameterTable& table, const PipelineOptions& options) {
+  const std::size_t state = state_bytes_per_element(options.training.optimizer);
+  std::size_t bytes = 0;
+  const auto add = [&](const ParameterEntry& entry, std::size_t each) {
+    add_bytes(bytes, multiply_bytes(each, static_cast<std::size_t>(entry.whole_elements)));
+  };
+  for (std::size_t s = 0; s < table.stages.size(); ++s) {
+    const std::vector<ParameterEntry>& parameters = table.stages[s].parameters;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (!table.is_owner(static_cast<int>(s), static_cast<int>(i))) continue;
+      const ParameterGroup* group = group_of(options.training.groups, parameters[i].name);
+      const bool frozen = group != nullptr && group->frozen;
+      add(parameters[i], sizeof(float) + (frozen ? 0 : state));
+    }
+    for (const ParameterEntry& buffer : table.stages[s].buffers) add(buffer, sizeof(float));
+  }
+  return bytes;
+}
+
 double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); }
 
 }  // namespace
@@ -194,6 +214,7 @@ double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 102
 MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
                         const DataSource& source) {
   MemoryTable table;
+  table.save_bytes = save_bytes(layout.parameters, options);
   const std::vector<SavedParameter> shares =
       share_saves(layout.plans, layout.parameters, layout.place.topology.size.replica);
   for (int rank = 0; rank < layout.place.topology.size.pipeline; ++rank) {
@@ -201,7 +222,7 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
     sum.add_messages();
     sum.add_batches(source);
     sum.add_stages();
-    sum.add_save_copy(shares);
+    sum.add_saves(shares);
     sum.add_ties();
     sum.add_nccl();
     sum.add_graphs();
@@ -212,7 +233,7 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
 }
 
 void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
-                    const std::vector<RankMemory>& memory) {
+                    const MemoryTable& memory) {
   // The ranks that share one memory: GPUs first, by host and GPU, then hosts.
   std::map<std::tuple<bool, std::string, std::string>, std::vector<std::size_t>> sharers;
   for (std::size_t rank = 0; rank < devices.size(); ++rank) {
@@ -228,8 +249,8 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
       const RankDevice& device = devices[rank];
       const std::size_t seen = on_cpu ? device.host_memory : device.free_memory;
       if (seen > 0 || !on_cpu) available = std::min(available, seen);
-      const RankMemory& planned = memory[at(topology.place_of(static_cast<int>(rank)).pipeline)];
-      add_bytes(needed, sum_of_bytes({planned.total(), on_cpu ? planned.save_copy : 0}));
+      const RankMemory& planned = memory.of(topology.place_of(static_cast<int>(rank)));
+      add_bytes(needed, sum_of_bytes({planned.total(), on_cpu ? planned.host() : 0}));
       tables.push_back(fmt::format("rank {}: {}", rank, to_string(planned)));
     }
     if (needed <= available && needed < kTooManyBytes) continue;

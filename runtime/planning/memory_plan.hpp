@@ -1,4 +1,4 @@
-// The memory that each rank of a pipeline needs, known before anything is allocated: the sum of
+// The memory that each rank needs, known before anything is allocated: the sum of
 // what stages describe and of what the plans' slots take. Internal to the layout.
 #pragma once
 
@@ -12,16 +12,16 @@
 
 namespace sluice {
 
-// Requires a layout that is complete except for its memory. kTooManyBytes where no std::size_t
-// holds a sum, which require_memory() refuses.
+// Of the ranks of this pipeline alone. Requires a layout that is complete except for its memory.
+// kTooManyBytes where no std::size_t holds a sum, which require_memory() refuses.
 [[nodiscard]] MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
                                       const DataSource& source);
 
 // Refuses, on every rank alike, a GPU with less free memory than its ranks need, before anything is
 // allocated: Error(kDevice) with the tables of its ranks. Likewise a host with less memory than its
-// CPU ranks need: the system would end them later. `devices`: [rank of the job]; `memory`:
-// [pipeline rank].
+// CPU ranks need: the system would end them later. `devices`: [rank of the job]; `memory`: of all
+// places.
 void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
-                    const std::vector<RankMemory>& memory);
+                    const MemoryTable& memory);
 
 }  // namespace sluice

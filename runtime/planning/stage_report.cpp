@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -125,24 +126,34 @@ StageDescription description_of(const Stage& stage, int index,
   }
 }
 
+// Forward and backward over replicas, forward and backward over tensor ranks.
+using Sums = std::array<int, 4>;
+
+std::string sums_text(const Sums& sums) {
+  const std::string text = fmt::format("{} and {} sums over replicas", sums[0], sums[1]);
+  if (sums[2] == 0 && sums[3] == 0) return text;
+  return fmt::format("{} and {} and {} over tensor ranks", text, sums[2], sums[3]);
+}
+
 void set_sums(StageEntry& entry, const StageDescription& description, bool first, int index) {
-  if (description.forward_sums < 0 || description.backward_sums < 0) {
-    throw_usage("stage {} describes {} and {} sums over replicas; legal are numbers from 0", index,
-                description.forward_sums, description.backward_sums);
+  const Sums sums = {description.forward_sums, description.backward_sums,
+                     description.forward_tensor_sums, description.backward_tensor_sums};
+  if (*std::min_element(sums.begin(), sums.end()) < 0) {
+    throw_usage("stage {} describes {}; legal are numbers from 0", index, sums_text(sums));
   }
   if (first) {
-    entry.forward_sums = description.forward_sums;
-    entry.backward_sums = description.backward_sums;
+    entry.forward_sums = sums[0];
+    entry.backward_sums = sums[1];
+    entry.forward_tensor_sums = sums[2];
+    entry.backward_tensor_sums = sums[3];
   }
-  if (entry.forward_sums == description.forward_sums &&
-      entry.backward_sums == description.backward_sums) {
-    return;
-  }
+  const Sums largest = {entry.forward_sums, entry.backward_sums, entry.forward_tensor_sums,
+                        entry.backward_tensor_sums};
+  if (sums == largest) return;
   throw_usage(
-      "stage {} describes {} and {} sums over replicas for a smaller micro-batch, and {} and {} "
-      "for the largest; their numbers must agree",
-      index, description.forward_sums, description.backward_sums, entry.forward_sums,
-      entry.backward_sums);
+      "stage {} describes {} for a smaller micro-batch, and {} for the largest; their numbers must "
+      "agree",
+      index, sums_text(sums), sums_text(largest));
 }
 
 // Which inputs need a gradient: what the stage says, else every input of a float type.
@@ -161,13 +172,7 @@ std::vector<bool> gradients_of(const StageDescription& description,
 
 // ParameterEntry::use.
 std::string use_of(const Parameter& parameter) {
-  const std::string shape = to_string(parameter.whole_shape());
-  const Slice& slice = parameter.slice;
-  return fmt::format("{}{}, initially {}", shape,
-                     slice.all()
-                         ? ""
-                         : fmt::format(" cut into rows {} to {} of dimension {}", slice.begin,
-                                       slice.begin + slice.length - 1, slice.axis),
+  return fmt::format("{}, initially {}", to_string(parameter.whole_shape()),
                      to_string(parameter.init));
 }
 
@@ -219,7 +224,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
         to.push_back({.name = p->name,
                       .elements = p->shape.elements(),
                       .tied = p->tied,
-                      .use = p->tied ? use_of(*p) : "",
+                      .use = use_of(*p),
                       .unit = p->unit,
                       .slice = p->slice,
                       .whole_elements = p->whole_shape().elements()});

@@ -64,12 +64,13 @@ struct StepReport {
   double targets = 0;    // their number
   double grad_norm = 0;  // before clipping
   double learning_rate = 0;
-  bool skipped = false;             // its loss or gradient was not finite, and no parameter changed
-  double seconds = 0;               // of the whole step, optimizer included
-  double pipeline_seconds = 0;      // from the step's start to the norm, of the slowest rank
-  double bubble_measured = 0;       // idle share of pipeline_seconds over all ranks
-  std::vector<int> peak_in_flight;  // [pipeline rank] micro-batches, of replica 0
-  std::vector<std::int64_t> peak_bytes;  // [pipeline rank] planned memory
+  bool skipped = false;         // its loss or gradient was not finite, and no parameter changed
+  double seconds = 0;           // of the whole step, optimizer included
+  double pipeline_seconds = 0;  // from the step's start to the norm, of the slowest rank
+  double bubble_measured = 0;   // idle share of pipeline_seconds over all ranks
+  // [pipeline rank] of replica 0 and its tensor rank 0: micro-batches, and planned memory.
+  std::vector<int> peak_in_flight;
+  std::vector<std::int64_t> peak_bytes;
 };
 
 // Over the counted targets, the same on all ranks.

@@ -17,8 +17,14 @@
 namespace sluice::testing {
 namespace {
 
-// Two stages on two ranks. The second use of "tied" has no square.
-ParameterTable table_of(int replicas, bool cut) {
+struct Ranks {
+  int replicas = 1, tensors = 1;
+  bool cut = false;
+};
+
+// Two stages on two ranks. The second use of "tied" has no square. Tensor ranks cut "large" and
+// "last" into slices that end within blocks.
+ParameterTable table_of(const Ranks& ranks, int tensor = 0) {
   ParameterTable table;
   table.stages.resize(2);
   table.stages[0].parameters = {{.name = "tied", .elements = 3 * kSumBlock + 5, .tied = true},
@@ -29,25 +35,38 @@ ParameterTable table_of(int replicas, bool cut) {
                                 {.name = "last", .elements = 2 * kSumBlock - 1}};
   TiedParameter& tied = table.tied.emplace_back();
   tied.uses = {{.stage = 0, .index = 0}, {.stage = 1, .index = 1}};
-  if (cut) cut_parameters(table, replicas, [](const ParameterEntry&) { return false; });
+  for (const std::size_t i : {0U, 2U}) {
+    ParameterEntry& entry = table.stages[1].parameters[i];
+    entry.slice = StagePlace{.tensor = tensor, .tensors = ranks.tensors}.slice(0, entry.elements);
+    if (!entry.slice.all()) entry.elements = entry.slice.length;
+  }
+  if (ranks.cut) cut_parameters(table, ranks.replicas, [](const ParameterEntry&) { return false; });
   return table;
 }
 
 // The sum over a block in this step.
 double square_of(const ParameterEntry& entry, std::int64_t block, std::uint64_t step) {
-  std::mt19937_64 random(static_cast<std::uint64_t>(entry.elements + block) + (step << 32));
+  const std::int64_t number = entry.elements + entry.slice.begin + block;
+  std::mt19937_64 random(static_cast<std::uint64_t>(number) + (step << 32));
   return std::uniform_real_distribution<double>(1, 2)(random);
 }
 
-double expected_norm(const ParameterTable& table, std::uint64_t step) {
+double expected_norm(int tensors, std::uint64_t step) {
+  std::vector<ParameterTable> tables;
+  for (int t = 0; t < tensors; ++t) tables.push_back(table_of({.tensors = tensors}, t));
   double sum = 0;
   for (int s = 0; s < 2; ++s) {
-    for (std::size_t i = 0; i < table.stages[at(s)].parameters.size(); ++i) {
-      if (!table.is_owner(s, static_cast<int>(i))) continue;
-      const ParameterEntry& entry = table.stages[at(s)].parameters[i];
+    for (std::size_t i = 0; i < tables[0].stages[at(s)].parameters.size(); ++i) {
+      if (!tables[0].is_owner(s, static_cast<int>(i))) continue;
       double square = 0;
-      for (std::int64_t b = 0; b < sum_blocks(entry.elements); ++b) {
-        square += square_of(entry, b, step);
+      for (const ParameterTable& table : tables) {
+        const ParameterEntry& entry = table.stages[at(s)].parameters[i];
+        double slice = 0;
+        for (std::int64_t b = 0; b < sum_blocks(entry.elements); ++b) {
+          slice += square_of(entry, b, step);
+        }
+        square += slice;
+        if (entry.slice.all()) break;
       }
       sum += square;
     }
@@ -64,7 +83,7 @@ std::vector<double> squares_of(const JobLayout& layout, std::uint64_t step,
       layout.parameters.stages[at(here.pipeline)].parameters;
   for (std::size_t i = 0; i < entries.size(); ++i) {
     if (!layout.parameters.is_owner(here.pipeline, static_cast<int>(i))) continue;
-    const ElementRange part = RecordExchange::squared_part(entries[i], here.replica);
+    const ElementRange part = RecordExchange::squared_part(entries[i], here);
     for (std::int64_t b = 0; b < sum_blocks(part.count); ++b) {
       const std::int64_t block = part.first / kSumBlock + b;
       const bool is_last = block + 1 == sum_blocks(entries[i].elements);
@@ -77,17 +96,18 @@ std::vector<double> squares_of(const JobLayout& layout, std::uint64_t step,
 }
 
 // [step] The results of steps.
-std::vector<StepState> records_of(Communicator& comm, int replicas, bool cut, std::uint64_t steps,
+std::vector<StepState> records_of(Communicator& comm, const Ranks& ranks, std::uint64_t steps,
                                   const std::string& broken = "") {
   PipelineOptions options;
-  options.shape.pipeline = 2;
-  options.shape.replicas = replicas;
-  options.shape.micro_batches = 1;
+  options.shape = {.pipeline = 2, .replicas = ranks.replicas, .tensor = ranks.tensors};
   JobContext job(comm, options);
   JobLayout layout;
   layout.place = job.place;
   layout.plans.train.placement = Placement::linear(2);
-  layout.parameters = table_of(replicas, cut);
+  layout.parameters = table_of(ranks, job.place.here.tensor);
+  for (int t = 0; ranks.tensors > 1 && t < ranks.tensors; ++t) {
+    layout.tensor_parameters.push_back(table_of(ranks, t));
+  }
   RecordExchange record(job, layout, options);
   const std::vector<LossResult> losses(layout.place.here.pipeline == 1 ? 1 : 0, {1, 1});
   StepOutcome outcome;
@@ -101,15 +121,18 @@ std::vector<StepState> records_of(Communicator& comm, int replicas, bool cut, st
 }
 
 // In a few of so many steps any other order of adding has other bits.
-TEST(StepRecordTest, NormAddsBlocksThenParametersWhateverReplicasHave) {
+TEST(StepRecordTest, NormAddsBlocksThenSlicesThenParametersWhateverReplicasHave) {
   constexpr std::uint64_t kSteps = 50;
-  for (const int replicas : {1, 2, 3}) {
-    run_loopback(2 * replicas, [&](Communicator& comm) {
+  for (const auto& [replicas, tensors] :
+       {std::pair(1, 1), std::pair(2, 1), std::pair(3, 1), std::pair(1, 2), std::pair(2, 3)}) {
+    run_loopback(2 * replicas * tensors, [&, d = replicas, t = tensors](Communicator& comm) {
       for (const bool cut : {false, true}) {
-        const std::vector<StepState> results = records_of(comm, replicas, cut, kSteps);
+        const std::vector<StepState> results = records_of(comm, {d, t, cut}, kSteps);
         for (std::uint64_t step = 0; step < kSteps; ++step) {
-          EXPECT_EQ(results[step].totals.grad_norm, expected_norm(table_of(1, false), step))
-              << replicas << " replicas" << (cut ? ", cut" : "") << ", step " << step;
+          EXPECT_EQ(results[step].totals.grad_norm, expected_norm(t, step))
+              << d << " replicas, " << t << " tensor ranks" << (cut ? ", cut" : "") << ", step "
+              << step;
+          EXPECT_EQ(results[step].totals.loss_sum, d) << "of tensor rank 0 alone";
         }
       }
     });
@@ -117,14 +140,17 @@ TEST(StepRecordTest, NormAddsBlocksThenParametersWhateverReplicasHave) {
 }
 
 TEST(StepRecordTest, ParameterWithABlockThatIsNotFiniteIsNamed) {
-  run_loopback(4, [](Communicator& comm) {
-    for (const bool cut : {false, true}) {
-      const StepState step = records_of(comm, 2, cut, 1, "large").front();
-      EXPECT_TRUE(step.refused());
-      EXPECT_THAT(step.refusal(table_of(2, cut)).what(),
-                  ::testing::HasSubstr("not finite, first in parameter 'large'"));
-    }
-  });
+  for (const int tensors : {1, 2}) {
+    run_loopback(4 * tensors, [&](Communicator& comm) {
+      for (const bool cut : {false, true}) {
+        const Ranks ranks = {2, tensors, cut};
+        const StepState step = records_of(comm, ranks, 1, "large").front();
+        EXPECT_TRUE(step.refused());
+        EXPECT_THAT(step.refusal(table_of(ranks)).what(),
+                    ::testing::HasSubstr("not finite, first in parameter 'large'"));
+      }
+    });
+  }
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "tests/runtime/expect_error.hpp"
 
 namespace sluice {
 namespace {
@@ -32,7 +33,7 @@ std::string refusal(const std::vector<std::string>& hosts, int replicas) {
     device.host_memory = 100 * kMebi;
   }
   try {
-    require_memory(devices, topology, {kNeeded, kNeeded});
+    require_memory(devices, topology, {.ranks = {kNeeded, kNeeded}});
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kDevice);
     return error.what();
@@ -54,9 +55,24 @@ TEST(MemoryPlanTest, AddsUpReplicas) {
               HasSubstr("rank 1 on b: the host has 100.0 MiB, but the plan needs 120.0 MiB"));
 }
 
+// Of the ranks that share a stage, each has its own.
+TEST(MemoryPlanTest, AsksForWhatEachTensorRankNeeds) {
+  const Topology topology = make_topology(4, {2, 1, 2}, RankOrder::kPipelineFirst);
+  MemoryTable memory = {.ranks = {{}, {}, kNeeded, {.parameters = 10 * kMebi}}, .tensors = 2};
+  std::vector<RankDevice> devices(4);
+  for (RankDevice& device : devices) device.host = device.machine = "a";
+  devices[0].host_memory = 70 * kMebi;
+  EXPECT_NO_THROW(require_memory(devices, topology, memory));
+  memory.ranks[1].save_copy = kMebi;
+  expect_error(ErrorCode::kDevice,
+               {"rank 0 on a: the host has 70.0 MiB, but the plan needs 71.0 MiB",
+                "; rank 2: parameters 60.0, ", "; rank 3: parameters 10.0, "},
+               [&] { require_memory(devices, topology, memory); });
+}
+
 TEST(MemoryPlanTest, AsksNothingOfAHostWhoseMemoryIsNotKnown) {
   const Topology topology;
-  EXPECT_NO_THROW(require_memory({RankDevice{}}, topology, {kNeeded}));
+  EXPECT_NO_THROW(require_memory({RankDevice{}}, topology, {.ranks = {kNeeded}}));
 }
 
 // Two halves of what a std::size_t holds are more than any memory, known or not.
@@ -65,7 +81,8 @@ TEST(MemoryPlanTest, RefusesASumThatCannotBeCounted) {
   const RankMemory half = {.parameters = std::size_t{1} << 63};
   EXPECT_EQ((RankMemory{.parameters = half.parameters, .gradients = half.parameters}.total()),
             kTooManyBytes);
-  EXPECT_THROW(require_memory({RankDevice{}, RankDevice{}}, topology, {half, half}), Error);
+  EXPECT_THROW(require_memory({RankDevice{}, RankDevice{}}, topology, {.ranks = {half, half}}),
+               Error);
 }
 
 TEST(ByteSumsTest, StayAtTheLargestNumber) {

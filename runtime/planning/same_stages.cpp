@@ -1,0 +1,139 @@
+#include "runtime/planning/same_stages.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <sstream>
+
+#include <sluice/error.hpp>
+
+#include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
+#include "comm/base/throw_error.hpp"
+#include "runtime/files/sha256.hpp"
+
+namespace sluice {
+namespace {
+
+// A line per parameter, per buffer and per kind of sum; entry_text(entry) is what is compared of
+// the former, next to its name and its unit.
+template <typename EntryText>
+std::string list(const std::vector<StageEntry>& stages, const EntryText& entry_text) {
+  std::string all;
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    const auto add = [&](const std::vector<ParameterEntry>& entries, std::string_view what) {
+      for (std::size_t i = 0; i < entries.size(); ++i) {
+        all += fmt::format("{} {} of stage {}: {}, {}{}\n", what, i, s, entries[i].name,
+                           entry_text(entries[i]),
+                           what == "buffer" ? "" : fmt::format(", unit {}", entries[i].unit));
+      }
+      all += fmt::format("stage {} of {} {}s\n", s, entries.size(), what);
+    };
+    add(stages[s].parameters, "parameter");
+    add(stages[s].buffers, "buffer");
+    const auto add_sums = [&](int forward, int backward, std::string_view members) {
+      all += fmt::format("stage {} of {} and {} sums over {} in its actions\n", s, forward,
+                         backward, members);
+    };
+    add_sums(stages[s].forward_sums, stages[s].backward_sums, "replicas");
+    add_sums(stages[s].forward_tensor_sums, stages[s].backward_tensor_sums, "tensor ranks");
+  }
+  return all;
+}
+
+std::string rows_text(std::size_t tensor, const Slice& slice) {
+  return slice.length == 0 ? fmt::format("tensor rank {} has none", tensor)
+                           : fmt::format("tensor rank {} has {} to {}", tensor, slice.begin,
+                                         slice.begin + slice.length - 1);
+}
+
+// `slices`: [tensor coordinate] of one parameter.
+void require_whole(const std::vector<Slice>& slices, const ParameterEntry& entry,
+                   std::string_view what, std::size_t stage) {
+  const std::int64_t whole = slices.front().whole;
+  std::int64_t end = 0;
+  std::vector<std::string> ranks;
+  std::string fault;
+  for (std::size_t t = 0; t <= slices.size(); ++t) {
+    const std::int64_t begin = t < slices.size() ? slices[t].begin : whole;
+    if (fault.empty() && begin != end) {
+      fault = fmt::format("rows {} to {} of dimension {} are {}", std::min(begin, end),
+                          std::max(begin, end) - 1, slices.front().axis,
+                          begin > end ? "missing" : "there twice, or in another order");
+    }
+    if (t == slices.size()) break;
+    end = begin + slices[t].length;
+    ranks.push_back(rows_text(t, slices[t]));
+  }
+  if (fault.empty()) return;
+  throw_usage(
+      "{} '{}' of stage {}, {}: {}; {}; legal: each of the {} rows on one tensor rank, in their "
+      "order, as StagePlace::slice() cuts them",
+      what, entry.name, stage, entry.use, fault, joined(ranks, ", "), whole);
+}
+
+}  // namespace
+
+void require_same_texts(const std::vector<std::string>& texts, std::string_view member) {
+  const auto first =
+      std::find_if(texts.begin(), texts.end(), [](const auto& text) { return !text.empty(); });
+  for (auto other = first; other != texts.end(); ++other) {
+    if (other->empty() || *other == *first) continue;
+    std::istringstream ours(*first), theirs(*other);
+    std::string one, two;
+    do {
+      one.clear();
+      two.clear();
+      std::getline(ours, one);
+      std::getline(theirs, two);
+    } while (one == two && ours && theirs);
+    throw_error(ErrorCode::kMismatch,
+                "{0}s disagree about the model: {0} {1} has '{2}', {0} {3} has '{4}'", member,
+                first - texts.begin(), one, other - texts.begin(), two);
+  }
+}
+
+void require_same_replicas(Collectives& replicas, const std::vector<StageEntry>& stages) {
+  if (replicas.communicator().size() == 1) return;
+  const std::string mine = list(stages, [](const ParameterEntry& entry) {
+    return fmt::format("{} elements{}", entry.elements, cut_text(entry.slice));
+  });
+  const std::string digest = sha256_hex(std::as_bytes(std::span<const char>(mine)));
+  std::string all(digest.size() * at(replicas.communicator().size()), '\0');
+  replicas.all_gather(std::as_bytes(std::span<const char>(digest)),
+                      std::as_writable_bytes(std::span<char>(all)));
+  for (std::size_t i = 0; i < all.size(); i += digest.size()) {
+    if (all.compare(i, digest.size(), digest) == 0) continue;
+    require_same_texts(replicas.all_gather_strings(mine), "replica");
+  }
+}
+
+void require_parts_of_whole(std::span<const ParameterTable> tensor_ranks) {
+  std::vector<std::string> texts;
+  for (const ParameterTable& table : tensor_ranks) {
+    texts.push_back(list(table.stages, [](const ParameterEntry& entry) {
+      return entry.use + (entry.tied ? ", tied" : "") +
+             (entry.slice.all() ? "" : fmt::format(", cut along dimension {}", entry.slice.axis));
+    }));
+  }
+  require_same_texts(texts, "tensor rank");
+  const std::vector<StageEntry>& stages = tensor_ranks.front().stages;
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    const auto check = [&](std::vector<ParameterEntry> StageEntry::*entries,
+                           std::string_view what) {
+      for (std::size_t i = 0; i < (stages[s].*entries).size(); ++i) {
+        if ((stages[s].*entries)[i].slice.all()) continue;
+        std::vector<Slice> slices;
+        for (const ParameterTable& table : tensor_ranks) {
+          slices.push_back((table.stages[s].*entries)[i].slice);
+        }
+        require_whole(slices, (stages[s].*entries)[i], what, s);
+      }
+    };
+    check(&StageEntry::parameters, "parameter");
+    check(&StageEntry::buffers, "buffer");
+  }
+}
+
+}  // namespace sluice
