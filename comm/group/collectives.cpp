@@ -309,9 +309,9 @@ std::vector<std::string> Collectives::all_gather_strings(const std::string& mine
   const std::span<std::byte> bytes = std::as_writable_bytes(std::span(text));
   if (!text.empty()) {
     gather(std::as_bytes(std::span(mine)), ends, bytes, 0);
+    if (copy_->size() > kPieceBytes) copy_ = std::make_shared<std::vector<std::byte>>(kFirstCopy);
     broadcast(bytes, 0);
   }
-  if (copy_->size() > kPieceBytes) copy_ = std::make_shared<std::vector<std::byte>>(kFirstCopy);
   std::vector<std::string> all;
   std::size_t begin = 0;
   for (const std::size_t end : ends) {
