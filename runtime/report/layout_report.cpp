@@ -15,14 +15,16 @@
 
 namespace sluice {
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankRow, host, device, replica, stages, cores, host_cores,
-                                   threads, interfaces)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankRow, host, device, replica, tensor, stages, cores,
+                                   host_cores, threads, interfaces)
 
 namespace {
 
 using Json = nlohmann::json;
 
 constexpr std::size_t kMostShown = 64;
+
+double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
 std::string cores_text(const RankRow& rank) {
   if (rank.cores.empty()) return "not known";
@@ -93,14 +95,15 @@ std::string describe_notes(const JobLayout& layout) {
   return text;
 }
 
-// The host memory that saving takes; empty without it.
-std::string describe_save_copy(const JobLayout& layout) {
+// The memory and the disk that saving takes; empty without it.
+std::string describe_saves(const JobLayout& layout) {
   std::size_t most = 0;
-  for (const RankMemory& memory : layout.memory.ranks) most = std::max(most, memory.save_copy);
+  for (const RankMemory& memory : layout.memory.ranks) most = std::max(most, memory.host());
   if (most == 0) return "";
   return fmt::format(
-      "  saving: each rank keeps a copy of its share in host memory, at most {:.1f} MiB\n",
-      static_cast<double>(most) / (1 << 20));
+      "  saving: each rank keeps a copy of its share in host memory, at most {:.1f} MiB; a save "
+      "takes {:.1f} MiB on disk, of values in f32\n",
+      mebi(most), mebi(layout.memory.save_bytes));
 }
 
 // The ranks that --cuda-graphs concerns; empty without the option.
@@ -132,14 +135,16 @@ std::string describe_empty_stages(const Partition& partition) {
 }  // namespace
 
 std::string describe_layout(const JobLayout& layout, const Partition& partition) {
-  const auto mebi = [](std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); };
+  const AxisSizes& size = layout.place.topology.size;
+  const bool shared = size.tensor > 1;  // by tensor ranks
   std::string text = fmt::format(
-      "{} rank{}: pipeline of {} x {} replica{}, schedule {}, {} micro-batch{} per replica and "
+      "{} rank{}: pipeline of {} x {} replica{}{}, schedule {}, {} micro-batch{} per replica and "
       "step\n",
-      layout.place.topology.ranks(), layout.place.topology.ranks() == 1 ? "" : "s",
-      layout.place.topology.size.pipeline, layout.place.topology.size.replica,
-      layout.place.topology.size.replica == 1 ? "" : "s", layout.plans.train.schedule_name,
-      layout.plans.train.micro_batches, layout.plans.train.micro_batches == 1 ? "" : "es");
+      layout.place.topology.ranks(), layout.place.topology.ranks() == 1 ? "" : "s", size.pipeline,
+      size.replica, size.replica == 1 ? "" : "s",
+      shared ? fmt::format(" x {} tensor ranks", size.tensor) : "",
+      layout.plans.train.schedule_name, layout.plans.train.micro_batches,
+      layout.plans.train.micro_batches == 1 ? "" : "es");
   if (!layout.plans.train.exact) {
     text +=
         "  (not exact: weight gradients do not accumulate in ascending order, so the bits are this "
@@ -149,20 +154,22 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
       "  {:<13} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9}\n",
       "pipeline rank", "stages", "layers", "parameters", "gradients", "optimizer", "activations",
       "workspace", "operators", "messages", "libraries", "total MiB", "outside");
-  for (int rank = 0; rank < layout.place.topology.size.pipeline; ++rank) {
+  for (int row = 0; row < size.pipeline * size.tensor; ++row) {
+    const Place place = {.pipeline = row / size.tensor, .tensor = row % size.tensor};
     std::string stages, owned;
-    for (const int stage : layout.plans.placement().stages_of(rank)) {
+    for (const int stage : layout.plans.placement().stages_of(place.pipeline)) {
       if (!stages.empty()) stages += ",", owned += " ";
       stages += std::to_string(stage);
       owned += describe_layers(partition, stage);
     }
-    const RankMemory& memory = layout.memory.ranks[static_cast<std::size_t>(rank)];
+    const RankMemory& memory = layout.memory.of(place);
     text += fmt::format(
         "  {:<13} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>9.1f} {:>9.1f} "
         "{:>9.1f} {:>10.1f} {:>9.1f}\n",
-        rank, stages, owned, mebi(memory.parameters), mebi(memory.gradients),
-        mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),
-        mebi(memory.operators), mebi(memory.buffers), mebi(memory.libraries), mebi(memory.total()),
+        fmt::format("{}{}", place.pipeline, shared ? fmt::format(", tensor {}", place.tensor) : ""),
+        stages, owned, mebi(memory.parameters), mebi(memory.gradients), mebi(memory.optimizer),
+        mebi(memory.activations), mebi(memory.workspace), mebi(memory.operators),
+        mebi(memory.buffers), mebi(memory.libraries), mebi(memory.total()),
         mebi(memory.outside_arena));
   }
   text += fmt::format(
@@ -172,19 +179,23 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
           ? "optimizer: of the replica with the largest part"
           : "each replica holds the same");
   return text + describe_empty_stages(partition) + describe_connections(layout) +
-         describe_arithmetic(layout) + describe_notes(layout) + describe_save_copy(layout) +
+         describe_arithmetic(layout) + describe_notes(layout) + describe_saves(layout) +
          describe_graphs(layout);
 }
 
 std::string rank_table(const std::vector<RankRow>& ranks, std::string_view indent) {
   const std::size_t shown = std::min(ranks.size(), kMostShown);
+  const bool shared =
+      std::any_of(ranks.begin(), ranks.end(), [](const RankRow& row) { return row.tensor >= 0; });
   std::vector<std::vector<std::string>> lines = {
       {"rank", "host", "device", "replica", "stages", "cores", "threads", "interface"}};
+  if (shared) lines.front().insert(lines.front().begin() + 4, "tensor");
   for (std::size_t rank = 0; rank < shown; ++rank) {
     const RankRow& row = ranks[rank];
     lines.push_back({std::to_string(rank), row.host, row.device, std::to_string(row.replica),
                      joined(row.stages, ","), cores_text(row), std::to_string(row.threads),
                      row.interfaces.empty() ? "-" : joined(row.interfaces, ",")});
+    if (shared) lines.back().insert(lines.back().begin() + 4, std::to_string(row.tensor));
   }
   std::vector<std::size_t> widths(lines.front().size());
   for (const auto& line : lines) {
@@ -220,7 +231,8 @@ std::string gather_rank_table(Collectives& world, const JobLayout& layout, int t
                         .cores = affinity_list(),
                         .host_cores = host_cores(),
                         .threads = threads,
-                        .interfaces = interfaces_used(network)};
+                        .interfaces = interfaces_used(network),
+                        .tensor = place.topology.size.tensor > 1 ? place.here.tensor : -1};
   std::vector<RankRow> rows;
   for (const std::string& text :
        world.all_gather_strings(dump_json(Json(mine), -1, InvalidUtf8::replace))) {

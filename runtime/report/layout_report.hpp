@@ -13,8 +13,8 @@
 
 namespace sluice {
 
-// A row per rank of a pipeline with its stages, layers and memory; then, where a rank computes on a
-// GPU, devices and routes; then the notes of stages.
+// A row per rank of a pipeline, and per tensor rank of it, with its stages, layers and memory;
+// then, where a rank computes on a GPU, devices and routes; then the notes of stages.
 [[nodiscard]] std::string describe_layout(const JobLayout& layout, const Partition& partition);
 
 struct RankRow {
@@ -25,6 +25,7 @@ struct RankRow {
   int host_cores = 1;      // that the job may use there
   int threads = 1;
   std::vector<std::string> interfaces;  // of its TCP connections over IPv4, loopback left out
+  int tensor = -1;                      // coordinate; -1: no ranks share stages
 };
 
 // Lines with a title, one for each rank of the job, and what the columns mean. Each begins with

@@ -71,11 +71,14 @@ std::vector<RankTrace> traces_of(std::vector<std::vector<TraceEvent>> events,
   std::vector<RankTrace> traces;
   for (std::vector<TraceEvent>& each : events) {
     const int rank = static_cast<int>(traces.size());
-    traces.push_back({.rank = rank,
-                      .label = fmt::format("rank {}: replica {}, pipeline rank {}", rank,
-                                           layout.place.topology.place_of(rank).replica,
-                                           layout.place.topology.place_of(rank).pipeline),
-                      .events = std::move(each)});
+    const Topology& topology = layout.place.topology;
+    const Place place = topology.place_of(rank);
+    traces.push_back(
+        {.rank = rank,
+         .label = fmt::format(
+             "rank {}: replica {}, pipeline rank {}{}", rank, place.replica, place.pipeline,
+             topology.size.tensor > 1 ? fmt::format(", tensor rank {}", place.tensor) : ""),
+         .events = std::move(each)});
   }
   return traces;
 }
@@ -113,10 +116,10 @@ bool carries_anything(const Channel& channel, const EdgeTable& edges) {
 }
 
 // `traces`: [rank of the job], each with the compute events of the same steps in their order. An
-// arrow for each message of the layout's training plan, replica and step: from F of a stage to F of
-// the next one, and from B or I of a stage to B or I of the one before. Stages of one rank exchange
-// no message, nor does an edge without gradients on the way back. Arrows need not be in order of
-// time.
+// arrow for each message of the layout's training plan, pipeline and step: from F of a stage to F
+// of the next one, and from B or I of a stage to B or I of the one before. Stages of one rank
+// exchange no message, nor does an edge without gradients on the way back. Arrows need not be in
+// order of time.
 std::vector<TraceArrow> message_arrows(const std::vector<RankTrace>& traces,
                                        const JobLayout& layout) {
   const EventsOfSteps events = events_of_steps(traces);
@@ -132,12 +135,10 @@ std::vector<TraceArrow> message_arrows(const std::vector<RankTrace>& traces,
   for (const Channel& channel : plan.channels) {
     if (!carries_anything(channel, layout.wires.edges)) continue;
     const bool forward = channel.kind == ActionKind::kSendForward;
-    for (int replica = 0; replica < topology.size.replica; ++replica) {
+    for (const std::vector<int>& pipeline : topology.groups(Axis::kPipeline)) {
       for (int micro_batch = 0; micro_batch < plan.micro_batches; ++micro_batch) {
-        add({topology.rank_of({.pipeline = channel.from_rank, .replica = replica}), forward,
-             channel.from_stage, micro_batch},
-            {topology.rank_of({.pipeline = channel.to_rank, .replica = replica}), forward,
-             channel.to_stage, micro_batch});
+        add({pipeline[at(channel.from_rank)], forward, channel.from_stage, micro_batch},
+            {pipeline[at(channel.to_rank)], forward, channel.to_stage, micro_batch});
       }
     }
   }

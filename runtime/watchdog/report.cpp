@@ -23,7 +23,8 @@ std::string seconds_text(double seconds) {
 }
 
 std::string stages_text(const WatchedRank& rank) {
-  return fmt::format("stage{} {}", rank.stages.size() == 1 ? "" : "s", joined(rank.stages, ", "));
+  return fmt::format("stage{} {}{}", rank.stages.size() == 1 ? "" : "s", joined(rank.stages, ", "),
+                     rank.tensor < 0 ? "" : fmt::format("; tensor rank {}", rank.tensor));
 }
 
 const char* group_text(std::optional<Axis> axis) {
@@ -257,6 +258,7 @@ std::string status_json(const WatchView& view, const WatchLimits& limits,
          {"stages", each.stages},
          {"replica", each.replica},
          {"state", over ? "ended" : state_text(view, limits, static_cast<int>(rank))}});
+    if (each.tensor >= 0) json["ranks"].back()["tensor"] = each.tensor;
   }
   return dump_json(json, 1, InvalidUtf8::replace) + "\n";
 }

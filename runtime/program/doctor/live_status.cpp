@@ -41,16 +41,19 @@ std::string table_of(const Json& status, double now) {
   for (const Json& rank : status.at("ranks")) {
     width = std::max(width, rank.at("host").get<std::string>().size());
   }
-  text += fmt::format("\n{:>4}  {:<{}}  {:>7}  {:<8}  state\n", "rank", "host", width, "replica",
-                      "stages");
+  const Json& ranks = status.at("ranks");
+  const bool shared = !ranks.empty() && ranks.front().contains("tensor");  // by tensor ranks
+  text += fmt::format("\n{:>4}  {:<{}}  {:>7}  {}{:<8}  state\n", "rank", "host", width, "replica",
+                      shared ? "tensor  " : "", "stages");
   for (const Json& rank : status.at("ranks")) {
     std::string stages;
     for (const Json& stage : rank.at("stages")) {
       stages += fmt::format("{}{}", stages.empty() ? "" : ",", stage.get<int>());
     }
-    text += fmt::format("{:>4}  {:<{}}  {:>7}  {:<8}  {}\n", rank.at("rank").get<int>(),
+    text += fmt::format("{:>4}  {:<{}}  {:>7}  {}{:<8}  {}\n", rank.at("rank").get<int>(),
                         rank.at("host").get<std::string>(), width, rank.at("replica").get<int>(),
-                        stages, rank.at("state").get<std::string>());
+                        shared ? fmt::format("{:>6}  ", rank.at("tensor").get<int>()) : "", stages,
+                        rank.at("state").get<std::string>());
   }
   return text;
 }

@@ -25,6 +25,16 @@ TEST(RankTableTest, HasALineForEachRankWithWhatIsKnown) {
                  "  (cores: "));
 }
 
+TEST(RankTableTest, SaysWhichOfTheRanksOfAStageARankIs) {
+  const std::vector<RankRow> ranks = {{"a", "cpu", 0, {0}, {}, 1, 1, {}, 0},
+                                      {"b", "cpu", 0, {0}, {}, 1, 1, {}, 1}};
+  EXPECT_THAT(
+      rank_table(ranks, ""),
+      StartsWith("rank  host  device  replica  tensor  stages  cores      threads  interface\n"
+                 "0     a     cpu     0        0       0       not known  1        -\n"
+                 "1     b     cpu     0        1       0       not known  1        -\n"));
+}
+
 TEST(RankTableTest, StopsAfterSixtyFourRanksAndSaysSo) {
   const std::string text = rank_table(std::vector<RankRow>(70), "");
   EXPECT_THAT(text, HasSubstr("\n63  "));

@@ -198,12 +198,15 @@ TEST(WatchdogTest, TellsTheOthersAtOnceOfASave) {
   }
 }
 
-TEST(WatchdogTest, WritesAStatusThatTheDoctorReads) {
+// The doctor's table of a job of two ranks; `shared`: they are the two that share a stage.
+std::string table_of_job(bool shared) {
   const TemporaryDirectory directory;
   run_loopback(2, [&](Communicator& comm) {
     Collectives world(comm, 0, nullptr);
     ActivityBoard board(comm.rank(), "host");
-    const Watchdog watchdog(world, job_of(board, 2),
+    WatchedJob job = job_of(board, 2);
+    for (int rank = 0; shared && rank < 2; ++rank) job.ranks[at(rank)].tensor = rank;
+    const Watchdog watchdog(world, std::move(job),
                             {.on = true, .timeout = 1, .directory = directory.path().string()});
     board.begin_run(Phase::kTrain, 3);
     board.begin_run(Phase::kEvaluate, 0);
@@ -211,12 +214,20 @@ TEST(WatchdogTest, WritesAStatusThatTheDoctorReads) {
     board.saved(3);
     world.barrier();
   });
-  const std::string text = live_status(directory.path(), 4e9);
+  return live_status(directory.path(), 4e9);
+}
+
+TEST(WatchdogTest, WritesAStatusThatTheDoctorReads) {
+  const std::string text = table_of_job(false);
   EXPECT_THAT(text, HasSubstr("step       3\n"));
   EXPECT_THAT(text, HasSubstr("the job has ended in order"));
   EXPECT_THAT(text, HasSubstr("step-00000003"));
   EXPECT_THAT(text, HasSubstr("   0  host        0  0         ended\n"));
+  EXPECT_THAT(text, HasSubstr("\nrank  host  replica  stages    state\n"));
   EXPECT_THAT(text, HasSubstr("   1  host        0  1         ended\n"));
+  const std::string shared = table_of_job(true);
+  EXPECT_THAT(shared, HasSubstr("\nrank  host  replica  tensor  stages    state\n"));
+  EXPECT_THAT(shared, HasSubstr("   1  host        0       1  1         ended\n"));
 }
 
 TEST(WatchdogTest, RefusesLimitsThatCannotWork) {
