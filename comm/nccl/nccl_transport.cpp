@@ -68,6 +68,28 @@ std::vector<std::vector<Pair>> classes_of(const std::vector<NcclTransport::Edge>
 // A rank's number in the communicator of it and another.
 int side_of(int rank, int other) { return rank > other ? 1 : 0; }
 
+// Tells `all`, which may be null, of the waits of a pair, with ranks of the bootstrap communicator
+// as peers.
+class PairWaits final : public Interrupt {
+ public:
+  PairWaits(Interrupt* all, Pair pair) : all_(all), pair_(pair) {}
+  void poll() override {
+    if (all_ != nullptr) all_->poll();
+  }
+  void begin_wait(const WaitSubject& subject) noexcept override {
+    WaitSubject of_all = subject;
+    if (subject.peer >= 0) of_all.peer = subject.peer == 0 ? pair_.first : pair_.second;
+    if (all_ != nullptr) all_->begin_wait(of_all);
+  }
+  void end_wait() noexcept override {
+    if (all_ != nullptr) all_->end_wait();
+  }
+
+ private:
+  Interrupt* all_;
+  Pair pair_;
+};
+
 }  // namespace
 
 NcclTransport::NcclTransport(NcclQueue& queue, Collectives& bootstrap, const DeviceMemory& memory,
@@ -90,7 +112,8 @@ NcclTransport::NcclTransport(NcclQueue& queue, Collectives& bootstrap, const Dev
                                    kMostMessageBlocks);
   const NcclLabel named = {label.group, label.rank < 0 ? rank_ : label.rank};
   for (const auto& [pair, group] : pairs) {
-    Collectives both(*group, 0, interrupt);
+    PairWaits waits(interrupt, pair);
+    Collectives both(*group, 0, &waits);
     for (const Edge& edge : order) {
       if (Pair(std::minmax(edge.from, edge.to)) != pair) continue;
       edges_.push_back({edge, queue_.add(std::make_unique<NcclCommunicator>(

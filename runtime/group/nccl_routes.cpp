@@ -149,7 +149,7 @@ class Routes final : public NcclRoutes {
     const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
     queue_.emplace(compute.device(), open + sum_groups, job.world.ranks->local_size());
     transport_.emplace(*queue_, bootstrap_, compute.memory(), edges_of(layout),
-                       NcclLabel{"the pipeline", job.world.ranks->rank()}, job.world.watch.get());
+                       NcclLabel{"the pipeline", job.world.ranks->rank()}, &watch_);
     messages_.emplace(*transport_, compute.stream(), gpu_of_rank_, open);
     if (!layout.wires.sums_by_nccl(layout.place.here.pipeline)) return;
     sums_.emplace(

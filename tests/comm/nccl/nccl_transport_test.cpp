@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -300,6 +301,32 @@ TEST_P(NcclTransportTest, AReceiveThatWaitsHoldsBackNoOtherEdge) {
 
 // A message of every rank to every other, all at once: each pair has a class without a rank of its
 // own in another pair.
+// Who watches the bootstrap communicator hears of its ranks, though two alone make a communicator.
+TEST_P(NcclTransportTest, WaitsWhileItIsMadeNameRanksOfAll) {
+  class Waits : public Interrupt {
+   public:
+    explicit Waits(Interrupt& control) : control_(control) {}
+    void poll() override { control_.poll(); }
+    void begin_wait(const WaitSubject& subject) noexcept override {
+      if (subject.peer >= 0 && subject.peer < 64) peers |= std::uint64_t{1} << subject.peer;
+    }
+    std::uint64_t peers = 0;
+
+   private:
+    Interrupt& control_;
+  };
+  run([](Rank& rank) {
+    Waits waits(rank.control);
+    NcclQueue queue(rank.device, 4, rank.size());
+    const NcclTransport transport(queue, rank.bootstrap, DeviceMemory(rank.device),
+                                  ring_of(rank.size()), NcclLabel{"the pipeline"}, &waits);
+    queue.finalize(&rank.control);
+    const std::uint64_t neighbours = std::uint64_t{1} << rank.next() | std::uint64_t{1}
+                                                                           << rank.previous();
+    EXPECT_EQ(waits.peers & ~neighbours, 0U) << "of rank " << rank.rank();
+  });
+}
+
 TEST_P(NcclTransportTest, JoinsAnyTwoRanks) {
   run([](Rank& rank) {
     std::vector<NcclTransport::Edge> edges;
