@@ -102,7 +102,7 @@ std::string describe_saves(const JobLayout& layout) {
   if (most == 0) return "";
   return fmt::format(
       "  saving: each rank keeps a copy of its share in host memory, at most {:.1f} MiB; a save "
-      "takes {:.1f} MiB on disk, of values in f32\n",
+      "of f32 values and optimizer state takes {:.1f} MiB on disk\n",
       mebi(most), mebi(layout.memory.save_bytes));
 }
 

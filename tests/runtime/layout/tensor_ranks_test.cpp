@@ -385,7 +385,8 @@ TEST(TensorRanksTest, TheReportHasARowPerPlaceAndNoWordOfTensorRanksWithoutThem)
   EXPECT_THAT(shared, HasSubstr("12 ranks: pipeline of 2 x 2 replicas x 3 tensor ranks, schedule"));
   EXPECT_THAT(shared, HasSubstr("\n  0, tensor 0   0 "));
   EXPECT_THAT(shared, HasSubstr("\n  1, tensor 2   1 "));
-  EXPECT_THAT(shared, HasSubstr("; a save takes 60.0 MiB on disk, of values in f32\n"));
+  EXPECT_THAT(shared,
+              HasSubstr("; a save of f32 values and optimizer state takes 60.0 MiB on disk\n"));
   options.shape.tensor = 1;
   const std::string whole =
       describe_layout(layout_of(options, factory_of(sliced()), true), partition);
