@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <span>
 
-#include <sluice/parameter.hpp>
 #include <sluice/tensor.hpp>
 
 namespace sluice {

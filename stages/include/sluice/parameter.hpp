@@ -51,15 +51,6 @@ enum class ReplicaRule { kMean, kFirst, kNothing };
 // Where a set keeps a bf16 copy of a parameter: Parameter::bf16_copy.
 enum class Bf16Copy { kNowhere, kOnGpus, kEverywhere };
 
-// The part of a whole parameter that one of several ranks has, where the ranks of a tensor group
-// divide it (StagePlace): rows of dimension `axis`, `length` of `whole` from `begin` on.
-struct Slice {
-  int axis = -1;  // -1: all of it
-  std::int64_t begin = 0, length = 0, whole = 0;
-  [[nodiscard]] bool all() const { return axis < 0; }
-  friend bool operator==(const Slice&, const Slice&) = default;
-};
-
 struct Parameter {
   std::string name;
   Shape shape;  // of what this rank has

@@ -63,6 +63,15 @@ class Shape {
 
 [[nodiscard]] std::string to_string(const Shape& shape);  // "[4, 256, 64]"
 
+// A part of a whole: rows of dimension `axis`, `length` of `whole` from `begin` on, such as what
+// one of several ranks has of a parameter.
+struct Slice {
+  int axis = -1;  // -1: all of it
+  std::int64_t begin = 0, length = 0, whole = 0;
+  [[nodiscard]] bool all() const { return axis < 0; }
+  friend bool operator==(const Slice&, const Slice&) = default;
+};
+
 struct TensorSpec {
   DType dtype = DType::kF32;
   Shape shape;
