@@ -46,9 +46,13 @@ void require_legal(const Schedule& lowered, const PlanOptions& options) {
            lowered.placement.stages());
   }
   for (const StageSums& sums : options.sums) {
-    if (sums.forward >= 0 && sums.backward >= 0) continue;
-    refuse("plan: a stage makes ", sums.forward, " and ", sums.backward,
-           " sums; the nearest legal value is 0");
+    const auto require = [](int forward, int backward, const char* over) {
+      if (forward >= 0 && backward >= 0) return;
+      refuse("plan: a stage makes ", forward, " and ", backward, over,
+             "; the nearest legal value is 0");
+    };
+    require(sums.forward, sums.backward, " sums");
+    require(sums.forward_tensor, sums.backward_tensor, " sums over tensor ranks");
   }
   if (lowered.ranks.size() != at(lowered.placement.ranks())) {
     refuse("plan of '", lowered.name, "': ", lowered.ranks.size(), " lists for ",
@@ -70,6 +74,7 @@ std::string to_string(const PlanOp& op) {
   }
   if (op.with_previous) text += " with-previous";
   if (op.sums != 0) text += concat(" sums ", op.sums);
+  if (op.tensor_sums != 0) text += concat(" tensor-sums ", op.tensor_sums);
   for (std::size_t kind = 0; kind < op.slots.size(); ++kind) {
     if (op.slots[kind] < 0) continue;
     text += concat(' ', kBufferNames[kind], '[', op.slots[kind], ']');

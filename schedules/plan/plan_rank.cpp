@@ -530,10 +530,7 @@ class RankPlanner {
     }
     name_slot(op, BufferKind::kGradInput, grad_input);
     name_slot(op, BufferKind::kState, own.slot(BufferKind::kState, micro_batch));
-    if (!sums_.empty() && !schedule_.forward_only) {
-      if (forward) op.sums = sums_[at(stage)].forward;
-      if (makes_gradient(action.kind)) op.sums = sums_[at(stage)].backward;
-    }
+    name_sums(op);
     if (!ends_use(action.kind, schedule_.forward_only)) return;
     if (!forward) {
       std::int32_t& before = last_weight_[buffers_.local(stage)];
@@ -542,6 +539,14 @@ class RankPlanner {
     }
     used_ = action;
     if (issuer_.is_global()) release_kept();
+  }
+
+  void name_sums(PlanOp& op) const {
+    const bool forward = op.action == ActionKind::kForward;
+    if (sums_.empty() || (!forward && !makes_gradient(op.action))) return;
+    const StageSums& sums = sums_[at(op.stage)];
+    op.tensor_sums = forward ? sums.forward_tensor : sums.backward_tensor;
+    if (!schedule_.forward_only) op.sums = forward ? sums.forward : sums.backward;
   }
 
   // Everything kept for the action that used it last, then the receives that now find a slot. Sends

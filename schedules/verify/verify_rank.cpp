@@ -231,7 +231,13 @@ class ProgressReplay {
                                  ? "its forward has not been computed"
                                  : "its backward input has not been computed");
     }
-    if (!check_sums(op, stage, (adds & kForwardDone) != 0, adds == kWeightDone)) return false;
+    const std::size_t pass = (adds & kForwardDone) != 0 ? 0 : 1;
+    const bool weight_only = adds == kWeightDone;
+    if (!check_sums(op.sums, stage.sums[pass], weight_only || plan_.forward_only, "replicas",
+                    " of training") ||
+        !check_sums(op.tensor_sums, stage.tensor_sums[pass], weight_only, "tensor ranks", "")) {
+      return false;
+    }
     done |= adds;
     if ((adds & (plan_.forward_only ? kForwardDone : kWeightDone)) != 0) ++stage.complete;
     return true;
@@ -294,22 +300,23 @@ class ProgressReplay {
     std::uint8_t* done = nullptr;  // [micro_batch] bits
     std::int32_t complete = 0;     // micro-batches
     bool reduced = false;
-    // Sums over replicas in each F, and in each B or I; -1: none computed yet.
-    std::array<std::int32_t, 2> sums = {-1, -1};
+    // In each F, and in each B or I; -1: none computed yet.
+    std::array<std::int32_t, 2> sums = {-1, -1}, tensor_sums = {-1, -1};
   };
 
-  bool check_sums(const PlanOp& op, Stage& stage, bool forward, bool weight_only) {
-    if (op.sums < 0 || (op.sums > 0 && (weight_only || plan_.forward_only))) {
-      return refusal_.object(
-          "it makes ", op.sums,
-          " sums over replicas; legal are 0, and more in F, B and I of training");
+  // Sums over `over` of an action that may make none, or of which every one of the stage makes as
+  // many as `earlier` ones. `where`: the phase in which they are legal.
+  bool check_sums(std::int32_t sums, std::int32_t& earlier, bool none, std::string_view over,
+                  std::string_view where) {
+    if (sums < 0 || (none && sums > 0)) {
+      return refusal_.object("it makes ", sums, " sums over ", over,
+                             "; legal are 0, and more in F, B and I", where);
     }
-    if (weight_only) return true;
-    std::int32_t& before = stage.sums[forward ? 0 : 1];
-    if (before < 0) before = op.sums;
-    if (before == op.sums) return true;
-    return refusal_.object("it makes ", op.sums,
-                           " sums over replicas, this stage's earlier ones make ", before);
+    if (none) return true;
+    if (earlier < 0) earlier = sums;
+    if (earlier == sums) return true;
+    return refusal_.object("it makes ", sums, " sums over ", over,
+                           ", this stage's earlier ones make ", earlier);
   }
 
   bool takes_part(std::size_t group) const {
@@ -381,8 +388,9 @@ class RankReplay {
       trace_.grouped = true;
     }
     after_issue_ = issues;
-    if (op.sums != 0 && op.kind != OpKind::kCompute) {
-      return refusal_.object("only F, B and I make sums over replicas");
+    if (op.kind != OpKind::kCompute && (op.sums != 0 || op.tensor_sums != 0)) {
+      return refusal_.object("only F, B and I make sums over ",
+                             op.sums != 0 ? "replicas" : "tensor ranks");
     }
     switch (op.kind) {
       case OpKind::kPostRecv:

@@ -229,10 +229,11 @@ struct Verification {
 // a stricter one implies is therefore not replayed (kNccl before kNcclEdges before kRendezvous
 // before kEager, kBounded before kRendezvous). An engine that issues earlier than its list says,
 // from a host that runs ahead of its device, ends too.
-// Sums within F, B or I (PlanOp::sums): every micro-batch of a stage makes as many, so replicas
-// make the same ones in the same order. They hold nobody up for ever: all replicas follow this one
-// plan, so what one of them can do next, with its messages of the same pipeline, all can, and each
-// reaches every sum. Nearly linear in the number of ops.
+// Sums within F, B or I (PlanOp::sums, tensor_sums): every micro-batch of a stage makes as many, so
+// replicas, and the ranks that share a stage, make the same ones in the same order. They hold
+// nobody up for ever: all of these pipelines follow this one plan, so what one of them can do next,
+// with its messages of the same pipeline, all can, and each reaches every sum. Nearly linear in the
+// number of ops.
 [[nodiscard]] Verification verify(const Plan& plan);
 
 // assemble_plan() with the options. Under kReceivesAhead, where ranks own several stages and

@@ -354,12 +354,12 @@ TEST(VerifyTest, NamesTiedGroupsThatAreReducedInAnotherOrder) {
 // [stage] in each F, and in each B or I.
 Plan plan_with_sums(const std::string& name) {
   PlanOptions options;
-  options.sums = {{1, 2}, {0, 0}, {3, 1}};
+  options.sums = {{1, 2, 2, 1}, {0, 0, 0, 4}, {3, 1, 1, 0}};
   return make_plan(lower(generate(name, {3, 4, 1}), {}), {}, options);
 }
 
-TEST(VerifyTest, SumsOverReplicasStandInTheActionsThatMakeThem) {
-  for (const char* name : {"1f1b", "zb-h1"}) {
+TEST(VerifyTest, SumsStandInTheActionsThatMakeThem) {
+  for (const char* name : {"1f1b", "zb-h1", "forward-only"}) {
     const Plan plan = plan_with_sums(name);
     EXPECT_TRUE(progresses_tagged(plan));
     for (int rank = 0; rank < 3; ++rank) {
@@ -368,38 +368,69 @@ TEST(VerifyTest, SumsOverReplicasStandInTheActionsThatMakeThem) {
         const bool backward =
             op.kind == OpKind::kCompute &&
             (op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardInput);
-        const std::array<int, 3> in_forward = {1, 0, 3}, in_backward = {2, 0, 1};
-        const auto stage = static_cast<std::size_t>(op.stage);
-        EXPECT_EQ(op.sums, forward    ? in_forward[stage]
-                           : backward ? in_backward[stage]
-                                      : 0)
-            << to_string(op);
+        const auto expected = [&](std::array<int, 3> in_forward, std::array<int, 3> in_backward) {
+          const auto stage = static_cast<std::size_t>(op.stage);
+          return forward ? in_forward[stage] : backward ? in_backward[stage] : 0;
+        };
+        const bool trains = !plan.forward_only;
+        EXPECT_EQ(op.sums, trains ? expected({1, 0, 3}, {2, 0, 1}) : 0) << to_string(op);
+        EXPECT_EQ(op.tensor_sums, expected({2, 0, 1}, {1, 4, 0})) << to_string(op);
       }
     }
   }
-  EXPECT_THROW((void)make_plan(lower(generate("1f1b", {3, 4, 1}), {}), {}, {.sums = {{1, 1}}}),
-               Error);
-  EXPECT_THROW((void)make_plan(lower(generate("1f1b", {1, 4, 1}), {}), {}, {.sums = {{-1, 1}}}),
-               Error);
+  const auto refused = [](std::vector<StageSums> sums, int stages, const std::string& part) {
+    try {
+      (void)make_plan(lower(generate("1f1b", {stages, 4, 1}), {}), {}, {.sums = std::move(sums)});
+      ADD_FAILURE() << part;
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr(part));
+    }
+  };
+  refused({{1, 1}}, 3, "sums of 1 stages, there are 3");
+  refused({{-1, 1}}, 1, "a stage makes -1 and 1 sums; the nearest legal value is 0");
+  refused({{1, 1, 0, -2}}, 1,
+          "a stage makes 0 and -2 sums over tensor ranks; the nearest legal value is 0");
 }
 
-TEST(VerifyTest, RefusesSumsOverReplicasThatDifferBetweenMicroBatchesOrStandElsewhere) {
-  const auto refused = [](const char* name, OpKind kind, ActionKind action, int sums,
-                          const std::string& part) {
+TEST(VerifyTest, AnActionsTextSaysItsSums) {
+  Plan plan = plan_with_sums("1f1b");
+  const auto forward = [&](int rank) {
+    return to_string(*find_op(plan, rank, OpKind::kCompute, ActionKind::kForward, 2));
+  };
+  EXPECT_THAT(forward(0), HasSubstr(" sums 1 tensor-sums 2 "));
+  EXPECT_THAT(forward(1), Not(HasSubstr("sums")));
+}
+
+TEST(VerifyTest, RefusesSumsThatDifferBetweenMicroBatchesOrStandElsewhere) {
+  const auto refused = [](const char* name, OpKind kind, ActionKind action,
+                          std::int32_t PlanOp::*which, int sums, const std::string& part) {
     Plan plan = plan_with_sums(name);
-    find_op(plan, 0, kind, action, 2)->sums = sums;
+    find_op(plan, 0, kind, action, 2)->*which = sums;
     const Verification verification = verify(plan);
     ASSERT_FALSE(verification.ok());
     EXPECT_THAT(verification.violation->message, HasSubstr(part));
   };
-  refused("1f1b", OpKind::kCompute, ActionKind::kForward, 2,
-          "it makes 2 sums over replicas, this stage's earlier ones make 1");
-  refused("1f1b", OpKind::kCompute, ActionKind::kBackward, 0, "it makes 0 sums over replicas");
-  refused("zb-h1", OpKind::kCompute, ActionKind::kBackwardWeight, 1,
+  const auto both = [&](const char* name, OpKind kind, ActionKind action, int sums,
+                        const std::string& part, const std::string& tensor_part) {
+    refused(name, kind, action, &PlanOp::sums, sums, part);
+    refused(name, kind, action, &PlanOp::tensor_sums, sums, tensor_part);
+  };
+  both("1f1b", OpKind::kCompute, ActionKind::kForward, 3,
+       "it makes 3 sums over replicas, this stage's earlier ones make 1",
+       "it makes 3 sums over tensor ranks, this stage's earlier ones make 2");
+  both("1f1b", OpKind::kCompute, ActionKind::kBackward, 0, "it makes 0 sums over replicas",
+       "it makes 0 sums over tensor ranks");
+  both("zb-h1", OpKind::kCompute, ActionKind::kBackwardWeight, 1,
+       "it makes 1 sums over replicas; legal are 0, and more in F, B and I of training",
+       "it makes 1 sums over tensor ranks; legal are 0, and more in F, B and I");
+  both("1f1b", OpKind::kCompute, ActionKind::kForward, -1, "it makes -1 sums over replicas",
+       "it makes -1 sums over tensor ranks");
+  both("1f1b", OpKind::kStartSend, ActionKind::kSendForward, 1,
+       "only F, B and I make sums over replicas", "only F, B and I make sums over tensor ranks");
+  refused("forward-only", OpKind::kCompute, ActionKind::kForward, &PlanOp::sums, 1,
           "it makes 1 sums over replicas; legal are 0, and more in F, B and I of training");
-  refused("1f1b", OpKind::kCompute, ActionKind::kForward, -1, "it makes -1 sums over replicas");
-  refused("1f1b", OpKind::kStartSend, ActionKind::kSendForward, 1,
-          "only F, B and I make sums over replicas");
+  refused("forward-only", OpKind::kCompute, ActionKind::kForward, &PlanOp::tensor_sums, 1,
+          "it makes 1 sums over tensor ranks, this stage's earlier ones make 2");
 }
 
 }  // namespace
