@@ -51,11 +51,13 @@ const char* in_words(ActionKind kind) {
   }
 }
 
-// The sums over replicas that an action makes, held to the number that the plan has for it.
+// The sums over a group of ranks that an action makes, held to the number that the plan has for it.
 class PlannedSums final : public Collective {
  public:
-  // Null: this stage has one replica.
-  explicit PlannedSums(Collective* replicas) : replicas_(replicas) {}
+  // Null: the group is one rank. `ranks` and `described` name the group, and the fields of
+  // StageDescription.
+  PlannedSums(Collective* group, const char* ranks, const char* described)
+      : group_(group), ranks_(ranks), described_(described) {}
 
   // Before the stage's part of an action that makes `planned` sums.
   void begin(int planned) {
@@ -64,22 +66,21 @@ class PlannedSums final : public Collective {
   }
   void sum(std::span<double> values) override {
     if (++made_ > planned_) refuse();
-    if (replicas_ != nullptr) replicas_->sum(values);
+    if (group_ != nullptr) group_->sum(values);
   }
-  // After it. Other replicas would wait for a sum that is missing.
+  // After it. Other ranks would wait for a sum that is missing.
   void end() const {
     if (made_ != planned_) refuse();
   }
 
  private:
   [[noreturn]] void refuse() const {
-    throw_usage(
-        "the stage sums over its replicas {} times and describes {} (StageDescription's "
-        "forward_sums and backward_sums)",
-        made_, planned_);
+    throw_usage("the stage sums over its {} {} times and describes {} (StageDescription's {})",
+                ranks_, made_, planned_, described_);
   }
 
-  Collective* replicas_;
+  Collective* group_;
+  const char *ranks_, *described_;
   int planned_ = 0, made_ = 0;
 };
 
@@ -231,8 +232,10 @@ struct Engine::Impl final : DeviceWait {
     };
     try {
       sums.begin(op.sums);
+      tensor_sums.begin(op.tensor_sums);
       body();
       sums.end();
+      tensor_sums.end();
     } catch (const std::bad_alloc&) {
       throw_error(ErrorCode::kDevice, "{} of step {} on {}: out of host memory", where(),
                   request.step, host_name());
@@ -289,7 +292,7 @@ struct Engine::Impl final : DeviceWait {
     return static_cast<std::size_t>(&op - mine.ops.data());
   }
   static bool host_takes_part(const PlanOp& op, const StageContext& ctx) {
-    return op.sums > 0 || ctx.final_gradients != nullptr;
+    return op.sums > 0 || op.tensor_sums > 0 || ctx.final_gradients != nullptr;
   }
   UnitShape shape_of(const PlanOp& op) const {
     return {request.micro_batches[at(op.micro_batch)].count, request.positions};
@@ -307,7 +310,7 @@ struct Engine::Impl final : DeviceWait {
   DeviceBatch& batch;  // of the step, where the stages compute
   DeviceTimer timer;   // of a GPU's compute ops
   RecordedCalls calls;
-  PlannedSums sums;
+  PlannedSums sums, tensor_sums;
   HostBuffer losses;  // LossResult per micro-batch, written by the device
   Event drained;
   StepRequest request;
@@ -334,7 +337,8 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       batch(config_in.batch != nullptr ? *config_in.batch : own_batch.emplace(*config_in.compute)),
       timer(config_in.compute->device(), mine.ops.size()),
       calls(*config_in.compute, mine.ops.size(), config_in.cuda_graphs),
-      sums(config_in.collective),
+      sums(config_in.collective, "replicas", "forward_sums and backward_sums"),
+      tensor_sums(config_in.tensor, "tensor ranks", "forward_tensor_sums and backward_tensor_sums"),
       drained(config_in.compute->device()) {
   outcome.actions.resize(table.stages().size());
   if (!config.stages.empty() && config.stages.back().loss != nullptr) {
@@ -497,6 +501,7 @@ StageContext Engine::Impl::context_of(const PlanOp& op) {
           .loss_scale = calls.loss_scale(),
           .inputs = op.stage == 0 ? batch.inputs(op.micro_batch) : std::span<const Tensor>(),
           .collective = config.plan->forward_only ? nullptr : &sums,
+          .tensor = &tensor_sums,
           .first_batch = request.first_batch,
           .last_batch = request.last_batch};
 }

@@ -54,6 +54,7 @@ struct EngineConfig {
   Transport* nccl = nullptr;                 // for edges of kind kNccl
   std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device
   Collective* collective = nullptr;  // sums over replicas within actions; null: there are none
+  Collective* tensor = nullptr;      // over the ranks that share the stages; null: one
   bool progress_in_actions = true;   // on a CPU, as PipelineOptions::Devices
   // Shared with engines that never run at the same time; null: the engine's own.
   std::shared_ptr<SlotStore> slots = nullptr;

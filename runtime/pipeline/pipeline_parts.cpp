@@ -20,24 +20,24 @@
 namespace sluice {
 namespace {
 
-// Sums a stage's batch statistics over its replicas.
-class ReplicaSum : public Collective {
+// What stages sum over a group: batch statistics, partial results.
+class GroupSum : public Collective {
  public:
-  explicit ReplicaSum(Collectives& replicas) : replicas_(replicas) {}
+  explicit GroupSum(Collectives& group) : group_(group) {}
   void sum(std::span<double> values) override {
     const auto count = values.size();
-    const auto replicas = at(replicas_.communicator().size());
-    all_.resize(count * replicas);
-    replicas_.all_gather(std::as_bytes(values), std::as_writable_bytes(std::span(all_)));
+    const auto ranks = at(group_.communicator().size());
+    all_.resize(count * ranks);
+    group_.all_gather(std::as_bytes(values), std::as_writable_bytes(std::span(all_)));
     for (std::size_t i = 0; i < count; ++i) {
       values[i] = all_[i];
-      for (std::size_t r = 1; r < replicas; ++r) values[i] += all_[r * count + i];
+      for (std::size_t r = 1; r < ranks; ++r) values[i] += all_[r * count + i];
     }
   }
 
  private:
-  Collectives& replicas_;
-  std::vector<double> all_;  // [replica][value]
+  Collectives& group_;
+  std::vector<double> all_;  // [rank][value]
 };
 
 // Those whose messages MPI takes from a GPU's memory, each way, with the size of the largest tensor
@@ -111,7 +111,8 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
     stages = std::move(built.stages);
     take_memory();
     mirror = std::make_unique<HostMirror>(*compute);
-    replica_sum = std::make_unique<ReplicaSum>(*job.group(Axis::kReplica).collectives);
+    replica_sum = std::make_unique<GroupSum>(*job.group(Axis::kReplica).collectives);
+    tensor_sum = std::make_unique<GroupSum>(*job.group(Axis::kTensor).collectives);
     prepare_stages();
     // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
     job.world.collectives->barrier();
@@ -290,6 +291,7 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
                    .nccl = nccl != nullptr ? nccl->messages() : nullptr,
                    .routes = layout.wires.routes,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
+                   .tensor = tensor_sum.get(),
                    .progress_in_actions = options.expert.progress_in_actions,
                    .slots = slots,
                    .batch = device_batch.get(),

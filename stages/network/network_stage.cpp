@@ -13,15 +13,6 @@
 #include "stages/tensor/stale_gradients.hpp"
 
 namespace sluice::nn {
-namespace {
-
-// The sums of a replica that is alone.
-class OneReplica : public Collective {
- public:
-  void sum(std::span<double> /*values*/) override {}
-};
-
-}  // namespace
 
 NetworkStage::NetworkStage(StageLayers parts)
     : run_(std::move(parts.layers), {.outermost = true,
@@ -174,8 +165,7 @@ void NetworkStage::warm_up_size(ComputeContext& compute, const Plan& plan) {
   ctx.samples = plan.specs.front().shape[0];
   ctx.loss_scale = 0.0;
   ctx.inputs = inputs;
-  OneReplica alone;
-  ctx.collective = &alone;
+  ctx.collective = &Collective::alone();
   const std::span<float> buffers = parameters_.flat_buffers();
   const Buffer kept =
       compute.memory().allocate(buffers.size_bytes(), DeviceMemory::Use::kTemporary);

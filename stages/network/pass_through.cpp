@@ -20,6 +20,11 @@ void copy_all(ComputeContext& compute, Tensors from, Tensors to) {
   }
 }
 
+class SumOfOne : public Collective {
+ public:
+  void sum(std::span<double> /*values*/) override {}
+};
+
 class CarryingBase : public Stage {
  public:
   CarryingBase(std::unique_ptr<Stage> inner, std::size_t inputs)
@@ -136,6 +141,11 @@ class WithLoss : public Base, public LossStage {
 };
 
 }  // namespace
+
+Collective& Collective::alone() {
+  static SumOfOne one;
+  return one;
+}
 
 std::unique_ptr<Stage> pass_through(std::unique_ptr<Stage> inner, int inputs) {
   if (inner == nullptr || inputs < 1) {

@@ -62,7 +62,7 @@ struct StageDescription {
   // part of the plan.
   int forward_sums = 0, backward_sums = 0;
   // The same of ctx.tensor->sum(), in each forward, of evaluation too, and in each backward or
-  // backward_input.
+  // backward_input; loss() makes none.
   int forward_tensor_sums = 0, backward_tensor_sums = 0;
   // One line or none for Pipeline::notes(), which `sluice train` prints at the start, such as
   // "attention: cuDNN". That of the largest micro-batch is used.
@@ -86,6 +86,8 @@ class Collective {
   // host, and keeps messages moving. One rank alone: nothing changes. Throws Error(kUsage) for a
   // call that the stage's description does not have, and another rank's error.
   virtual void sum(std::span<double> values) = 0;
+  // Of one rank alone: nothing changes.
+  [[nodiscard]] static Collective& alone();
 };
 
 // A stage reports which of its gradients are final. Their sum over replicas can then start before
@@ -131,8 +133,8 @@ struct StageContext {
   StepValue<double> loss_scale = 1.0;  // 1/N: loss gradients are multiplied by it
   // The tensors that forward() had. In backward calls too; valid until W is done.
   std::span<const Tensor> inputs = {};
-  Collective* collective = nullptr;  // over replicas; null in evaluation
-  Collective* tensor = nullptr;      // over the ranks that share the stage; never null in a call
+  Collective* collective = nullptr;           // over replicas; null in evaluation
+  Collective* tensor = &Collective::alone();  // over the ranks that share the stage; never null
   // Set in the last call of a step (backward or backward_weight) that adds to the stage's
   // gradients, if sums over replicas can overlap; else null. Use is optional. All replicas make the
   // same calls in the same order.
