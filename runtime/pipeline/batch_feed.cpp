@@ -279,31 +279,47 @@ void BatchFeed::compare_calls(Call call) const {
   }
 }
 
+int BatchFeed::passer(int pipeline, int replica, int tensor) const {
+  if (feed_ == Feed::kRank0) return 0;
+  return layout_.place.topology.rank_of(
+      {.pipeline = pipeline, .replica = replica, .tensor = tensor});
+}
+
+void BatchFeed::compare_passed(Call call, int replica, int tensor) const {
+  const int first = passer(layout_.plans.first_rank(), replica, tensor);
+  const int last = passer(layout_.plans.last_rank(), replica, tensor);
+  const auto [samples, positions] = headers_[at(first)].inputs;
+  const std::int64_t of_targets = headers_[at(last)].targets;
+  if (has_targets(call) && of_targets != kAnyNumber && of_targets != samples) {
+    refuse(ErrorCode::kUsage, last,
+           "{}: rank {} passes inputs of {} samples, rank {} targets of {}", name_of(call), first,
+           samples, last, of_targets);
+  }
+  if (positions != positions_) {
+    const auto given = [&](std::int64_t some) {
+      return some > 0 ? some : one_input_[0].shape[dimension_];
+    };
+    refuse(ErrorCode::kUsage, first, "{}: rank {} passes {} positions, rank {} passes {}",
+           name_of(call), passer(layout_.plans.first_rank(), 0, 0), given(positions_), first,
+           given(positions));
+  }
+  const int other = passer(layout_.plans.first_rank(), replica, 0);
+  const std::int64_t of_other = headers_[at(other)].inputs.samples;
+  if (samples == of_other) return;
+  refuse(ErrorCode::kUsage, first,
+         "{}: rank {} passes inputs of {} samples, rank {} of {}; ranks that share a stage pass "
+         "the same batch",
+         name_of(call), other, of_other, first, samples);
+}
+
 void BatchFeed::compare_samples(Call call) {
   const Topology& topology = layout_.place.topology;
+  const bool whole = feed_ == Feed::kRank0;
+  positions_ = headers_[at(passer(layout_.plans.first_rank(), 0, 0))].inputs.positions;
   for (int r = 0; r < topology.size.replica; ++r) {
-    const bool whole = feed_ == Feed::kRank0;
-    const int first =
-        whole ? 0 : topology.rank_of({.pipeline = layout_.plans.first_rank(), .replica = r});
-    const int last =
-        whole ? 0 : topology.rank_of({.pipeline = layout_.plans.last_rank(), .replica = r});
+    for (int t = 0; t < topology.size.tensor; ++t) compare_passed(call, r, t);
+    const int first = passer(layout_.plans.first_rank(), r, 0);
     const std::int64_t samples = headers_[at(first)].inputs.samples;
-    const std::int64_t of_targets = headers_[at(last)].targets;
-    if (has_targets(call) && of_targets != kAnyNumber && of_targets != samples) {
-      refuse(ErrorCode::kUsage, last,
-             "{}: rank {} passes inputs of {} samples, rank {} targets of {}", name_of(call), first,
-             samples, last, of_targets);
-    }
-    const std::int64_t positions = headers_[at(first)].inputs.positions;
-    if (r == 0) positions_ = positions;
-    if (positions != positions_) {
-      const auto given = [&](std::int64_t some) {
-        return some > 0 ? some : one_input_[0].shape[dimension_];
-      };
-      refuse(ErrorCode::kUsage, first, "{}: rank {} passes {} positions, rank {} passes {}",
-             name_of(call), topology.rank_of({.pipeline = layout_.plans.first_rank()}),
-             given(positions_), first, given(positions));
-    }
     shares_[at(r)] = whole ? share_of(samples, topology.size.replica, r).count : samples;
   }
   if (std::accumulate(shares_.begin(), shares_.end(), std::int64_t{0}) == 0) {
@@ -330,10 +346,20 @@ double BatchFeed::targets() const {
   return total;
 }
 
-void BatchFeed::send_share(std::span<const Tensor> whole, int rank, SampleRange share) const {
+void BatchFeed::hand_share(const std::vector<Tensor>& whole, bool targets, SampleRange share,
+                           int user) {
+  const int me = job_.world.ranks->rank();
+  if (me == user && me != 0) return receive_share(targets);
+  if (me != 0) return;
+  std::vector<Tensor>& mine = targets ? targets_ : inputs_;
+  if (user == 0) mine.clear();
   for (const Tensor& tensor : whole) {
     const Tensor part = slice(tensor, share);
-    job_.world.collectives->send(rank, {part.as<const std::byte>(), part.spec.bytes()});
+    if (user == 0) {
+      mine.push_back(part);
+    } else {
+      job_.world.collectives->send(user, {part.as<const std::byte>(), part.spec.bytes()});
+    }
   }
 }
 
@@ -360,25 +386,17 @@ void BatchFeed::distribute(const Batch& batch, bool targets) {
     return;
   }
   const Topology& topology = layout_.place.topology;
-  const int me = job_.world.ranks->rank();
   SampleRange share{};
   for (int r = 0; r < topology.size.replica; ++r, share.first += share.count) {
     share.count = shares_[at(r)];
     for (const bool of_targets : {false, true}) {
       if (of_targets && !targets) continue;
-      const int user = topology.rank_of(
-          {.pipeline = of_targets ? layout_.plans.last_rank() : layout_.plans.first_rank(),
-           .replica = r});
-      const std::vector<Tensor>& whole = of_targets ? batch.targets : batch.inputs;
-      if (me == 0 && user != 0) send_share(whole, user, share);
-      if (me != user) continue;
-      if (me != 0) {
-        receive_share(of_targets);
-        continue;
+      Place user{.pipeline = of_targets ? layout_.plans.last_rank() : layout_.plans.first_rank(),
+                 .replica = r};
+      for (; user.tensor < topology.size.tensor; ++user.tensor) {
+        hand_share(of_targets ? batch.targets : batch.inputs, of_targets, share,
+                   topology.rank_of(user));
       }
-      std::vector<Tensor>& mine = of_targets ? targets_ : inputs_;
-      mine.resize(whole.size());
-      for (std::size_t i = 0; i < whole.size(); ++i) mine[i] = slice(whole[i], share);
     }
   }
 }

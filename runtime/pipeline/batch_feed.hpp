@@ -49,7 +49,8 @@ class BatchFeed {
   [[nodiscard]] std::int64_t positions() const { return positions_; }
   // The first sample of this replica's share in the batch, and their number.
   [[nodiscard]] SampleRange share() const;
-  // Asked::targets of the last agree(), added in the order of replicas.
+  // Asked::targets of the last agree(), added in the order of replicas. Ranks that share the last
+  // stage count the same: the first one's.
   [[nodiscard]] double targets() const;
 
   // What this rank passes of each batch.
@@ -59,7 +60,7 @@ class BatchFeed {
   // The same of another source.
   void require_like(const DataSource& other) const;
 
-  // Collective over the job, after agree(): brings each replica's share to where it is used.
+  // Collective over the job, after agree(): brings each replica's share to all ranks that use it.
   void distribute(const Batch& batch, bool targets);
   // Views of this rank's part of micro-batches. `first` is the number that they give the share's
   // first sample. Valid until the next call.
@@ -84,9 +85,14 @@ class BatchFeed {
   void count_samples(const Asked& asked, Header& header) const;
   // Throw Refused for what differs between all ranks' headers.
   void compare_calls(Call call) const;
+  // The rank that passes what the ranks of this place use.
+  [[nodiscard]] int passer(int pipeline, int replica, int tensor) const;
+  // What the first and the last stage's ranks of these coordinates pass.
+  void compare_passed(Call call, int replica, int tensor) const;
   // Sets the shares and the positions.
   void compare_samples(Call call);
-  void send_share(std::span<const Tensor> whole, int rank, SampleRange share) const;
+  // From rank 0, which has the whole batch, to rank `user`.
+  void hand_share(const std::vector<Tensor>& whole, bool targets, SampleRange share, int user);
   void receive_share(bool targets);
 
   JobContext& job_;

@@ -263,10 +263,14 @@ std::span<const Tensor> ForwardCalls::infer(const Batch& batch, const InferOptio
     // Each replica gathers outputs, also one without samples.
     parts_.need_size({parts_.layout.wires.edges.largest().samples, positions});
     outputs_.begin(positions);
-    const OnOutputs take = [&](SampleRange samples, std::span<const Tensor> made) {
-      if (!how.on_outputs) return outputs_.add(made);
-      calling("on_outputs", [&] { how.on_outputs(samples, made); });
-    };
+    // The ranks that share the last stage make the same outputs: the first one's are taken.
+    OnOutputs take;
+    if (parts_.layout.place.here.tensor == 0) {
+      take = [&](SampleRange samples, std::span<const Tensor> made) {
+        if (!how.on_outputs) return outputs_.add(made);
+        calling("on_outputs", [&] { how.on_outputs(samples, made); });
+      };
+    }
     (void)run_rounds(
         Phase::kGenerate, share, positions,
         [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {

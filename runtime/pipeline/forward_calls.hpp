@@ -28,7 +28,8 @@ class OutputGather {
 
   // `positions` of each sample, as UnitShape has them.
   void begin(std::int64_t positions);
-  // On the last stage's rank: the outputs of the next micro-batch, in host memory.
+  // On the last stage's rank, the first of those that share it: the outputs of the next
+  // micro-batch, in host memory.
   void add(std::span<const Tensor> outputs);
   // Collective over the job. All replicas' outputs one after the other, on rank `rank`, or on all.
   void gather_to(int rank);

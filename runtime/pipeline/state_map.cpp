@@ -10,6 +10,7 @@
 #include "runtime/group/host_mirror.hpp"
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
 namespace {
@@ -25,18 +26,44 @@ std::vector<Parameter*> owned_values(Pipeline& pipeline) {
 
 // What a rank says of a parameter before its values.
 std::string describe(const Parameter& parameter) {
+  const Shape whole = parameter.whole_shape();
   nlohmann::json dims = nlohmann::json::array();
-  for (int d = 0; d < parameter.shape.rank(); ++d) dims.push_back(parameter.shape[d]);
-  return dump_json(nlohmann::json::array({parameter.name, dims}));
+  for (int d = 0; d < whole.rank(); ++d) dims.push_back(whole[d]);
+  const Slice& slice = parameter.slice;
+  return dump_json(nlohmann::json::array(
+      {parameter.name, dims, slice.axis, slice.begin, slice.length, slice.whole}));
 }
 
-HostTensor& add(std::map<std::string, HostTensor>& to, const std::string& described) {
-  const auto json = parse_json(described);
-  HostTensor& tensor = to[json[0].get<std::string>()];
-  tensor.spec = {DType::kF32, Shape(json[1].get<std::vector<std::int64_t>>())};
-  tensor.bytes.resize(tensor.spec.bytes());
-  return tensor;
+// Where the bytes of a slice lie in it, in order, and in the whole.
+template <typename Visit>
+void for_bytes(const Shape& shape, const Slice& slice, const Visit& visit) {
+  const auto bytes = [](std::int64_t elements) {
+    return static_cast<std::size_t>(elements) * sizeof(float);
+  };
+  for_runs(shape, slice, 0, shape.elements(),
+           [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
+             visit(bytes(here), bytes(in_whole), bytes(elements));
+           });
 }
+
+// A slice of a tensor of `all`, by what its rank says of it.
+struct Part {
+  Part(std::map<std::string, HostTensor>& all, const std::string& described) {
+    const auto json = parse_json(described);
+    whole = &all[json[0].get<std::string>()];
+    whole->spec = {DType::kF32, Shape(json[1].get<std::vector<std::int64_t>>())};
+    whole->bytes.resize(whole->spec.bytes());
+    slice = {.axis = json[2].get<int>(),
+             .begin = json[3].get<std::int64_t>(),
+             .length = json[4].get<std::int64_t>(),
+             .whole = json[5].get<std::int64_t>()};
+    shape = whole->spec.shape;
+    if (!slice.all()) shape = with_rows(shape, slice.axis, slice.length);
+  }
+  HostTensor* whole = nullptr;
+  Slice slice;
+  Shape shape;
+};
 
 void require_fitting(Pipeline& pipeline, const std::map<std::string, HostTensor>& values) {
   for (const Parameter* parameter : owned_values(pipeline)) {
@@ -45,9 +72,10 @@ void require_fitting(Pipeline& pipeline, const std::map<std::string, HostTensor>
       throw_usage("set_state(): the values have no '{}'", parameter->name);
     }
     const HostTensor& tensor = found->second;
-    if (tensor.spec != parameter->value.spec || tensor.bytes.size() != tensor.spec.bytes()) {
+    const TensorSpec needed{DType::kF32, parameter->whole_shape()};
+    if (tensor.spec != needed || tensor.bytes.size() != tensor.spec.bytes()) {
       throw_usage("set_state(): '{}' is {} of {} bytes, but the model has {}", parameter->name,
-                  to_string(tensor.spec), tensor.bytes.size(), to_string(parameter->value.spec));
+                  to_string(tensor.spec), tensor.bytes.size(), to_string(needed));
     }
   }
 }
@@ -60,17 +88,30 @@ std::map<std::string, HostTensor> Pipeline::state() {
     const JobLayout& layout = PipelineAccess::layout(*this);
     Collectives& world = PipelineAccess::world(*this);
     HostMirror mirror(compute());
-    const std::vector<Parameter*> mine = owned_values(*this);
-    for (int rank = 0; rank < layout.place.topology.size.pipeline; ++rank) {
-      const int root = layout.place.topology.rank_of({.pipeline = rank});
-      const bool here = world.communicator().rank() == root;
-      std::uint64_t count = mine.size();
-      world.broadcast(object_bytes(count), root);
-      for (std::uint64_t i = 0; i < count; ++i) {
-        HostTensor& tensor =
-            add(all, world.broadcast_string(here ? describe(*mine[i]) : std::string(), root));
-        if (here) std::ranges::copy(mirror.read_back(mine[i]->value), tensor.bytes.begin());
-        world.broadcast(tensor.bytes, root);
+    std::vector<Parameter*> mine = owned_values(*this);
+    // The ranks that share a stage have the same of what they do not divide: the first one's
+    // counts.
+    if (layout.place.here.tensor > 0) {
+      std::erase_if(mine, [](const Parameter* each) { return each->slice.all(); });
+    }
+    std::vector<std::byte> values;
+    const Topology& topology = layout.place.topology;
+    for (Place place; place.pipeline < topology.size.pipeline; ++place.pipeline) {
+      for (const int root : topology.group(Axis::kTensor, place)) {
+        const bool here = world.communicator().rank() == root;
+        std::uint64_t count = mine.size();
+        world.broadcast(object_bytes(count), root);
+        for (std::uint64_t i = 0; i < count; ++i) {
+          const Part part(all,
+                          world.broadcast_string(here ? describe(*mine[i]) : std::string(), root));
+          values.resize(TensorSpec{DType::kF32, part.shape}.bytes());
+          if (here) std::ranges::copy(mirror.read_back(mine[i]->value), values.begin());
+          world.broadcast(values, root);
+          for_bytes(part.shape, part.slice,
+                    [&](std::size_t from, std::size_t to, std::size_t bytes) {
+                      std::copy_n(&values[from], bytes, &part.whole->bytes[to]);
+                    });
+        }
       }
     }
   });
@@ -82,8 +123,12 @@ void Pipeline::set_state(const std::map<std::string, HostTensor>& values) {
     on_all_ranks(PipelineAccess::world(*this), [&] { require_fitting(*this, values); });
     HostMirror mirror(compute());
     for (const Parameter* parameter : owned_values(*this)) {
-      const std::vector<std::byte>& bytes = values.at(parameter->name).bytes;
-      std::copy(bytes.begin(), bytes.end(), mirror.writable_host_copy(parameter->value).begin());
+      const HostTensor& whole = values.at(parameter->name);
+      const std::span<std::byte> mine = mirror.writable_host_copy(parameter->value);
+      for_bytes(parameter->shape, parameter->slice,
+                [&](std::size_t to, std::size_t from, std::size_t bytes) {
+                  std::copy_n(&whole.bytes[from], bytes, &mine[to]);
+                });
       mirror.write_back();
     }
     compute().wait();  // before the mirror goes

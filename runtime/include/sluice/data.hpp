@@ -45,7 +45,8 @@ class DataSource {
 // Where a caller's batches lie.
 enum class Feed {
   // Inputs on the rank of each replica's first stage, targets on that of its last one: the
-  // replica's share of the batch. Other ranks pass nothing; what they pass is not read.
+  // replica's share of the batch. All ranks that share such a stage pass the same. Other ranks pass
+  // nothing; what they pass is not read.
   kPerStage,
   // The whole batch on rank 0, which sends each replica a contiguous share. Shares differ by at
   // most one sample, larger ones first.
@@ -102,7 +103,8 @@ class Dataset {
 [[nodiscard]] std::shared_ptr<Dataset> make_array_dataset(std::vector<HostTensor> inputs,
                                                           std::vector<HostTensor> targets);
 
-// Which part of each batch a rank passes to its pipeline: Pipeline::share().
+// Which part of each batch a rank passes to its pipeline: Pipeline::share(). Ranks that share a
+// stage have the same.
 struct BatchShare {
   int replica = 0, replicas = 1;  // samples of this replica alone
   bool inputs = true, targets = true;

@@ -82,9 +82,10 @@ struct EvaluationReport {
 struct InferOptions {
   static constexpr int kWhereMade = -1, kEveryRank = -2;
   // The rank of `world` that gets all replicas' outputs, in the order of the samples. kWhereMade:
-  // each replica's outputs stay on the rank of its last stage.
+  // each replica's outputs stay on the rank of its last stage. Of several ranks that share that
+  // stage (PipelineOptions::Shape::tensor), the first one's outputs count.
   int to = kWhereMade;
-  // Gets the outputs of each micro-batch when they are there, in ascending order, on the rank of
+  // Gets the outputs of each micro-batch when they are there, in ascending order, on that rank of
   // its last stage, in the thread that called infer(). They are valid during the call. `samples`
   // counts over all replicas. What it throws ends the pipeline like an exception of a stage.
   // infer() then returns nothing.
@@ -116,8 +117,8 @@ class Pipeline {
   // ranks.
   [[nodiscard]] DataLoader loader(std::shared_ptr<const Dataset> data, LoaderOptions options);
 
-  // What this rank passes of each batch, and with Feed::kPerStage of which replica it is. Not
-  // collective.
+  // What this rank passes of each batch, and with Feed::kPerStage of which replica it is; all ranks
+  // that share a stage pass the same. Not collective.
   [[nodiscard]] BatchShare share() const;
 
   // --- one step in one call ---
@@ -211,11 +212,12 @@ class Pipeline {
   [[nodiscard]] std::vector<Owned> buffers();
   // Tied copies take their owner's value. Stages discard their copies in other precisions.
   void values_changed();
-  // All parameters and buffers of the model by name, in host memory, on every rank. For small
-  // models, and for values that come from elsewhere; a checkpoint needs less memory.
+  // All parameters and buffers of the model by name, whole, in host memory, on every rank. For
+  // small models, and for values that come from elsewhere; a checkpoint needs less memory.
   [[nodiscard]] std::map<std::string, HostTensor> state();
-  // The other way: each rank takes what it owns, so other names do no harm. Throws Error(kUsage) on
-  // all ranks for a name that is missing or a shape that differs; then nothing changes.
+  // The other way: each rank takes what it owns, of divided parameters its slice; other names do no
+  // harm. Throws Error(kUsage) on all ranks for a name that is missing or a shape that differs;
+  // then nothing changes.
   void set_state(const std::map<std::string, HostTensor>& values);
   // Views of the optimizer's tensors of what this rank updates. Not collective.
   [[nodiscard]] std::vector<OptimizerState> optimizer_state();
