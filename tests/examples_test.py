@@ -44,6 +44,19 @@ class CustomStage(unittest.TestCase):
         self.assertLessEqual(lines_of("custom_stage.cpp"), 60)
 
 
+class TensorStage(unittest.TestCase):
+    def test_ranks_that_share_stages_train_as_one_does(self):
+        def losses(ranks, *shape):
+            return numbers(r"loss (\S+)", run(ranks, "tensor_stage", *shape))
+
+        alone = losses(1)
+        self.assertEqual(len(alone), 5)
+        self.assertLess(alone[-1], alone[0] / 20)
+        for other in (losses(2), losses(8, "2", "2", "2")):
+            for one, many in zip(alone, other, strict=True):
+                self.assertAlmostEqual(one, many, delta=1e-6 * one)
+
+
 class CustomSchedule(unittest.TestCase):
     def test_is_drawn_and_gives_the_bits_of_one_rank(self):
         outputs = [run(ranks, "custom_schedule", f"{SOURCES}/own_loop.cpp") for ranks in (1, 2, 3)]

@@ -73,6 +73,11 @@ class Rig {
     config_.routes = routes_;
     engine_ = engine_of(plan);
   }
+  // From now on `tensor` sums over the ranks that share the stage.
+  void sum_with(Collective& tensor) {
+    config_.tensor = &tensor;
+    engine_ = engine_of(*config_.plan);
+  }
   // An engine that works with the same things.
   std::unique_ptr<Engine> engine_of(const Plan& plan) {
     config_.plan = &plan;
@@ -131,6 +136,63 @@ TEST(EngineTest, TakesPayloadsWhereTheyLieOverDirectLinks) {
     for (int times = 1; times <= 2; ++times) {
       rig.run(1);
       EXPECT_EQ(rig.gradient(), times * (1 * 2 * 3) / (comm.rank() + 1) * (1 + 2 + 3 + 4 + 5));
+    }
+  });
+}
+
+// Sums 1 over the ranks that share it, `forward` times in each forward and once in each backward.
+class SummingStage : public ArithmeticStage {
+ public:
+  explicit SummingStage(int forward) : ArithmeticStage(0), forward_(forward) {}
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    for (int i = 0; i < forward_; ++i) sum(ctx);
+    ArithmeticStage::forward(ctx, x, y);
+  }
+  void backward_input(StageContext& ctx, std::span<const Tensor>,
+                      std::span<const Tensor>) override {
+    sum(ctx);
+  }
+  std::vector<double> sums;
+
+ private:
+  void sum(const StageContext& ctx) {
+    double one = 1;
+    ctx.tensor->sum({&one, 1});
+    sums.push_back(one);
+  }
+  int forward_;
+};
+
+class SumOfTwo : public Collective {
+ public:
+  void sum(std::span<double> values) override {
+    for (double& value : values) value *= 2;
+  }
+};
+
+TEST(EngineTest, SumsOverTheRanksOfAStageAreThosePlanned) {
+  const Plan plan = plan_for(generate("1f1b", {1, 2, 1}), {.reduce_grad = false, .tied = {}},
+                             needs_of("loopback"), {{.forward_tensor = 2, .backward_tensor = 1}});
+  run_loopback(1, [&](Communicator& comm) {
+    ControlChannel control(comm);
+    for (int forward = 1; forward <= 3; ++forward) {
+      auto made = std::make_unique<SummingStage>(forward);
+      const SummingStage& stage = *made;
+      Rig rig(plan, comm, control, RouteKind::kHost, std::move(made), unit_edges(1));
+      if (forward != 2) {
+        expect_error(ErrorCode::kUsage,
+                     {fmt::format("forward of micro-batch 0: the stage sums over its tensor ranks "
+                                  "{} times and describes 2 (StageDescription's "
+                                  "forward_tensor_sums and backward_tensor_sums)",
+                                  forward)},
+                     [&] { rig.run(1); });
+        continue;
+      }
+      rig.run(1);
+      SumOfTwo two;
+      rig.sum_with(two);
+      rig.run(2);
+      EXPECT_THAT(stage.sums, ::testing::ElementsAre(1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2));
     }
   });
 }

@@ -29,26 +29,16 @@
 #include <sluice/transformer.hpp>
 
 #include "comm/base/index.hpp"
-#include "comm/group/collectives.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "stages/compute/call_arguments.hpp"
-#include "tests/comm/mpi/mpi_main.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/engine/wrapped_stage.hpp"
 #include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/first_ranks.hpp"
 
 namespace sluice::testing {
 namespace {
-
-// Collective over the job: a communicator of its first `ranks` ranks, null elsewhere. Ranks wait
-// for each other without taking a core from those that still compute, which MPI's own split does.
-std::unique_ptr<Communicator> first_ranks(int ranks) {
-  Collectives(world(), 0, nullptr).barrier();
-  const bool takes_part = world().rank() < ranks;
-  auto part = world().split(takes_part ? 0 : 1, world().rank());
-  return takes_part ? std::move(part) : nullptr;
-}
 
 // Momentum by slices, as a program would write it: memory for its own elements alone.
 class SliceMomentum : public Optimizer {

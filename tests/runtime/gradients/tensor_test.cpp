@@ -1,0 +1,529 @@
+// Trainings whose stages are shared by several ranks have the bits of those of one rank a stage:
+// the numbers of the stages here add up alike in any order. Mistakes with such ranks are at the
+// end.
+#include <fmt/core.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/stage.hpp>
+
+#include "comm/group/topology.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
+#include "stages/tensor/slice_runs.hpp"
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/first_ranks.hpp"
+
+namespace sluice::testing {
+namespace {
+
+// --- a stage ---
+using Tensors = std::span<const Tensor>;
+constexpr std::int64_t kWidth = 3, kRows = 7;  // of an activation, of what is between the weights
+
+// Where a stage does otherwise than it describes.
+struct Fault {
+  enum class Kind { kNone, kForwardSum, kBackwardSum, kThrow } kind = Kind::kNone;
+  int tensor = 0;  // on this one of the ranks that share stage 0
+  std::uint64_t step = 1;
+};
+
+std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+// A multiple of 1/64.
+double fixed(float value) { return std::nearbyint(64.0 * double{value}) / 64; }
+// An integer.
+double small(double value) { return std::clamp(std::nearbyint(value), -7.0, 7.0); }
+
+// y = small(x + B small(A x + a) + b), whose gradients are those without small() and are made small
+// too. All sums are of few multiples of 1/64, so they are exact in any order. Ranks that share a
+// stage have rows of A and a, and columns of B.
+class SlicedStage : public Stage, public SplitBackward, public LossStage {
+ public:
+  SlicedStage(const StagePlace& place, const Fault& fault) : place_(place), fault_(fault) {
+    const std::string stage = fmt::format("s{}.", place.stage);
+    const Slice rows = place.slice(0, kRows);
+    const auto add = [&](const char* name, Shape shape, const Slice& slice) {
+      return &set_.add(stage + name, shape, Init::uniform(1), true, false, slice);
+    };
+    a_ = add("A", {kRows, kWidth}, rows);
+    a_bias_ = add("a", {kRows}, rows);
+    set_.begin_unit();
+    b_ = add("B", {kWidth, kRows}, place.slice(1, kRows));
+    b_bias_ = add("b", {kWidth}, {});
+    seen_ = &set_.add_buffer(stage + "seen", {kRows}, Init::constant(0), ReplicaRule::kMean, rows);
+  }
+  [[nodiscard]] StageDescription describe(std::span<const TensorSpec> inputs,
+                                          ComputeContext&) const override {
+    return {.outputs = {inputs[0]},
+            .forward_tensor_sums = 1,
+            .backward_tensor_sums = place_.stage > 0 ? 1 : 0};
+  }
+  ParameterSet* parameters() override { return &set_; }
+
+  void forward(StageContext& ctx, Tensors x, Tensors y) override {
+    if (faulty(ctx, Fault::Kind::kThrow)) throw std::runtime_error("no numbers today");
+    std::vector<double> sums(index(y[0].elements()));
+    for (std::int64_t s = 0; s < ctx.samples; ++s) {
+      for (std::int64_t r = 0; r < rows(); ++r) {
+        const double h = hidden(x[0], s, r);
+        for (std::int64_t i = 0; i < kWidth; ++i) {
+          sums[index(s * kWidth + i)] += fixed(b_->value.at(i * rows() + r)) * h;
+        }
+      }
+    }
+    ctx.tensor->sum(sums);
+    if (faulty(ctx, Fault::Kind::kForwardSum)) ctx.tensor->sum(sums);
+    for (std::int64_t i = 0; i < y[0].elements(); ++i) {
+      const double bias = fixed(b_bias_->value.at(i % kWidth));
+      y[0].at(i) = static_cast<float>(small(x[0].at(i) + sums[index(i)] + bias));
+    }
+    if (ctx.phase != Phase::kTrain) return;
+    for (std::int64_t r = 0; r < rows(); ++r) {
+      seen_->value.at(r) += static_cast<float>(seen_->slice.begin + r + 1);
+    }
+  }
+  void backward(StageContext& ctx, Tensors dy, Tensors dx) override {
+    backward_input(ctx, dy, dx);
+    backward_weight(ctx, dy);
+  }
+  void backward_input(StageContext& ctx, Tensors dy, Tensors dx) override {
+    if (dx.empty()) return;
+    std::vector<double> sums(index(dx[0].elements()));
+    for (std::int64_t s = 0; s < ctx.samples; ++s) {
+      for (std::int64_t r = 0; r < rows(); ++r) {
+        const double dh = hidden_gradient(ctx, dy[0], s, r);
+        for (std::int64_t i = 0; i < kWidth; ++i) {
+          sums[index(s * kWidth + i)] += fixed(a_->value.at(r * kWidth + i)) * dh;
+        }
+      }
+    }
+    ctx.tensor->sum(sums);
+    for (std::int64_t i = 0; i < dx[0].elements(); ++i) {
+      dx[0].at(i) =
+          static_cast<float>(small(dy[0].at(i) / ctx.loss_scale + sums[index(i)]) * ctx.loss_scale);
+    }
+  }
+  void backward_weight(StageContext& ctx, Tensors dy) override {
+    if (faulty(ctx, Fault::Kind::kBackwardSum)) {
+      double none = 0;
+      ctx.tensor->sum({&none, 1});
+    }
+    const Tensor& x = ctx.inputs[0];
+    for (std::int64_t s = 0; s < ctx.samples; ++s) {
+      for (std::int64_t i = 0; i < kWidth; ++i) b_bias_->grad.at(i) += dy[0].at(s * kWidth + i);
+      for (std::int64_t r = 0; r < rows(); ++r) {
+        const auto h = static_cast<float>(hidden(x, s, r));
+        const auto dh = static_cast<float>(hidden_gradient(ctx, dy[0], s, r) * ctx.loss_scale);
+        a_bias_->grad.at(r) += dh;
+        for (std::int64_t i = 0; i < kWidth; ++i) {
+          a_->grad.at(r * kWidth + i) += dh * x.at(s * kWidth + i);
+          b_->grad.at(i * rows() + r) += dy[0].at(s * kWidth + i) * h;
+        }
+      }
+    }
+  }
+  // |y - target|.
+  void loss(StageContext& ctx, Tensors y, Tensors targets, double* sum) override {
+    *sum = 0;
+    for (std::int64_t i = 0; i < y[0].elements(); ++i) {
+      const float over = y[0].at(i) - targets[0].at(i);
+      *sum += std::abs(double{over});
+      if (ctx.phase != Phase::kTrain) continue;
+      y[0].at(i) = static_cast<float>(ctx.loss_scale * (over > 0 ? 1 : over < 0 ? -1 : 0));
+    }
+  }
+  [[nodiscard]] double target_weight(Tensors targets) const override {
+    return static_cast<double>(targets[0].shape()[0]);
+  }
+
+ private:
+  [[nodiscard]] std::int64_t rows() const { return a_bias_->shape[0]; }
+  [[nodiscard]] bool faulty(const StageContext& ctx, Fault::Kind kind) const {
+    return fault_.kind == kind && fault_.tensor == place_.tensor && place_.stage == 0 &&
+           ctx.phase == Phase::kTrain && ctx.step == fault_.step && ctx.micro_batch == 1;
+  }
+  [[nodiscard]] double hidden(const Tensor& x, std::int64_t s, std::int64_t r) const {
+    double sum = fixed(a_bias_->value.at(r));
+    for (std::int64_t i = 0; i < kWidth; ++i) {
+      sum += fixed(a_->value.at(r * kWidth + i)) * double{x.at(s * kWidth + i)};
+    }
+    return small(sum);
+  }
+  // In units of the loss scale.
+  [[nodiscard]] double hidden_gradient(const StageContext& ctx, const Tensor& dy, std::int64_t s,
+                                       std::int64_t r) const {
+    double sum = 0;
+    for (std::int64_t i = 0; i < kWidth; ++i) {
+      sum += fixed(b_->value.at(i * rows() + r)) * (dy.at(s * kWidth + i) / ctx.loss_scale);
+    }
+    return small(sum);
+  }
+
+  StagePlace place_;
+  Fault fault_;
+  ParameterSet set_;
+  Parameter *a_, *a_bias_, *b_, *b_bias_, *seen_;
+};
+
+StageFactory sliced_stages(const Fault& fault = {}) {
+  return [fault](const StagePlace& place) -> std::unique_ptr<Stage> {
+    return std::make_unique<SlicedStage>(place, fault);
+  };
+}
+
+// --- data ---
+constexpr std::int64_t kSamples = 16;  // of a full step
+
+// The same on all ranks.
+struct Numbers {
+  std::vector<float> inputs, targets;
+
+  Numbers(std::uint64_t seed, std::int64_t samples) {
+    for (std::int64_t i = 0; i < samples * kWidth; ++i) {
+      const auto words = philox({.seed = seed}, 0, static_cast<std::uint64_t>(i));
+      inputs.push_back(static_cast<float>(words[0] % 7) - 3);
+      targets.push_back(static_cast<float>(words[1] % 9) - 4);
+    }
+  }
+  [[nodiscard]] Batch all() const { return share(0, 1); }
+  [[nodiscard]] Batch share(int replica, int replicas) const {
+    const std::size_t floats = inputs.size() / static_cast<std::size_t>(replicas);
+    const auto cut = [&](const std::vector<float>& from) {
+      return view(std::span(from).subspan(floats * static_cast<std::size_t>(replica), floats),
+                  {static_cast<std::int64_t>(floats) / kWidth, kWidth});
+    };
+    return {.inputs = {cut(inputs)}, .targets = {cut(targets)}};
+  }
+};
+
+BatchSpec batches(Feed feed) {
+  const TensorSpec numbers{DType::kF32, {kWidth}};
+  return {.inputs = {numbers}, .targets = {numbers}, .feed = feed};
+}
+
+// --- configurations ---
+struct Layout {
+  const char* schedule = "1f1b";
+  int chunks = 1;
+  int depth = 1, replicas = 1, tensor = 1;
+  bool shards = false, clips = false;
+
+  [[nodiscard]] int ranks() const { return depth * replicas * tensor; }
+  [[nodiscard]] int stages() const { return depth * chunks; }
+};
+
+std::string to_string(const Layout& of) {
+  return fmt::format("{} p{} d{} t{}{}{}", of.schedule, of.depth, of.replicas, of.tensor,
+                     of.shards ? " shards" : "", of.clips ? " clip" : "");
+}
+
+PipelineOptions options_of(const Layout& of) {
+  PipelineOptions options;
+  options.shape = {.pipeline = of.depth, .replicas = of.replicas, .tensor = of.tensor};
+  options.shape.micro_batches = 4;
+  options.shape.micro_batch_size = kSamples / 4 / of.replicas;
+  if (of.shards) options.shape.shard = ShardLevel::kOptimizer;
+  options.order.schedule = of.schedule;
+  options.order.chunks = of.chunks;
+  options.training.optimizer = OptimizerConfig::sgd();
+  options.training.learning_rate = {.peak = 0.25};
+  if (of.clips) options.training.clip = 0.5;
+  options.checks.replicas_every = 1;
+  return options;
+}
+
+// --- trainings ---
+using Values = std::map<std::string, std::vector<float>>;
+
+std::vector<float> floats_of(std::span<const std::byte> bytes) {
+  std::vector<float> floats(bytes.size() / sizeof(float));
+  std::memcpy(floats.data(), bytes.data(), bytes.size());
+  return floats;
+}
+
+// Whole ones. Each rank looks for its own part in them.
+Values values_of(Pipeline& pipeline) {
+  Values all;
+  for (const auto& [name, tensor] : pipeline.state()) all[name] = floats_of(tensor.bytes);
+  std::vector<Pipeline::Owned> mine = pipeline.parameters();
+  for (const Pipeline::Owned& buffer : pipeline.buffers()) mine.push_back(buffer);
+  for (const Pipeline::Owned& each : mine) {
+    const Parameter& parameter = *each.parameter;
+    const std::vector<float>& whole = all.at(parameter.name);
+    for_runs(parameter.shape, parameter.slice, 0, parameter.shape.elements(),
+             [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
+               for (std::int64_t i = 0; i < elements; ++i) {
+                 EXPECT_EQ(parameter.value.at(here + i), whole.at(index(in_whole + i)))
+                     << parameter.name << " " << here + i;
+               }
+             });
+  }
+  return all;
+}
+
+struct Outcome {
+  std::vector<double> numbers;  // losses, norms, counted targets; of evaluations too
+  std::vector<float> outputs;   // of the model at the end, on rank 0
+  Values drawn, values;
+};
+
+void add(Outcome& outcome, const StepReport& report) {
+  outcome.numbers.insert(outcome.numbers.end(), {report.loss, report.grad_norm, report.targets});
+}
+void add(Outcome& outcome, const EvaluationReport& report) {
+  outcome.numbers.insert(outcome.numbers.end(), {report.loss, report.targets});
+}
+
+// The second of three steps has a batch of half the size.
+Outcome train(Communicator& comm, const Layout& of) {
+  Pipeline pipeline(comm, sliced_stages(), batches(Feed::kRank0), options_of(of));
+  const auto passed = [&](const Numbers& numbers) {
+    return comm.rank() == 0 ? numbers.all() : Batch{};
+  };
+  Outcome outcome;
+  outcome.drawn = values_of(pipeline);
+  const Numbers other(9, 11);
+  for (std::uint64_t step = 1; step <= 3; ++step) {
+    const Numbers numbers(step, step == 2 ? kSamples / 2 : kSamples);
+    add(outcome, pipeline.train_step(passed(numbers)));
+    if (step == 1) add(outcome, pipeline.evaluate(passed(other)));
+  }
+  outcome.values = values_of(pipeline);
+  const Tensors outputs = pipeline.infer(passed(other), {.to = 0});
+  if (comm.rank() == 0) {
+    outcome.outputs = floats_of({outputs[0].as<const std::byte>(), outputs[0].spec.bytes()});
+  }
+  pipeline.close();
+  return outcome;
+}
+
+// Over the first ranks of the job; elsewhere nothing happens. An Error, which all of them throw, is
+// a failure of the test, and the others go on.
+Outcome train_on_some(const Layout& of) {
+  const auto part = first_ranks(of.ranks());
+  try {
+    if (part != nullptr) return train(*part, of);
+  } catch (const Error& error) {
+    ADD_FAILURE() << to_string(of) << ": " << error.what();
+  }
+  return {};
+}
+
+// One rank that has as many stages.
+Layout reference_of(const Layout& of) {
+  Layout alone{.clips = of.clips};
+  alone.chunks = of.stages();
+  if (alone.chunks > 1) alone.schedule = "interleaved";
+  return alone;
+}
+
+std::vector<Layout> all_layouts() {
+  std::vector<Layout> all;
+  for (const auto& [schedule, chunks] : std::initializer_list<std::pair<const char*, int>>{
+           {"gpipe", 1}, {"1f1b", 1}, {"interleaved", 2}, {"zb-v", 2}}) {
+    for (const int depth : {1, 2}) {
+      for (const int replicas : {1, 2}) {
+        for (int tensor = 1; tensor <= 8 / depth / replicas && tensor <= 4; ++tensor) {
+          for (int more = 0; more < 4; ++more) {
+            all.push_back(
+                {schedule, chunks, depth, replicas, tensor, more % 2 != 0, more / 2 != 0});
+          }
+        }
+      }
+    }
+  }
+  return all;
+}
+
+TEST(TensorTest, RanksThatShareStagesHaveTheBitsOfOneRank) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  std::map<std::pair<int, bool>, Outcome> references;  // by stages and clipping
+  for (const Layout& each : all_layouts()) {
+    const auto [found, is_new] = references.try_emplace({each.stages(), each.clips});
+    if (is_new) found->second = train_on_some(reference_of(each));
+    const Outcome outcome = train_on_some(each);
+    if (world().rank() != 0) continue;
+    const Outcome& expected = found->second;
+    EXPECT_GT(expected.numbers.front(), 1);
+    EXPECT_NE(expected.drawn, expected.values);
+    const std::string where = to_string(each);
+    EXPECT_EQ(expected.drawn, outcome.drawn) << where;
+    EXPECT_EQ(expected.numbers, outcome.numbers) << where;
+    EXPECT_EQ(expected.values, outcome.values) << where;
+    EXPECT_EQ(expected.outputs, outcome.outputs) << where;
+  }
+}
+
+// --- values, outputs and batches ---
+// Runs `body` with a pipeline over the first ranks of the job.
+void with_pipeline(const Layout& of, Feed feed, const Fault& fault,
+                   const std::function<void(Communicator&, Pipeline&)>& body) {
+  const auto comm = first_ranks(of.ranks());
+  if (comm == nullptr) return;
+  Pipeline pipeline(*comm, sliced_stages(fault), batches(feed), options_of(of));
+  body(*comm, pipeline);
+}
+
+constexpr Layout kShared{.depth = 2, .replicas = 2, .tensor = 2};
+
+TEST(TensorTest, SetStateGivesEachRankItsSlice) {
+  const Layout uneven{.schedule = "zb-v", .chunks = 2, .depth = 2, .tensor = 3};
+  with_pipeline(uneven, Feed::kRank0, {}, [](Communicator&, Pipeline& pipeline) {
+    std::map<std::string, HostTensor> state = pipeline.state();
+    EXPECT_EQ(state.size(), 4U * 5);
+    EXPECT_EQ(state.at("s0.A").spec.shape, (Shape{kRows, kWidth}));
+    EXPECT_EQ(state.at("s3.B").spec.shape, (Shape{kWidth, kRows}));
+    float next = 0;
+    Values wanted;
+    for (auto& [name, tensor] : state) {
+      std::vector<float>& floats = wanted[name] = floats_of(tensor.bytes);
+      for (float& each : floats) each = ++next;
+      std::memcpy(tensor.bytes.data(), floats.data(), tensor.bytes.size());
+    }
+    pipeline.set_state(state);
+    EXPECT_EQ(values_of(pipeline), wanted);
+    state.at("s1.B").spec.shape = {kWidth, 3};
+    expect_error(ErrorCode::kUsage, {"'s1.B' is f32 [3, 3]", "the model has f32 [3, 7]"},
+                 [&] { pipeline.set_state(state); });
+    EXPECT_EQ(values_of(pipeline), wanted);
+  });
+}
+
+TEST(TensorTest, OutputsAreThoseOfTheFirstRankOfTheLastStage) {
+  with_pipeline(kShared, Feed::kRank0, {}, [](Communicator& comm, Pipeline& pipeline) {
+    const Numbers numbers(1, 11);
+    const Batch batch = comm.rank() == 0 ? numbers.all() : Batch{};
+    const auto copy = [](Tensors outputs) {
+      return outputs.empty()
+                 ? std::vector<float>()
+                 : floats_of({outputs[0].as<const std::byte>(), outputs[0].spec.bytes()});
+    };
+    const std::vector<float> everywhere =
+        copy(pipeline.infer(batch, {.to = InferOptions::kEveryRank}));
+    ASSERT_EQ(everywhere.size(), index(11 * kWidth));
+    const std::vector<float> one = copy(pipeline.infer(batch, {.to = 3}));
+    EXPECT_EQ(one, comm.rank() == 3 ? everywhere : std::vector<float>());
+
+    const RankPlace& place = PipelineAccess::layout(pipeline).place;
+    const bool makes = place.here.pipeline == 1 && place.here.tensor == 0;
+    const auto half = everywhere.begin() + 6 * kWidth;  // the first replica's
+    const std::vector<float> mine = place.here.replica == 0
+                                        ? std::vector<float>(everywhere.begin(), half)
+                                        : std::vector<float>(half, everywhere.end());
+    EXPECT_EQ(copy(pipeline.infer(batch)), makes ? mine : std::vector<float>());
+    std::vector<float> handed;
+    const auto take = [&](SampleRange, Tensors outputs) {
+      const std::vector<float> part = copy(outputs);
+      handed.insert(handed.end(), part.begin(), part.end());
+    };
+    EXPECT_TRUE(pipeline.infer(batch, {.on_outputs = take}).empty());
+    EXPECT_EQ(handed, makes ? mine : std::vector<float>());
+  });
+}
+
+TEST(TensorTest, EachRankMayPassItsReplicasShare) {
+  Outcome whole;
+  with_pipeline(kShared, Feed::kRank0, {}, [&](Communicator& comm, Pipeline& pipeline) {
+    add(whole, pipeline.train_step(comm.rank() == 0 ? Numbers(1, 16).all() : Batch{}));
+  });
+  with_pipeline(kShared, Feed::kPerStage, {}, [&](Communicator& comm, Pipeline& pipeline) {
+    const Place here = PipelineAccess::layout(pipeline).place.here;
+    const BatchShare share = pipeline.share();
+    EXPECT_EQ(share.inputs, here.pipeline == 0);
+    EXPECT_EQ(share.targets, here.pipeline == 1);
+    const Numbers numbers(1, 16), more(1, 18);
+    const Batch mine = numbers.share(share.replica, share.replicas);
+    // The last rank of the first stage passes more.
+    const bool differs = here.pipeline == 0 && here.replica == 1 && here.tensor == 1;
+    expect_error(ErrorCode::kUsage, {"passes inputs of 9 samples, rank ", " targets of 8"}, [&] {
+      (void)pipeline.train_step(differs ? more.share(share.replica, share.replicas) : mine);
+    });
+    const bool last = here.replica == 1 && here.tensor == 1;
+    expect_error(
+        ErrorCode::kUsage,
+        {"passes inputs of 8 samples, rank ", " of 9; ranks that share a stage pass the same"},
+        [&] { (void)pipeline.evaluate(last ? more.share(share.replica, share.replicas) : mine); });
+    Outcome shares;
+    add(shares, pipeline.train_step(mine));
+    if (comm.rank() == 0) {
+      EXPECT_EQ(shares.numbers, whole.numbers);
+    }
+  });
+}
+
+TEST(TensorTest, ASourceIsReadOnAllRanksOfAStage) {
+  const Numbers numbers(1, 2 * kSamples);
+  const auto source = make_array_source(numbers.inputs, kWidth, numbers.targets, kWidth, kSamples);
+  const auto train = [&](const Layout& of) {
+    Outcome outcome;
+    const auto comm = first_ranks(of.ranks());
+    if (comm == nullptr) return outcome;
+    Pipeline pipeline(*comm, sliced_stages(), *source, options_of(of));
+    for (int step = 0; step < 2; ++step) add(outcome, pipeline.train_step());
+    add(outcome, pipeline.evaluate(*source, 11));
+    outcome.values = values_of(pipeline);
+    return outcome;
+  };
+  Layout alone = kShared;
+  alone.tensor = 1;
+  const Outcome expected = train(alone), outcome = train(kShared);
+  if (world().rank() != 0) return;
+  EXPECT_EQ(expected.numbers, outcome.numbers);
+  EXPECT_EQ(expected.values, outcome.values);
+}
+
+// --- mistakes ---
+// Of every rank's second step.
+void expect_end(const Layout& of, const Fault& fault, ErrorCode code,
+                std::initializer_list<std::string> parts) {
+  with_pipeline(of, Feed::kRank0, fault, [&](Communicator& comm, Pipeline& pipeline) {
+    const Numbers numbers(1, kSamples);
+    const Batch batch = comm.rank() == 0 ? numbers.all() : Batch{};
+    (void)pipeline.train_step(batch);
+    expect_error(code, parts, [&] { (void)pipeline.train_step(batch); });
+    EXPECT_FALSE(pipeline.usable()) << to_string(of);
+  });
+}
+
+TEST(TensorMistakesTest, SumsThatAStageDoesNotDescribeAreNamedOnAllRanks) {
+  for (const Layout& each : {Layout{}, Layout{.depth = 2, .tensor = 3}, kShared}) {
+    expect_end(each, {.kind = Fault::Kind::kForwardSum, .tensor = each.tensor - 1, .step = 2},
+               ErrorCode::kUsage,
+               {"stage 0, forward of micro-batch 1: the stage sums over its tensor ranks 2 times "
+                "and describes 1 (StageDescription's forward_tensor_sums and "
+                "backward_tensor_sums)"});
+    expect_end(each, {.kind = Fault::Kind::kBackwardSum, .step = 2}, ErrorCode::kUsage,
+               {"stage 0, backward of micro-batch 1: the stage sums over its tensor ranks 1 times "
+                "and describes 0"});
+  }
+  expect_end({.schedule = "zb-v", .chunks = 2, .depth = 2, .tensor = 2},
+             {.kind = Fault::Kind::kBackwardSum, .step = 2}, ErrorCode::kUsage,
+             {"stage 0, weight gradient of micro-batch 1", "1 times and describes 0"});
+}
+
+TEST(TensorMistakesTest, AnErrorWithinAStageEndsAllRanks) {
+  for (const Layout& each : {Layout{.tensor = 4}, Layout{.depth = 2, .tensor = 3}, kShared}) {
+    expect_end(each, {.kind = Fault::Kind::kThrow, .tensor = each.tensor - 1, .step = 2},
+               ErrorCode::kUser, {"stage 0, forward of micro-batch 1: no numbers today"});
+  }
+}
+
+}  // namespace
+}  // namespace sluice::testing
