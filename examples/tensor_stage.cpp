@@ -111,7 +111,8 @@ int main(int argc, char** argv) {
     options.shape.micro_batches = 4;
     options.shape.micro_batch_size = 16 / replicas;
     if (depth == 1) options.order = {.schedule = "interleaved", .chunks = 2};  // both stages
-    options.training.learning_rate = {.peak = 0.01};
+    options.training.optimizer = OptimizerConfig::sgd(0.9F);
+    options.training.learning_rate = {.peak = 0.05};
     const auto make_stage = [](const StagePlace& place) -> std::unique_ptr<Stage> {
       return std::make_unique<Perceptron>(place);
     };
