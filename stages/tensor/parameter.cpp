@@ -317,7 +317,7 @@ void ParameterSet::allocate_buffers(const DeviceMemory& memory, std::uint64_t se
     add_bytes(bytes, padded_bytes(buffer));
   }
   require_distinct(buffers_);
-  if (bytes == 0) return;
+  if (buffers_.empty()) return;
   memory_->buffers = memory.allocate(bytes);
   buffer_floats_ = bytes / sizeof(float);
   std::vector<float> drawn(buffer_floats_);

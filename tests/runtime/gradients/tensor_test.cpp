@@ -16,6 +16,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -56,18 +57,20 @@ double small(double value) { return std::clamp(std::nearbyint(value), -7.0, 7.0)
 // stage have rows of A and a, and columns of B.
 class SlicedStage : public Stage, public SplitBackward, public LossStage {
  public:
-  SlicedStage(const StagePlace& place, const Fault& fault) : place_(place), fault_(fault) {
+  // `rows`: of the whole.
+  SlicedStage(const StagePlace& place, std::int64_t rows, const Fault& fault)
+      : place_(place), fault_(fault) {
     const std::string stage = fmt::format("s{}.", place.stage);
-    const Slice rows = place.slice(0, kRows);
+    const Slice part = place.slice(0, rows);
     const auto add = [&](const char* name, Shape shape, const Slice& slice) {
       return &set_.add(stage + name, shape, Init::uniform(1), true, false, slice);
     };
-    a_ = add("A", {kRows, kWidth}, rows);
-    a_bias_ = add("a", {kRows}, rows);
+    a_ = add("A", {rows, kWidth}, part);
+    a_bias_ = add("a", {rows}, part);
     set_.begin_unit();
-    b_ = add("B", {kWidth, kRows}, place.slice(1, kRows));
+    b_ = add("B", {kWidth, rows}, place.slice(1, rows));
     b_bias_ = add("b", {kWidth}, {});
-    seen_ = &set_.add_buffer(stage + "seen", {kRows}, Init::constant(0), ReplicaRule::kMean, rows);
+    seen_ = &set_.add_buffer(stage + "seen", {rows}, Init::constant(0), ReplicaRule::kMean, part);
   }
   [[nodiscard]] StageDescription describe(std::span<const TensorSpec> inputs,
                                           ComputeContext&) const override {
@@ -182,9 +185,9 @@ class SlicedStage : public Stage, public SplitBackward, public LossStage {
   Parameter *a_, *a_bias_, *b_, *b_bias_, *seen_;
 };
 
-StageFactory sliced_stages(const Fault& fault = {}) {
-  return [fault](const StagePlace& place) -> std::unique_ptr<Stage> {
-    return std::make_unique<SlicedStage>(place, fault);
+StageFactory sliced_stages(std::int64_t rows = kRows, const Fault& fault = {}) {
+  return [=](const StagePlace& place) -> std::unique_ptr<Stage> {
+    return std::make_unique<SlicedStage>(place, rows, fault);
   };
 }
 
@@ -224,14 +227,15 @@ struct Layout {
   int chunks = 1;
   int depth = 1, replicas = 1, tensor = 1;
   bool shards = false, clips = false;
+  std::int64_t rows = kRows;
 
   [[nodiscard]] int ranks() const { return depth * replicas * tensor; }
   [[nodiscard]] int stages() const { return depth * chunks; }
 };
 
 std::string to_string(const Layout& of) {
-  return fmt::format("{} p{} d{} t{}{}{}", of.schedule, of.depth, of.replicas, of.tensor,
-                     of.shards ? " shards" : "", of.clips ? " clip" : "");
+  return fmt::format("{} p{} d{} t{}{}{} rows {}", of.schedule, of.depth, of.replicas, of.tensor,
+                     of.shards ? " shards" : "", of.clips ? " clip" : "", of.rows);
 }
 
 PipelineOptions options_of(const Layout& of) {
@@ -293,7 +297,7 @@ void add(Outcome& outcome, const EvaluationReport& report) {
 
 // The second of three steps has a batch of half the size.
 Outcome train(Communicator& comm, const Layout& of) {
-  Pipeline pipeline(comm, sliced_stages(), batches(Feed::kRank0), options_of(of));
+  Pipeline pipeline(comm, sliced_stages(of.rows), batches(Feed::kRank0), options_of(of));
   const auto passed = [&](const Numbers& numbers) {
     return comm.rank() == 0 ? numbers.all() : Batch{};
   };
@@ -328,7 +332,7 @@ Outcome train_on_some(const Layout& of) {
 
 // One rank that has as many stages.
 Layout reference_of(const Layout& of) {
-  Layout alone{.clips = of.clips};
+  Layout alone{.clips = of.clips, .rows = of.rows};
   alone.chunks = of.stages();
   if (alone.chunks > 1) alone.schedule = "interleaved";
   return alone;
@@ -342,8 +346,13 @@ std::vector<Layout> all_layouts() {
       for (const int replicas : {1, 2}) {
         for (int tensor = 1; tensor <= 8 / depth / replicas && tensor <= 4; ++tensor) {
           for (int more = 0; more < 4; ++more) {
-            all.push_back(
-                {schedule, chunks, depth, replicas, tensor, more % 2 != 0, more / 2 != 0});
+            all.push_back({.schedule = schedule,
+                           .chunks = chunks,
+                           .depth = depth,
+                           .replicas = replicas,
+                           .tensor = tensor,
+                           .shards = more % 2 != 0,
+                           .clips = more / 2 != 0});
           }
         }
       }
@@ -352,11 +361,10 @@ std::vector<Layout> all_layouts() {
   return all;
 }
 
-TEST(TensorTest, RanksThatShareStagesHaveTheBitsOfOneRank) {
-  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
-  std::map<std::pair<int, bool>, Outcome> references;  // by stages and clipping
-  for (const Layout& each : all_layouts()) {
-    const auto [found, is_new] = references.try_emplace({each.stages(), each.clips});
+void expect_bits_of_one_rank(const std::vector<Layout>& layouts) {
+  std::map<std::tuple<int, bool, std::int64_t>, Outcome> references;
+  for (const Layout& each : layouts) {
+    const auto [found, is_new] = references.try_emplace({each.stages(), each.clips, each.rows});
     if (is_new) found->second = train_on_some(reference_of(each));
     const Outcome outcome = train_on_some(each);
     if (world().rank() != 0) continue;
@@ -371,13 +379,31 @@ TEST(TensorTest, RanksThatShareStagesHaveTheBitsOfOneRank) {
   }
 }
 
+TEST(TensorTest, RanksThatShareStagesHaveTheBitsOfOneRank) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  expect_bits_of_one_rank(all_layouts());
+}
+
+// Ranks without rows, and slices of several blocks, of which replicas update some each.
+TEST(TensorTest, SlicesMayBeEmptyOrLarge) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  std::vector<Layout> layouts;
+  for (const std::int64_t rows : {2, 13001}) {
+    layouts.push_back({.depth = 2, .tensor = 4, .clips = true, .rows = rows});
+    layouts.push_back({.replicas = 2, .tensor = 3, .shards = true, .rows = rows});
+    layouts.push_back(
+        {.depth = 2, .replicas = 2, .tensor = 2, .shards = true, .clips = true, .rows = rows});
+  }
+  expect_bits_of_one_rank(layouts);
+}
+
 // --- values, outputs and batches ---
 // Runs `body` with a pipeline over the first ranks of the job.
 void with_pipeline(const Layout& of, Feed feed, const Fault& fault,
                    const std::function<void(Communicator&, Pipeline&)>& body) {
   const auto comm = first_ranks(of.ranks());
   if (comm == nullptr) return;
-  Pipeline pipeline(*comm, sliced_stages(fault), batches(feed), options_of(of));
+  Pipeline pipeline(*comm, sliced_stages(kRows, fault), batches(feed), options_of(of));
   body(*comm, pipeline);
 }
 
@@ -468,8 +494,10 @@ TEST(TensorTest, EachRankMayPassItsReplicasShare) {
   });
 }
 
-TEST(TensorTest, ASourceIsReadOnAllRanksOfAStage) {
+TEST(TensorTest, SourcesAndLoadersReadOnAllRanksOfAStage) {
   const Numbers numbers(1, 2 * kSamples);
+  const Batch whole = numbers.all();
+  const auto data = make_array_dataset({host_copy(whole.inputs[0])}, {host_copy(whole.targets[0])});
   const auto source = make_array_source(numbers.inputs, kWidth, numbers.targets, kWidth, kSamples);
   const auto train = [&](const Layout& of) {
     Outcome outcome;
@@ -478,6 +506,11 @@ TEST(TensorTest, ASourceIsReadOnAllRanksOfAStage) {
     Pipeline pipeline(*comm, sliced_stages(), *source, options_of(of));
     for (int step = 0; step < 2; ++step) add(outcome, pipeline.train_step());
     add(outcome, pipeline.evaluate(*source, 11));
+    for (const Feed feed : {Feed::kPerStage, Feed::kRank0}) {
+      Pipeline other(*comm, sliced_stages(), batches(feed), options_of(of));
+      DataLoader loader = other.loader(data, {.batch_size = kSamples, .shuffle = true});
+      while (const LoadedBatch* batch = loader.next()) add(outcome, other.train_step(*batch));
+    }
     outcome.values = values_of(pipeline);
     return outcome;
   };
