@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstring>
 #include <ctime>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -25,13 +24,13 @@
 #include "runtime/checkpoint/save_lock.hpp"
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/checkpoint/saved_tensors.hpp"
+#include "runtime/checkpoint/snapshot.hpp"
 #include "runtime/checkpoint/state_parts.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/files/utc_text.hpp"
 #include "runtime/group/configuration.hpp"
-#include "runtime/group/host_mirror.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -50,44 +49,6 @@ enum Flag : std::uint32_t {
   kBusy = 2,    // its writer works
   kFailed = 4,  // its writer failed
   kDue = 8,     // rank 0: a save by the clock is due
-};
-
-// A copy of tensors in host memory, which a thread can write while training goes on.
-class Snapshot {
- public:
-  // Waits for the device as compute.wait() does.
-  explicit Snapshot(ComputeContext& compute) : mirror_(compute) {}
-
-  // Copies tensors of this rank's device, behind everything on the compute stream; done on return.
-  // The first call allocates and touches the memory, later ones reuse it unless they need more.
-  // From a GPU the bytes pass through page-locked pieces.
-  void take(std::span<const NamedTensor> tensors) {
-    std::size_t bytes = 0;
-    for (const NamedTensor& named : tensors) bytes += round_up(named.tensor.spec.bytes(), 64);
-    if (memory_.size() < bytes) memory_.resize(bytes);
-    copies_.clear();
-    std::byte* to = memory_.data();
-    for (const NamedTensor& named : tensors) {
-      const auto size = named.tensor.spec.bytes();
-      auto* from = static_cast<std::byte*>(named.tensor.data);
-      for (std::size_t done = 0; done < size; done += kPieceBytes) {
-        const std::size_t piece = std::min(kPieceBytes, size - done);
-        const std::span<std::byte> host = mirror_.read_back(std::span(from + done, piece));
-        std::memcpy(to + done, host.data(), piece);
-      }
-      copies_.push_back({named.name, {to, named.tensor.spec}});
-      to += round_up(size, 64);
-    }
-  }
-  // Views of the copies, in the same order; valid until the next take().
-  [[nodiscard]] const std::vector<NamedTensor>& tensors() const { return copies_; }
-
- private:
-  static constexpr std::size_t kPieceBytes = std::size_t{32} << 20;
-
-  HostMirror mirror_;
-  std::vector<std::byte> memory_;
-  std::vector<NamedTensor> copies_;
 };
 
 }  // namespace
@@ -115,6 +76,7 @@ struct Checkpointer::Impl {
   void require_visible();
   void require_own_directory(const SaveScan& scan) const;
   void collect_share();
+  void count_bytes();
   [[nodiscard]] SaveParts parts_of_ranks(std::size_t tensors) const;
   // Whether the files of the optimizer have the f32 values beside the model's rounded ones.
   [[nodiscard]] bool has_masters() const {
@@ -155,9 +117,11 @@ struct Checkpointer::Impl {
   fs::path newest;             // on the leader
 
   SaveParts model_parts, optimizer_parts;
-  std::vector<NamedTensor> live;  // this rank's share: parameters, then optimizer state
-  std::size_t parameters = 0, model_tensors = 0;  // of `live`; the latter with buffers
-  std::vector<std::optional<SavedRange>> ranges;  // [state]
+  // Parameters, buffers, then optimizer state, that this rank saves or has slices of.
+  std::vector<TakenTensor> live;
+  // Of this rank's share, the tensors that it saves; the latter with buffers.
+  std::size_t parameters = 0, model_tensors = 0;
+  std::vector<std::optional<SavedRange>> ranges;  // [state] of the share
   std::uint64_t share_bytes = 0, job_bytes = 0;
   Snapshot snapshot;
   std::map<std::string, std::function<ProgramState()>> takers;
@@ -187,7 +151,7 @@ Checkpointer::Impl::Impl(Pipeline& pipeline_in, CheckpointOptions options_in,
       layout(PipelineAccess::layout(pipeline_in)),
       rank(PipelineAccess::world(pipeline_in).communicator().rank()),
       hosts(PipelineAccess::hosts(pipeline_in)),
-      snapshot(pipeline_in.compute()),
+      snapshot(pipeline_in.compute(), PipelineAccess::tensor_ranks(pipeline_in)),
       skipped(options.skipped) {
   PipelineAccess::run_call(pipeline, Call::kSave, "the directory of saves", [&] {
     on_all_ranks(world(), [&] { require_sensible(); });
@@ -252,19 +216,24 @@ void Checkpointer::Impl::find_leaders() {
   if (options.local) on_all_ranks(world(), [&] { require_whole_stages(); });
 }
 
-// Replicas share the writing of a stage, and a rank reads it from its own host's directory.
+// The ranks that hold a stage share its writing, and a rank reads it from its own host's directory.
 void Checkpointer::Impl::require_whole_stages() const {
-  for (const std::vector<int>& replicas : layout.place.topology.groups(Axis::kReplica)) {
-    const int first = replicas.front();
-    for (const int other : replicas) {
-      if (hosts[at(first)] == hosts[at(other)]) continue;
-      throw_usage(
-          "a directory of its own for each host: ranks {} and {} hold the same stages on hosts "
-          "'{}' and '{}', and each would save a part; use a directory that all hosts see, or an "
-          "order in which the replicas of a stage share a host (RankOrder::kReplicaFirst)",
-          first, other, hosts[at(first)], hosts[at(other)]);
+  const auto require = [&](Axis axis, const char* each, const char* order) {
+    for (const std::vector<int>& holders : layout.place.topology.groups(axis)) {
+      const int first = holders.front();
+      for (const int other : holders) {
+        if (hosts[at(first)] == hosts[at(other)]) continue;
+        throw_usage(
+            "a directory of its own for each host: ranks {} and {} hold the same stages on hosts "
+            "'{}' and '{}', and {}; use a directory that all hosts see, or {}",
+            first, other, hosts[at(first)], hosts[at(other)], each, order);
+      }
     }
-  }
+  };
+  require(Axis::kTensor, "the values of both are gathered on one of them",
+          "hosts that hold all tensor ranks of a stage");
+  require(Axis::kReplica, "each would save a part",
+          "an order in which the replicas of a stage share a host (RankOrder::kReplicaFirst)");
 }
 
 void Checkpointer::Impl::open_directory() {
@@ -359,52 +328,71 @@ void Checkpointer::Impl::require_visible() {
 }
 
 void Checkpointer::Impl::collect_share() {
-  const std::vector<SavedParameter> shares =
-      share_saves(layout.plans, layout.parameters, layout.place.topology.size.replica);
-  std::set<std::string> mine;
+  const Place& here = layout.place.here;
+  const std::vector<SavedParameter> shares = share_saves(layout);
+  std::map<std::string, const SavedParameter*> held;  // by this rank of the pipeline
   std::vector<std::string> all;
   for (const SavedParameter& share : shares) {
     all.push_back(share.name);
-    if (share.rank == layout.place.here.pipeline && share.replica == layout.place.here.replica) {
-      mine.insert(share.name);
-    }
+    if (share.rank == here.pipeline) held.emplace(share.name, &share);
   }
+  const auto add = [&](const Pipeline::Owned& owned) {
+    const Parameter& parameter = *owned.parameter;
+    const SavedParameter& share = *held.at(parameter.name);
+    if (share.replica != here.replica || (!share.sliced() && share.tensor != here.tensor)) return;
+    live.push_back({parameter.name,
+                    parameter.value,
+                    {parameter.value.spec.dtype, parameter.whole_shape()},
+                    share.tensor});
+    if (!share.sliced()) return;
+    for (const ParameterEntry* entry : share.entries) live.back().slices.push_back(entry->slice);
+  };
+  const auto held_here = [&] {
+    return static_cast<std::size_t>(
+        std::count_if(live.begin(), live.end(),
+                      [&](const TakenTensor& taken) { return taken.holder == here.tensor; }));
+  };
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
-    if (!owned.owner || !mine.contains(owned.parameter->name)) continue;
-    live.push_back({owned.parameter->name, owned.parameter->value});
+    if (owned.owner) add(owned);
   }
-  parameters = live.size();
-  for (const Pipeline::Owned& owned : pipeline.buffers()) {
-    if (!mine.contains(owned.parameter->name)) continue;
-    live.push_back({owned.parameter->name, owned.parameter->value});
-  }
-  model_tensors = live.size();
+  parameters = held_here();
+  for (const Pipeline::Owned& owned : pipeline.buffers()) add(owned);
+  model_tensors = held_here();
   on_all_ranks(world(), [&] {
     require_own_names(options.layout, all);
-    for (const NamedTensor& named : std::span(live).first(model_tensors)) {
-      (void)parts_of(options.layout, named.name, named.tensor.spec.shape);
+    for (const TakenTensor& taken : live) {
+      (void)parts_of(options.layout, taken.name, taken.whole.shape);
     }
     if (options.weights_only) return;
     const RangeNames names(all, options.layout);
     for (const StatePart& part : state_parts(pipeline)) {
-      if (!part.divided && !mine.contains(part.parameter)) continue;
+      const SavedParameter& share = *held.at(part.parameter);
+      if (!part.divided && share.replica != here.replica) continue;
+      if (part.slice.all() && share.tensor != here.tensor) continue;
       std::optional<SavedRange> range;
-      if (!part.is_whole()) range = {part.name, part.shape, part.first};
-      live.push_back({range ? names.of(*range, part.tensor.elements()) : part.name, part.tensor});
+      if (!part.is_whole()) range = {part.name, part.shape, part.first, part.slice};
+      live.push_back({range ? names.of(*range, part.tensor.elements()) : part.name, part.tensor,
+                      part.tensor.spec, here.tensor});
       ranges.push_back(std::move(range));
     }
   });
-  for (const NamedTensor& named : live) share_bytes += named.tensor.spec.bytes();
-  if (options.precision != DType::kF32) {  // the rounded values come on top
-    for (const NamedTensor& named : std::span(live).first(parameters)) {
-      share_bytes += named.tensor.spec.bytes() / 2;
-    }
+  count_bytes();
+  model_parts = parts_of_ranks(model_tensors);
+  optimizer_parts = parts_of_ranks(ranges.size() + (has_masters() ? parameters : 0));
+}
+
+// Collective.
+void Checkpointer::Impl::count_bytes() {
+  std::size_t place = 0;
+  for (const TakenTensor& taken : live) {
+    if (taken.holder != layout.place.here.tensor) continue;
+    share_bytes += taken.whole.bytes();
+    const bool rounded = place++ < parameters && options.precision != DType::kF32;
+    if (rounded) share_bytes += taken.whole.bytes() / 2;  // the rounded values come on top
   }
   for (const std::string& theirs : world().all_gather_strings(std::to_string(share_bytes))) {
     job_bytes += std::stoull(theirs);
   }
-  model_parts = parts_of_ranks(model_tensors);
-  optimizer_parts = parts_of_ranks(live.size() - model_tensors + (has_masters() ? parameters : 0));
 }
 
 // Collective. The files of one kind, of which this rank saves so many tensors.
@@ -496,9 +484,9 @@ void Checkpointer::Impl::begin() {
       partial = begin_save(options.directory, step, warnings);
     });
     partial = options.directory / world().broadcast_string(partial.filename().string(), 0);
-    std::vector<NamedTensor> taken = live;
-    for (NamedTensor& named : taken) {
-      named.tensor = PipelineAccess::before_open_step(pipeline, named.tensor);
+    std::vector<TakenTensor> taken = live;
+    for (TakenTensor& each : taken) {
+      each.tensor = PipelineAccess::before_open_step(pipeline, each.tensor);
     }
     snapshot.take(taken);
     state = {};
@@ -571,6 +559,7 @@ void Checkpointer::Impl::gather_facts() {
                   {"pipeline", topology.size.pipeline},
                   {"replicas", topology.size.replica},
                   {"stages", layout.plans.num_stages()}};
+  if (topology.size.tensor > 1) state.layout["tensor"] = topology.size.tensor;
   if (options.local) state.layout["local"] = 1;
   for (const auto& [text, ranks] : layout.arithmetic) state.arithmetic.push_back(text);
   state.options = options.options;

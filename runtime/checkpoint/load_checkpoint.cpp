@@ -38,8 +38,7 @@ namespace fs = std::filesystem;
 // may lack those of other hosts' ranks; require_tensors() finds what this rank lacks.
 void require_fitting(const SavedTensors& saved, const JobLayout& layout, const fs::path& path) {
   std::set<std::string> known;
-  for (const SavedParameter& parameter :
-       share_saves(layout.plans, layout.parameters, layout.place.topology.size.replica)) {
+  for (const SavedParameter& parameter : share_saves(layout)) {
     known.insert(parameter.name);
     const std::optional<TensorSpec> tensor = saved.find(parameter.name);
     if (tensor && tensor->shape.elements() == parameter.elements) continue;
@@ -60,11 +59,12 @@ void require_fitting(const SavedTensors& saved, const JobLayout& layout, const f
   }
 }
 
-// What this rank reads: elements of a saved tensor, which go into this rank's memory.
+// What this rank reads: elements of a slice of a saved tensor, which go into this rank's memory.
 struct Wanted {
   std::string name;
   TensorSpec spec;  // of the whole
   Tensor into;
+  Slice slice = {};
   std::int64_t first = 0;
 };
 
@@ -72,8 +72,9 @@ struct Wanted {
 std::vector<Wanted> wanted(Pipeline& pipeline, bool optimizer) {
   std::vector<Wanted> all;
   const auto add = [&](const Pipeline::Owned& owned) {
-    const Tensor& value = owned.parameter->value;
-    all.push_back({owned.parameter->name, value.spec, value});
+    const Parameter& parameter = *owned.parameter;
+    const TensorSpec whole{parameter.value.spec.dtype, parameter.whole_shape()};
+    all.push_back({parameter.name, whole, parameter.value, parameter.slice});
   };
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
     if (owned.owner) add(owned);
@@ -83,7 +84,7 @@ std::vector<Wanted> wanted(Pipeline& pipeline, bool optimizer) {
     if (!optimizer) return;
     for (const StatePart& part : state_parts(pipeline)) {
       const TensorSpec whole{part.tensor.spec.dtype, part.shape};
-      all.push_back({part.name, whole, part.tensor, part.first});
+      all.push_back({part.name, whole, part.tensor, part.slice, part.first});
     }
   });
   return all;
@@ -126,12 +127,12 @@ void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const Wanted
     const std::span<std::byte> bytes = mirror.writable_host_copy(each.into);
     if (each.spec.dtype == DType::kBf16) {  // state of an optimizer
       values.resize(bytes.size() / sizeof(Bf16));
-      saved.read(each.name, values, each.first);
+      saved.read(each.name, values, each.first, each.slice);
       auto* to = reinterpret_cast<Bf16*>(bytes.data());
       for (const float value : values) *to++ = to_bf16(value);
     } else {
       saved.read(each.name, {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)},
-                 each.first);
+                 each.first, each.slice);
     }
     mirror.write_back();
   }
@@ -200,7 +201,7 @@ std::vector<SavedTensor> tensors_of(std::span<const Wanted> tensors, const fs::p
     if (masters) saved.prefer_masters();
     for (const Wanted& each : tensors) {
       const std::vector<SavedTensor> parts =
-          saved.tensors_of(each.name, each.first, each.into.elements());
+          saved.tensors_of(each.name, each.first, each.into.elements(), each.slice);
       all.insert(all.end(), parts.begin(), parts.end());
     }
   }

@@ -50,8 +50,10 @@ SaveParts save_parts(const std::vector<int>& tensors, const Topology& topology) 
   parts.part_of_rank.assign(at(topology.ranks()), -1);
   for (int pipeline = 0; pipeline < topology.size.pipeline; ++pipeline) {
     for (int replica = 0; replica < topology.size.replica; ++replica) {
-      const std::size_t rank = at(topology.rank_of({.pipeline = pipeline, .replica = replica}));
-      if (tensors[rank] > 0) parts.part_of_rank[rank] = parts.count++;
+      for (int tensor = 0; tensor < topology.size.tensor; ++tensor) {
+        const std::size_t rank = at(topology.rank_of({pipeline, replica, tensor}));
+        if (tensors[rank] > 0) parts.part_of_rank[rank] = parts.count++;
+      }
     }
   }
   return parts;

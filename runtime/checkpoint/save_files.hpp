@@ -19,7 +19,7 @@
 namespace sluice {
 
 // Which of the job's ranks write a file of one kind, and which part is whose: by rank of the
-// pipeline, then replica.
+// pipeline, then replica, then tensor rank.
 struct SaveParts {
   std::vector<int> part_of_rank;  // [rank of the job], -1: writes none
   int count = 0;

@@ -15,6 +15,7 @@
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/files/read_file.hpp"
+#include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
 namespace {
@@ -140,15 +141,35 @@ Shape shape_from(const Reader& reader, const Json& json, const std::string& name
   return Shape(dims);
 }
 
+Slice slice_from(const Reader& reader, const Json& json, const SavedTensor& tensor,
+                 const Shape& shape) {
+  const std::uint64_t axis = reader.number(json, "axis"), begin = reader.number(json, "begin"),
+                      length = reader.number(json, "length"), whole = reader.number(json, "whole");
+  const bool known = axis < static_cast<std::uint64_t>(shape.rank()) &&
+                     whole == static_cast<std::uint64_t>(shape[static_cast<int>(axis)]);
+  if (!known || begin > whole || length > whole - begin) {
+    reader.refuse(
+        "tensor '{}' is of {} rows from row {} of {} on along dimension {}, which {} has "
+        "not",
+        tensor.name, length, begin, whole, axis, to_string(shape));
+  }
+  const auto number = [](std::uint64_t value) { return static_cast<std::int64_t>(value); };
+  return {static_cast<int>(axis), number(begin), number(length), number(whole)};
+}
+
 // Of a tensor that is a part of a larger one.
 void read_range(const Reader& reader, const Json& json, SavedTensor& tensor) {
-  SavedRange range{reader.text(json, "whole"), shape_from(reader, json, tensor.name), 0};
+  SavedRange range{reader.text(json, "whole"), shape_from(reader, json, tensor.name)};
+  if (json.contains("slice")) {
+    range.slice = slice_from(reader, reader.object(json, "slice"), tensor, range.shape);
+  }
+  const Shape holder = slice_shape(range.shape, range.slice);
   const std::uint64_t first = reader.number(json, "first");
-  const std::int64_t elements = range.shape.elements(), count = tensor.spec.shape.elements();
+  const std::int64_t elements = holder.elements(), count = tensor.spec.shape.elements();
   if (range.whole.empty() || !tensor.parameter.empty() || tensor.spec.shape.rank() != 1 ||
       count == 0 || count > elements || first > static_cast<std::uint64_t>(elements - count)) {
     reader.refuse("tensor '{}' {} from element {} on is no part of '{}' {}", tensor.name,
-                  to_string(tensor.spec), first, range.whole, to_string(range.shape));
+                  to_string(tensor.spec), first, range.whole, to_string(holder));
   }
   range.first = static_cast<std::int64_t>(first);
   tensor.range = std::move(range);
@@ -303,9 +324,14 @@ std::string to_json_text(const SaveState& state) {
                       {"transposed", tensor.transposed}};
     }
     if (tensor.range) {
-      each["range"] = {{"whole", tensor.range->whole},
-                       {"shape", json_of(tensor.range->shape)},
-                       {"first", tensor.range->first}};
+      const auto& [whole, shape, first, slice] = *tensor.range;
+      each["range"] = {{"whole", whole}, {"shape", json_of(shape)}, {"first", first}};
+      if (!slice.all()) {
+        each["range"]["slice"] = {{"axis", slice.axis},
+                                  {"begin", slice.begin},
+                                  {"length", slice.length},
+                                  {"whole", slice.whole}};
+      }
     }
     json["tensors"].push_back(std::move(each));
   }

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/parameter.hpp>
 #include <sluice/tensor.hpp>
 
 namespace sluice {
@@ -27,12 +28,13 @@ struct SavedFile {
   std::vector<std::string> blocks;  // of each kHashBlock bytes, the last one shorter; weights only
 };
 
-// What a tensor [count] holds that is a part of a larger one: elements [first, first + count) of
-// the whole, in the order of its memory.
+// What a tensor [count] holds that is a part of a larger one: elements [first, first + count) of a
+// slice of the whole, or of all of it, in the order of its memory.
 struct SavedRange {
   std::string whole;  // its name
   Shape shape;        // of the whole
   std::int64_t first = 0;
+  Slice slice = {};
   friend bool operator==(const SavedRange&, const SavedRange&) = default;
 };
 
@@ -56,9 +58,10 @@ struct SaveState {
   std::string run;             // random, of the run that began it; resumed runs keep it
   std::uint64_t sequence = 0;  // grows with every save in a directory: the newest has the largest
   std::uint64_t step = 0;
-  std::string time;                     // UTC, "2026-01-31T12:00:00Z"
-  bool weights_only = false;            // no optimizer state: cannot be resumed
-  std::map<std::string, int> layout;    // "ranks", "pipeline", "replicas", "stages": for people
+  std::string time;           // UTC, "2026-01-31T12:00:00Z"
+  bool weights_only = false;  // no optimizer state: cannot be resumed
+  // "ranks", "pipeline", "replicas", "stages" and, above 1, "tensor": for people.
+  std::map<std::string, int> layout;
   std::vector<std::string> arithmetic;  // as JobLayout's, of all ranks; none: not recorded
   Facts options;                        // of the program, in the order of its help
   std::string model;                    // JSON text of what builds the model; may be empty
@@ -95,9 +98,9 @@ struct SaveState {
 [[nodiscard]] std::string to_json_text(const SaveState& state);
 // Throws Error(kWeights) naming `path` and the field that is missing, of a wrong type or out of
 // range; a file name that is_save_file_name() refuses; a file or tensor twice; a tensor in a file
-// that is not listed; a range in a format without ranges; hashes that do not number what `bytes`
-// says; another format, saying which program would read it. Bounded: memory stays within a small
-// multiple of the text.
+// that is not listed; a range in a format without ranges, or beyond its slice or whole; hashes that
+// do not number what `bytes` says; another format, saying which program would read it. Bounded:
+// memory stays within a small multiple of the text.
 [[nodiscard]] SaveState parse_save_state(std::string_view text, const std::filesystem::path& path);
 // Reads and parses DIRECTORY/state.json. At most 1 GiB.
 [[nodiscard]] SaveState read_save_state(const std::filesystem::path& directory);

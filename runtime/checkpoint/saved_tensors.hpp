@@ -1,6 +1,6 @@
 // The tensors of one directory by the names that a pipeline gives them: parameters, buffers, state
 // of optimizers ("<kind>.<parameter>"). A parameter may lie there in parts, transposed, or in
-// another floating-point type, and a state in ranges of elements.
+// another floating-point type, and a state in ranges of elements of its slices.
 #pragma once
 
 #include <filesystem>
@@ -18,6 +18,8 @@
 #include "runtime/weights/weights.hpp"
 
 namespace sluice {
+
+struct ElementRange;  // runtime/layout/job_layout.hpp
 
 // The f32 values of a parameter that the model's files hold rounded are state of this kind.
 inline constexpr const char* kMasterKind = "master";
@@ -39,31 +41,49 @@ class SavedTensors {
   [[nodiscard]] std::vector<std::string> parameters() const;
   // Of the whole, in the type of the files.
   [[nodiscard]] std::optional<TensorSpec> find(const std::string& name) const;
-  // The file's tensors that hold any of its `count` elements from `first` on, as state.json has
-  // them.
+  // The file's tensors that a read() of these elements reads, as state.json has them. None of a
+  // slice of another shape.
   [[nodiscard]] std::vector<SavedTensor> tensors_of(const std::string& name, std::int64_t first,
-                                                    std::int64_t count) const;
-  // The values of elements from `first` on as f32. Requires find(name) with these elements. Throws
-  // Error(kWeights) where a file is not what it was said to be.
-  void read(const std::string& name, std::span<float> into, std::int64_t first = 0);
+                                                    std::int64_t count,
+                                                    const Slice& slice = {}) const;
+  // The values as f32 of elements from `first` on, of a slice in its order or of the whole.
+  // Requires find(name) with these elements. Takes memory only where they do not follow each other
+  // in the files: for those of the whole from the first to the last of them, and for a saved slice.
+  // Throws Error(kWeights) where a file is not what it was said to be.
+  void read(const std::string& name, std::span<float> into, std::int64_t first = 0,
+            const Slice& slice = {});
 
  private:
-  // Parts in order of elements once put_together() has passed.
+  // Parts that hold the elements of a slice, or of the whole, in their order.
+  struct SavedSlice {
+    Slice slice;
+    std::span<const SavedTensor> parts;  // of the whole's
+  };
+  // `slices` follow each other and cover the whole once put_together() has passed.
   struct Whole {
     std::vector<SavedTensor> parts;
     TensorSpec spec;
+    std::vector<SavedSlice> slices;
   };
+  struct Piece;
 
   void add(const SavedTensor& tensor);
   void put_together();
   void join_rows(const std::string& name, Whole& whole) const;
   void join_ranges(const std::string& name, Whole& whole) const;
-  // Calls visit(part, from, elements) for each part with any of `count` elements from `first` on:
-  // which of its own these are.
+  void find_slices(const std::string& name, Whole& whole) const;
+  void require_ranges(const std::string& name, const Whole& whole) const;
+  // What holds all elements of the whole from the first to the last of these, or just these.
+  [[nodiscard]] static std::vector<Piece> pieces_of(const Whole& whole, const Slice& slice,
+                                                    const ElementRange& elements);
+  // Calls visit(part, from, elements) for each part with any elements of the piece: which of its
+  // own these are.
   template <typename Visit>
-  static void for_parts(const Whole& whole, std::int64_t first, std::int64_t count,
-                        const Visit& visit);
+  static void for_parts(const Piece& piece, const Visit& visit);
   [[nodiscard]] const Whole* whole(const std::string& name) const;
+  void read_elements(const Whole& whole, const Slice& slice, std::int64_t first,
+                     std::span<float> into);
+  void read_piece(const Piece& piece, std::span<float> into);
   void read_tensor(const SavedTensor& part, std::int64_t first, std::span<float> into);
 
   std::filesystem::path directory_;

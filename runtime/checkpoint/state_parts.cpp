@@ -4,48 +4,42 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 
-#include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 
-#include "comm/base/throw_error.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 
 std::vector<StatePart> state_parts(Pipeline& pipeline) {
-  const JobLayout& layout = PipelineAccess::layout(pipeline);
-  std::map<std::string, ElementRange> own;  // by parameter that replicas divide
-  for (const StageEntry& stage : layout.parameters.stages) {
+  std::set<std::string> divided;
+  for (const StageEntry& stage : PipelineAccess::layout(pipeline).parameters.stages) {
     for (const ParameterEntry& entry : stage.parameters) {
-      if (entry.ends.empty() || entry.elements == 0) continue;
-      own[entry.name] = entry.part(layout.place.here.replica);
+      if (!entry.ends.empty() && entry.elements > 0) divided.insert(entry.name);
     }
   }
-  std::map<std::string, Shape> shapes;
+  std::map<std::string, const Parameter*> parameters;
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
-    shapes[owned.parameter->name] = owned.parameter->shape;
+    parameters[owned.parameter->name] = owned.parameter;
   }
   std::vector<StatePart> parts;
   for (const OptimizerState& state : pipeline.optimizer_state()) {
-    const auto part = own.find(state.parameter);
-    const bool divided = part != own.end();
-    const std::int64_t elements = state.tensor.elements();
-    const ElementRange legal = divided ? part->second : ElementRange{0, elements};
-    if (state.first != legal.first || elements != legal.count) {
-      throw_usage(
-          "the optimizer's state '{}' of '{}' has {} elements from {} on; legal are the {} from {} "
-          "on that its rank updates",
-          state.kind, state.parameter, elements, state.first, legal.count, legal.first);
-    }
-    if (divided && elements == 0) continue;
-    StatePart each{state.parameter,      state.kind + "." + state.parameter,
-                   state.tensor.shape(), state.tensor,
-                   state.first,          divided};
-    if (divided) {
-      each.shape = shapes[state.parameter];
+    const Parameter& parameter = *parameters.at(state.parameter);
+    StatePart each{.parameter = state.parameter,
+                   .name = state.kind + "." + state.parameter,
+                   .shape = state.tensor.shape(),
+                   .slice = parameter.slice,
+                   .tensor = state.tensor,
+                   .first = state.first,
+                   .divided = divided.contains(state.parameter)};
+    if (each.divided || !each.slice.all()) {
+      const std::int64_t elements = state.tensor.elements();
+      each.shape = parameter.whole_shape();
+      if (each.shape.elements() == 0) each.slice = {};  // a whole of nothing
+      if (elements == 0 && !each.is_whole()) continue;
       each.tensor.spec.shape = each.is_whole() ? each.shape : Shape{elements};
     }
     parts.push_back(std::move(each));
@@ -65,8 +59,15 @@ RangeNames::RangeNames(std::span<const std::string> parameters, const FileLayout
 }
 
 std::string RangeNames::of(const SavedRange& range, std::int64_t count) const {
-  return fmt::format("{}{}{}:{}{}", range.whole, std::string(brackets_, '['), range.first,
-                     range.first + count, std::string(brackets_, ']'));
+  const auto add = [this](const std::string& to, const std::string& axes, std::int64_t first,
+                          std::int64_t elements) {
+    return fmt::format("{}{}{}{}:{}{}", to, std::string(brackets_, '['), axes, first,
+                       first + elements, std::string(brackets_, ']'));
+  };
+  std::string name = range.whole, axes;
+  for (int axis = 0; axis < range.slice.axis; ++axis) axes += ":,";
+  if (!range.slice.all()) name = add(name, axes, range.slice.begin, range.slice.length);
+  return add(name, "", range.first, count);
 }
 
 }  // namespace sluice

@@ -18,20 +18,23 @@ class Pipeline;
 struct StatePart {
   std::string parameter, name;  // the latter of the whole in saves: "<kind>.<parameter>"
   Shape shape;                  // of the whole
-  Tensor tensor;                // elements from `first` on
+  Slice slice;                  // that this rank has
+  Tensor tensor;                // elements of the slice from `first` on
   std::int64_t first = 0;
   bool divided = false;  // among replicas: each saves its part
 
-  [[nodiscard]] bool is_whole() const { return tensor.elements() == shape.elements(); }
+  [[nodiscard]] bool is_whole() const {
+    return slice.all() && tensor.elements() == shape.elements();
+  }
 };
 
 // Of all states of the rank's optimizers. Throws Error(kUsage) where a program's own optimizer has
-// other elements than those that the rank updates, or what its state() throws. Not collective.
+// other elements than Optimizer::state() says, or what its state() throws. Not collective.
 [[nodiscard]] std::vector<StatePart> state_parts(Pipeline& pipeline);
 
-// Names of ranges in files: "exp_avg.w[0:16384]", "exp_avg.v[1][[0:16384]]". No parameter of the
-// model, no tensor of its files and no whole state has such a name, since they end with fewer
-// brackets.
+// Names of ranges in files: "exp_avg.w[0:16384]", "exp_avg.v[1][[0:16384]]", and of a slice along
+// dimension 1 "exp_avg.w[:,8:16][0:16384]". No parameter of the model, no tensor of its files and
+// no whole state has such a name, since they end with fewer brackets.
 class RangeNames {
  public:
   RangeNames(std::span<const std::string> parameters, const FileLayout& layout);

@@ -21,12 +21,12 @@ void require_savable(const std::vector<OptimizerState>& states,
                      std::span<const ParameterSlice> slices, const ParameterTable& model) {
   std::map<std::string_view, const ParameterSlice*> owned;
   std::set<std::string> saved;
-  std::set<std::string_view> divided;  // among replicas: their states make up the whole
+  std::set<std::string_view> divided;  // among ranks: their states make up the whole
   for (const ParameterSlice& slice : slices) owned.emplace(slice.parameter->name, &slice);
   for (const StageEntry& stage : model.stages) {
     for (const ParameterEntry& each : stage.parameters) {
       saved.insert(each.name);
-      if (!each.ends.empty()) divided.insert(each.name);
+      if (!each.ends.empty() || !each.slice.all()) divided.insert(each.name);
     }
     for (const ParameterEntry& each : stage.buffers) saved.insert(each.name);
   }
@@ -40,16 +40,14 @@ void require_savable(const std::vector<OptimizerState>& states,
     }
     const ParameterSlice& slice = *found->second;
     const std::int64_t elements = spec.shape.elements(), end = slice.first + slice.count;
-    const bool all = state.first == slice.first && elements == slice.count;
-    const bool within =
-        state.first >= slice.first && state.first <= end && elements <= end - state.first;
     const bool needs_all = divided.contains(state.parameter);
-    if (needs_all ? !all : !within) {
+    if (state.first != slice.first ||
+        (needs_all ? elements != slice.count : elements > slice.count)) {
       throw_usage(
           "the optimizer's state '{}' of '{}' has {} elements from {} on; legal: {} elements {} to "
-          "below {}, which the factory got",
+          "below {}, which the factory got{}",
           state.kind, state.parameter, elements, state.first, needs_all ? "all of" : "of",
-          slice.first, end);
+          slice.first, end, needs_all ? "" : ", from the first on");
     }
     if (spec.dtype != DType::kF32 && spec.dtype != DType::kBf16) {
       throw_usage("the optimizer's state '{}' of '{}' is {}; legal: f32 and bf16", state.kind,
@@ -73,7 +71,7 @@ void require_savable(const std::vector<OptimizerState>& states,
 StageOptimizers::StageOptimizers(const PipelineOptions::Training& training,
                                  std::span<const OwnedParameter> owners,
                                  const ParameterTable& model, ComputeContext& compute)
-    : compute_(compute) {
+    : compute_(compute), model_(model), own_(training.make_optimizer) {
   for (const auto& [stage, parameter, part] : owners) {
     const ParameterGroup* group = group_of(training.groups, parameter->name);
     frozen_.push_back(group != nullptr && group->frozen);
@@ -95,7 +93,7 @@ StageOptimizers::StageOptimizers(const PipelineOptions::Training& training,
           calling([&] { return "making " + each.name(); },
                   [&] { return training.make_optimizer(each.slices, compute_.memory()); });
       if (each.optimizer == nullptr) throw_usage("the factory made no optimizer");
-      require_savable(each.state(), each.slices, model);
+      (void)state_of(each);
       continue;
     }
     OptimizerConfig config = training.optimizer;
@@ -115,14 +113,17 @@ std::string StageOptimizers::Updated::name() const {
                      slices.size() == 1 ? "" : "s", slices.front().parameter->name);
 }
 
-std::vector<OptimizerState> StageOptimizers::Updated::state() const {
-  return calling([&] { return name() + ", state()"; }, [&] { return optimizer->state(); });
+std::vector<OptimizerState> StageOptimizers::state_of(const Updated& each) const {
+  std::vector<OptimizerState> states =
+      calling([&] { return each.name() + ", state()"; }, [&] { return each.optimizer->state(); });
+  if (own_) require_savable(states, each.slices, model_);
+  return states;
 }
 
 std::vector<OptimizerState> StageOptimizers::state() const {
   std::vector<OptimizerState> all;
   for (const Updated& each : updated_) {
-    std::vector<OptimizerState> states = each.state();
+    std::vector<OptimizerState> states = state_of(each);
     std::move(states.begin(), states.end(), std::back_inserter(all));
   }
   return all;

@@ -47,10 +47,12 @@ class StageOptimizers {
     std::unique_ptr<Optimizer> optimizer;
     // "the optimizer of stage 1 (2 parameters, the first 'w1')".
     [[nodiscard]] std::string name() const;
-    [[nodiscard]] std::vector<OptimizerState> state() const;
   };
+  [[nodiscard]] std::vector<OptimizerState> state_of(const Updated& each) const;
 
   ComputeContext& compute_;
+  const ParameterTable& model_;
+  bool own_;  // optimizers of the program's factory
   std::vector<Updated> updated_;
   std::vector<bool> frozen_;
 };

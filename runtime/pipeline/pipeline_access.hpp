@@ -37,6 +37,8 @@ class PipelineAccess {
   static void require_idle(const Pipeline& pipeline);
   // Collectives over the job. They end with an Error when any rank fails.
   [[nodiscard]] static Collectives& world(Pipeline& pipeline);
+  // The same over the ranks that share this rank's stages, of its replica.
+  [[nodiscard]] static Collectives& tensor_ranks(Pipeline& pipeline);
   // Collective. Runs `body`; an exception in it on any rank becomes the same Error on all ranks.
   static void guarded(Pipeline& pipeline, const std::function<void()>& body);
   // The same; where memory runs out in `body`, the Error names `who` and the plan of this rank.

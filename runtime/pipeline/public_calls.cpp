@@ -176,6 +176,9 @@ void PipelineAccess::require_idle(const Pipeline& pipeline) {
 Collectives& PipelineAccess::world(Pipeline& pipeline) {
   return *pipeline.impl_->parts.job.world.collectives;
 }
+Collectives& PipelineAccess::tensor_ranks(Pipeline& pipeline) {
+  return *pipeline.impl_->parts.job.group(Axis::kTensor).collectives;
+}
 void PipelineAccess::guarded(Pipeline& pipeline, const std::function<void()>& body) {
   pipeline.impl_->calls.guarded(body);
 }

@@ -133,8 +133,9 @@ class MemorySum {
   }
 
   void add_saves(const std::vector<SavedParameter>& shares) {
-    memory_.disk = most_saved_bytes(shares, rank_, layout_.place.topology.size.replica,
-                                    state_bytes_per_element(options_.training.optimizer));
+    memory_.disk = most_saved_bytes(
+        shares, {.pipeline = rank_, .tensor = layout_.place.here.tensor},
+        layout_.place.topology.size.replica, state_bytes_per_element(options_.training.optimizer));
     if (options_.expert.save_copy) memory_.save_copy = memory_.disk;
   }
 
@@ -215,8 +216,7 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
                         const DataSource& source) {
   MemoryTable table;
   table.save_bytes = save_bytes(layout.parameters, options);
-  const std::vector<SavedParameter> shares =
-      share_saves(layout.plans, layout.parameters, layout.place.topology.size.replica);
+  const std::vector<SavedParameter> shares = share_saves(layout);
   for (int rank = 0; rank < layout.place.topology.size.pipeline; ++rank) {
     MemorySum sum(layout, options, rank);
     sum.add_messages();

@@ -173,7 +173,7 @@ Parameter& add_to(std::deque<Parameter>& parameters, std::string name, const Sha
   require_slice(name, shape, slice);
   Parameter& parameter = parameters.emplace_back();
   parameter.name = std::move(name);
-  parameter.shape = slice.all() ? shape : with_rows(shape, slice.axis, slice.length);
+  parameter.shape = slice_shape(shape, slice);
   parameter.init = init;
   parameter.slice = slice.all() ? Slice{} : slice;
   return parameter;

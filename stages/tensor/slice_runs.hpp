@@ -16,6 +16,11 @@ namespace sluice {
   return Shape(std::span<const std::int64_t>(dims, static_cast<std::size_t>(shape.rank())));
 }
 
+// The shape of a slice of a whole of `shape`.
+[[nodiscard]] inline Shape slice_shape(const Shape& shape, const Slice& slice) {
+  return slice.all() ? shape : with_rows(shape, slice.axis, slice.length);
+}
+
 // Calls visit(here, in_whole, elements) for each run of elements that follow each other in the
 // slice, which has `shape`, and in the whole, in order of the slice: of its `count` elements from
 // `first` on.

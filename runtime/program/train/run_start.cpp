@@ -199,8 +199,7 @@ void require_room(const TrainOptions& options, const JobLayout& layout) {
   const CheckpointOptions& checkpoint = options.checkpoint;
   if (options.save.empty() || std::ssize(scan_saves(options.save).saves) > checkpoint.keep) return;
   std::size_t elements = 0;
-  for (const SavedParameter& each :
-       share_saves(layout.plans, layout.parameters, layout.place.topology.size.replica)) {
+  for (const SavedParameter& each : share_saves(layout)) {
     elements += static_cast<std::size_t>(each.elements);
   }
   const std::size_t state =

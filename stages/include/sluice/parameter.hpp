@@ -231,9 +231,9 @@ class Optimizer {
   virtual void update(ComputeContext& compute, std::uint64_t step, float learning_rate,
                       float grad_scale) = 0;
   // What a save has of it: f32 or bf16 tensors, owned by this, whose addresses and shapes stay.
-  // Each lies within one of the slices, which has no other of that kind; where ranks update parts
-  // of the parameter, it is of exactly the slice. The pipeline asks when it is made, and throws
-  // Error(kUsage) for anything else.
+  // Each is of one of the slices, from its first element on, which has no other of that kind; where
+  // ranks have or update parts of the parameter, it is of exactly the slice. The pipeline asks when
+  // it is made, and for saves and loads, and throws Error(kUsage) for anything else.
   [[nodiscard]] virtual std::vector<OptimizerState> state() = 0;
 };
 

@@ -603,7 +603,7 @@ TEST_F(CheckpointerTest, ThePlanCountsTheHostCopy) {
       const JobLayout& layout = PipelineAccess::layout(pipeline);
       std::size_t planned = 0, elements = 0;
       for (const RankMemory& memory : layout.memory.ranks) planned += memory.save_copy;
-      for (const SavedParameter& share : share_saves(layout.plans, layout.parameters, 1)) {
+      for (const SavedParameter& share : share_saves(layout)) {
         elements += static_cast<std::size_t>(share.elements);
       }
       EXPECT_EQ(planned, bytes * elements);  // AdamW keeps two values per parameter

@@ -142,12 +142,12 @@ float second_value(const std::string& parameter, std::int64_t element) {
 }
 
 // State "first" in f32 and "second" in bf16, which it never changes. It has the elements that its
-// rank updates.
+// rank updates, but for the last `lost` ones once its pipeline is made.
 class Still : public Optimizer {
  public:
   Still(std::span<const ParameterSlice> slices, std::shared_ptr<const JobLayout*> layout,
-        std::string second)
-      : layout_(std::move(layout)), second_(std::move(second)) {
+        std::string second, std::int64_t lost)
+      : layout_(std::move(layout)), second_(std::move(second)), lost_(lost) {
     for (const ParameterSlice& slice : slices) {
       const auto count = static_cast<std::size_t>(slice.count);
       held_.push_back({slice, std::vector<float>(count, -1), std::vector<Bf16>(count)});
@@ -183,7 +183,8 @@ class Still : public Optimizer {
     for (const StageEntry& stage : (*layout_)->parameters.stages) {
       for (const ParameterEntry& entry : stage.parameters) {
         if (entry.name == slice.parameter->name) {
-          return entry.part((*layout_)->place.here.replica);
+          const ElementRange own = entry.part((*layout_)->place.here.replica);
+          return {own.first, std::max<std::int64_t>(own.count - lost_, 0)};
         }
       }
     }
@@ -192,6 +193,7 @@ class Still : public Optimizer {
 
   std::shared_ptr<const JobLayout*> layout_;  // null while the pipeline is made
   std::string second_;
+  std::int64_t lost_;
   std::vector<Held> held_;
 };
 
@@ -220,7 +222,7 @@ class StateRangesTest : public ::testing::Test {
       const auto layout = std::make_shared<const JobLayout*>();
       options.training.make_optimizer = [&](std::span<const ParameterSlice> slices,
                                             const DeviceMemory&) {
-        return std::make_unique<Still>(slices, layout, second_);
+        return std::make_unique<Still>(slices, layout, second_, lost_);
       };
       Pipeline pipeline(comm, factory, *source, options);
       *layout = &PipelineAccess::layout(pipeline);
@@ -270,6 +272,7 @@ class StateRangesTest : public ::testing::Test {
   TransformerConfig model_ = {
       .layers = 2, .heads = 2, .width = 32, .context = 16, .vocabulary = 2900};
   std::string second_ = "second";
+  std::int64_t lost_ = 0;
   std::vector<ParameterGroup> groups_;
 };
 
@@ -432,6 +435,17 @@ TEST_F(StateRangesTest, ARangeThatIsMissingIsRefusedOnAllRanksBeforeAnythingChan
   }
 }
 
+TEST_F(StateRangesTest, AStateThatLosesElementsIsRefusedOnAllRanks) {
+  lost_ = 1;
+  run({1, 2, kDivided}, [&](Pipeline& pipeline, Communicator&) {
+    expect_error(ErrorCode::kUsage,
+                 {"the optimizer's state 'first' of '", "legal: all of elements"},
+                 [&] { save_checkpoint(pipeline, {.directory = saves()}); });
+    EXPECT_TRUE(pipeline.usable());
+  });
+  EXPECT_THAT(scan_saves(saves()).saves, ::testing::IsEmpty());
+}
+
 TEST_F(StateRangesTest, AStateThatWasNotSavedIsRefusedOnAllRanks) {
   save_on({1, 2, kDivided}, {.directory = saves()});
   second_ = "third";
@@ -446,7 +460,7 @@ TEST_F(StateRangesTest, ThePlanCountsTheHostCopyOfTheParts) {
   for (const Grid& grid : {Grid{1, 2}, Grid{1, 2, kDivided}, Grid{1, 4, kDivided}}) {
     run(grid, [&](Pipeline& pipeline, Communicator& comm) {
       const JobLayout& layout = PipelineAccess::layout(pipeline);
-      const auto shares = share_saves(layout.plans, layout.parameters, grid.replicas);
+      const auto shares = share_saves(layout);
       std::map<std::string, std::int64_t> mine;  // elements of this rank's values
       for (const SavedParameter& share : shares) {
         if (share.replica == comm.rank()) mine[share.name] = share.elements;

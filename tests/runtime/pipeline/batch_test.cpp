@@ -888,6 +888,10 @@ TEST_P(BatchTest, StateOfAnOptimizerOfOnesOwnThatNoLoadFindsIsRefused) {
             [=](const std::string& owned, float* data) {
               return std::vector<OptimizerState>{{owned, "k", {data, f32}, -1}};
             });
+    refused(", which the factory got, from the first on",
+            [=](const std::string& owned, float* data) {
+              return std::vector<OptimizerState>{{owned, "k", {data, {DType::kF32, {1}}}, 1}};
+            });
     constexpr std::int64_t kFar = std::int64_t{1} << 40;
     refused(", which the factory got", [=](const std::string& owned, float* data) {
       return std::vector<OptimizerState>{{owned, "k", {data, f32}, kFar}};
