@@ -36,6 +36,7 @@ struct ParameterEntry {
   int unit = 0;      // Parameter::unit
   Slice slice = {};  // Parameter::slice
   std::int64_t whole_elements = 0;
+  bool updated = true;  // by an optimizer; not so what is frozen, and buffers
   // [replica] where the part that it updates ends; each begins where the one before it ends. Empty:
   // all update the whole, or none does.
   std::vector<std::int64_t> ends = {};

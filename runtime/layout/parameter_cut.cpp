@@ -33,8 +33,7 @@ void cut_sequence(std::span<ParameterEntry* const> entries, std::size_t replicas
 
 }  // namespace
 
-void cut_parameters(ParameterTable& table, int replicas,
-                    const std::function<bool(const ParameterEntry&)>& is_frozen) {
+void cut_parameters(ParameterTable& table, int replicas) {
   table.cut = true;
   for (std::size_t s = 0; s < table.stages.size(); ++s) {
     std::vector<ParameterEntry>& all = table.stages[s].parameters;
@@ -43,7 +42,7 @@ void cut_parameters(ParameterTable& table, int replicas,
       std::vector<ParameterEntry*> updated;
       for (const int unit = all[i].unit; i < all.size() && all[i].unit == unit; ++i) {
         const bool owner = table.is_owner(static_cast<int>(s), static_cast<int>(i));
-        if (owner && !is_frozen(all[i])) updated.push_back(&all[i]);
+        if (owner && all[i].updated) updated.push_back(&all[i]);
       }
       cut_sequence(updated, at(replicas), next);
     }

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <vector>
 
@@ -18,8 +17,7 @@ namespace sluice {
 // the ranges of one more block move on from unit to unit, so that every unit and every stage differ
 // by at most one block between replicas. A use of a tied parameter that is not its owner is cut
 // like the owner and not counted. What is frozen is not cut.
-void cut_parameters(ParameterTable& table, int replicas,
-                    const std::function<bool(const ParameterEntry&)>& is_frozen);
+void cut_parameters(ParameterTable& table, int replicas);
 
 // A range of a stage's flat values or gradients (ParameterSet::flat_grads()) whose parts belong to
 // the replicas in their order.

@@ -58,7 +58,7 @@ std::vector<SavedParameter> share_saves(const JobLayout& layout) {
 }
 
 std::int64_t SavedParameter::state_elements(int of_replica, int of_tensor) const {
-  if (!sliced() && of_tensor != tensor) return 0;
+  if (!has_state() || (!sliced() && of_tensor != tensor)) return 0;
   const ParameterEntry& entry = *entries[at(of_tensor)];
   return entry.ends.empty() && of_replica != replica ? 0 : entry.part(of_replica).count;
 }

@@ -21,6 +21,7 @@ struct SavedParameter {
 
   // Whether tensor ranks have slices of it. Then each saves the state of its own.
   [[nodiscard]] bool sliced() const { return !entries.front()->slice.all(); }
+  [[nodiscard]] bool has_state() const { return entries.front()->updated; }
   // How many elements' optimizer state a rank saves: of the part that it updates, or with the
   // values.
   [[nodiscard]] std::int64_t state_elements(int of_replica, int of_tensor) const;

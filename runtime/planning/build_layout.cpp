@@ -289,16 +289,20 @@ std::vector<StageReports> describe_parts(JobContext& job, const PipelineOptions&
   return all;
 }
 
-// Ties, groups of parameters and what each replica updates.
+// Ties, and what is updated, by which replica.
 void finish(ParameterTable& table, const PipelineOptions& options, int replicas) {
   table.tied = find_ties(table.stages);
   require_own_buffer_names(table.stages);
   require_groups(options, table.stages);
+  for (StageEntry& stage : table.stages) {
+    for (ParameterEntry& each : stage.parameters) {
+      const ParameterGroup* group = group_of(options.training.groups, each.name);
+      each.updated = group == nullptr || !group->frozen;
+    }
+    for (ParameterEntry& each : stage.buffers) each.updated = false;
+  }
   if (options.shape.shard == ShardLevel::kNone || options.training.inference) return;
-  cut_parameters(table, replicas, [&](const ParameterEntry& each) {
-    const ParameterGroup* group = group_of(options.training.groups, each.name);
-    return group != nullptr && group->frozen;
-  });
+  cut_parameters(table, replicas);
 }
 
 void choose_all_routes(const JobContext& job, const PipelineOptions& options, JobLayout& layout) {

@@ -101,8 +101,7 @@ class MemorySum {
         if (training.inference) continue;
         add_bytes(memory_.gradients, parameter_bytes(elements));
         if (!layout_.parameters.is_owner(stage, static_cast<int>(i))) continue;
-        const ParameterGroup* group = group_of(training.groups, entry.parameters[i].name);
-        if (training.make_optimizer || (group != nullptr && group->frozen)) continue;
+        if (training.make_optimizer || !entry.parameters[i].updated) continue;
         for (std::size_t r = 0; r < optimizer.size(); ++r) {
           const ElementRange part = entry.parameters[i].part(static_cast<int>(r));
           add_bytes(optimizer[r], optimizer_bytes(training.optimizer, part.count));
@@ -188,26 +187,6 @@ class MemorySum {
   std::size_t operator_bytes_ = 0;  // MemoryTable::operator_bytes
 };
 
-// f32 values, and the state of parameters that are updated.
-std::size_t save_bytes(const ParameterTable& table, const PipelineOptions& options) {
-  const std::size_t state = state_bytes_per_element(options.training.optimizer);
-  std::size_t bytes = 0;
-  const auto add = [&](const ParameterEntry& entry, std::size_t each) {
-    add_bytes(bytes, multiply_bytes(each, static_cast<std::size_t>(entry.whole_elements)));
-  };
-  for (std::size_t s = 0; s < table.stages.size(); ++s) {
-    const std::vector<ParameterEntry>& parameters = table.stages[s].parameters;
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      if (!table.is_owner(static_cast<int>(s), static_cast<int>(i))) continue;
-      const ParameterGroup* group = group_of(options.training.groups, parameters[i].name);
-      const bool frozen = group != nullptr && group->frozen;
-      add(parameters[i], sizeof(float) + (frozen ? 0 : state));
-    }
-    for (const ParameterEntry& buffer : table.stages[s].buffers) add(buffer, sizeof(float));
-  }
-  return bytes;
-}
-
 double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); }
 
 }  // namespace
@@ -215,8 +194,12 @@ double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 102
 MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
                         const DataSource& source) {
   MemoryTable table;
-  table.save_bytes = save_bytes(layout.parameters, options);
   const std::vector<SavedParameter> shares = share_saves(layout);
+  const std::size_t state = state_bytes_per_element(options.training.optimizer);
+  for (const SavedParameter& share : shares) {
+    add_bytes(table.save_bytes, multiply_bytes(sizeof(float) + (share.has_state() ? state : 0),
+                                               static_cast<std::size_t>(share.elements)));
+  }
   for (int rank = 0; rank < layout.place.topology.size.pipeline; ++rank) {
     MemorySum sum(layout, options, rank);
     sum.add_messages();

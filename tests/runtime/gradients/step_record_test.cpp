@@ -40,7 +40,7 @@ ParameterTable table_of(const Ranks& ranks, int tensor = 0) {
     entry.slice = StagePlace{.tensor = tensor, .tensors = ranks.tensors}.slice(0, entry.elements);
     if (!entry.slice.all()) entry.elements = entry.slice.length;
   }
-  if (ranks.cut) cut_parameters(table, ranks.replicas, [](const ParameterEntry&) { return false; });
+  if (ranks.cut) cut_parameters(table, ranks.replicas);
   return table;
 }
 

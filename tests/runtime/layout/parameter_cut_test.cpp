@@ -24,7 +24,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
-bool is_frozen(const ParameterEntry& entry) { return entry.name.starts_with("frozen"); }
+bool is_frozen(const ParameterEntry& entry) { return !entry.updated; }
 
 std::int64_t blocks_in(const ElementRange& range) {
   return (range.count + kSumBlock - 1) / kSumBlock;
@@ -37,7 +37,8 @@ std::int64_t spread(const std::vector<std::int64_t>& numbers) {
 }
 
 ParameterEntry entry_of(std::string name, std::int64_t elements, int unit = 0) {
-  return {.name = std::move(name), .elements = elements, .unit = unit};
+  const bool frozen = name.starts_with("frozen");
+  return {.name = std::move(name), .elements = elements, .unit = unit, .updated = !frozen};
 }
 
 ParameterTable table_of(std::vector<ParameterEntry> entries) {
@@ -46,7 +47,7 @@ ParameterTable table_of(std::vector<ParameterEntry> entries) {
   return table;
 }
 
-void cut(ParameterTable& table, int replicas) { cut_parameters(table, replicas, is_frozen); }
+void cut(ParameterTable& table, int replicas) { cut_parameters(table, replicas); }
 
 // [replica] elements of a parameter.
 std::vector<std::int64_t> counts_of(const ParameterEntry& entry, int replicas) {
