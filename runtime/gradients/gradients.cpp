@@ -33,7 +33,7 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!layout_.parameters.is_owner(binding.index, static_cast<int>(i))) continue;
       const ParameterEntry& entry = layout_.parameters.stages[at(binding.index)].parameters[i];
-      const ElementRange squared = RecordExchange::squared_part(entry, layout_.place.here);
+      const ElementRange squared = RecordExchange::squared_part(entry, replica);
       owned_grads_.push_back({parameters[i]->grad.as<float>() + squared.first,
                               static_cast<std::size_t>(squared.count)});
       bytes += block_sum_bytes(squared.count);

@@ -16,10 +16,10 @@ namespace {
 
 constexpr std::size_t kFirstLoss = 5;  // index in a record
 
-// Doubles in the record of a rank at this place that owns the parameter: one of a parameter, or a
+// Doubles in the record of a rank of this replica that owns the parameter: one of a parameter, or a
 // slice, whose blocks are all here, which the rank adds as rank 0 would.
-std::size_t squares_of(const ParameterEntry& entry, const Place& place) {
-  const std::int64_t count = RecordExchange::squared_part(entry, place).count;
+std::size_t squares_of(const ParameterEntry& entry, int replica) {
+  const std::int64_t count = RecordExchange::squared_part(entry, replica).count;
   const auto blocks = static_cast<std::size_t>(sum_blocks(count));
   return count == entry.elements ? std::min(blocks, std::size_t{1}) : blocks;
 }
@@ -81,7 +81,7 @@ RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
       const auto& entries = layout_.parameters_at(place.tensor).stages[at(s)].parameters;
       for (std::size_t i = 0; i < entries.size(); ++i) {
         if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
-        sizes[at(rank)] += squares_of(entries[i], place);
+        sizes[at(rank)] += squares_of(entries[i], place.replica);
       }
     }
   }
@@ -126,8 +126,8 @@ void RecordExchange::pack_squares(const double* from) {
     const std::vector<ParameterEntry>& entries = layout_.parameters.stages[at(s)].parameters;
     for (std::size_t i = 0; i < entries.size(); ++i) {
       if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
-      const double* const end = from + sum_blocks(squared_part(entries[i], here).count);
-      if (squares_of(entries[i], here) == 1) {
+      const double* const end = from + sum_blocks(squared_part(entries[i], here.replica).count);
+      if (squares_of(entries[i], here.replica) == 1) {
         *to++ = std::accumulate(from, end, 0.0);
       } else {
         to = std::copy(from, end, to);
@@ -182,8 +182,12 @@ void RecordExchange::reduce_squares(StepTotals& totals) {
     for (std::size_t i = 0; i < layout_.parameters.stages[at(s)].parameters.size(); ++i, ++index) {
       if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
       double square = 0;
-      for (int t = 0; t < topology.size.tensor; ++t) square += next_square(s, i, t);
-      check(totals, square, index, 0);
+      for (int t = 0; t < topology.size.tensor; ++t) {
+        const double part = next_square(s, i, t);
+        check(totals, part, index, 0);
+        const bool counts = t == 0 || !layout_.parameters.stages[at(s)].parameters[i].slice.all();
+        if (counts) square += part;
+      }
       squares += square;
     }
   }
@@ -197,7 +201,7 @@ double RecordExchange::next_square(int stage, std::size_t index, int tensor) {
   double square = 0;
   for (place.replica = 0; place.replica < topology.size.replica; ++place.replica) {
     const double*& next = next_[at(topology.rank_of(place))];
-    const double* const end = next + squares_of(entries[index], place);
+    const double* const end = next + squares_of(entries[index], place.replica);
     square = std::accumulate(next, end, square);
     next = end;
   }

@@ -95,12 +95,10 @@ class RecordExchange {
   // Everything named outlives this.
   RecordExchange(JobContext& job, const JobLayout& layout, const PipelineOptions& options);
 
-  // Of a parameter that the rank at this place owns, the elements whose squares its record has:
-  // what several ranks hold alike, the first of them has.
-  [[nodiscard]] static ElementRange squared_part(const ParameterEntry& entry, const Place& place) {
-    const bool first =
-        (place.replica == 0 || !entry.ends.empty()) && (place.tensor == 0 || !entry.slice.all());
-    return first ? entry.part(place.replica) : ElementRange{};
+  // Of a parameter that a rank of this replica owns, the elements whose squares its record has:
+  // where replicas hold the same sums, the first of them has them.
+  [[nodiscard]] static ElementRange squared_part(const ParameterEntry& entry, int replica) {
+    return entry.ends.empty() && replica > 0 ? ElementRange{} : entry.part(replica);
   }
 
   // Collective over the job: fills step.totals. `squares`: sums over the blocks of squared_part()

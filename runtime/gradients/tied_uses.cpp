@@ -72,7 +72,9 @@ std::size_t TiedUses::most_open(const ParameterTable& table) {
 ElementRange TiedUses::summed(std::size_t group, bool whole) const {
   const TiedUse& owner = ties_[group].uses.front();
   const ParameterEntry& entry = table_.stages[at(owner.stage)].parameters[at(owner.index)];
-  return whole ? ElementRange{0, entry.elements} : entry.part(job_.place.here.replica);
+  if (whole) return {0, entry.elements};
+  if (table_.cut && !entry.updated) return {};  // nobody reads it
+  return entry.part(job_.place.here.replica);
 }
 
 void TiedUses::sum_gradients(int group_index, bool whole) {

@@ -15,8 +15,8 @@ double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); 
 
 std::string cut_text(const Slice& slice) {
   if (slice.all()) return "";
-  return fmt::format(" cut into rows {} to {} of dimension {}", slice.begin,
-                     slice.begin + slice.length - 1, slice.axis);
+  return fmt::format(" cut to {} of {} rows of dimension {}, from {} on", slice.length, slice.whole,
+                     slice.axis, slice.begin);
 }
 
 std::string to_string(const RankMemory& memory) {

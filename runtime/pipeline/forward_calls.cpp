@@ -113,6 +113,20 @@ void OutputGather::gather_to_all() {
   show();
 }
 
+// The messages of this engine move in waits outside of it, such as those of sums within actions.
+class ProgressScope {
+ public:
+  ProgressScope(JobContext& job, Engine& engine)
+      : job_(job), before_(std::exchange(job.waits->engine, &engine)) {}
+  ~ProgressScope() { job_.set_progress_engine(before_); }
+  ProgressScope(const ProgressScope&) = delete;
+  ProgressScope& operator=(const ProgressScope&) = delete;
+
+ private:
+  JobContext& job_;
+  Interrupt* before_;
+};
+
 ForwardCalls::ForwardCalls(PipelineParts& parts, PipelineCalls& calls)
     : parts_(parts),
       calls_(calls),
@@ -152,8 +166,9 @@ LossResult ForwardCalls::run_rounds(Phase phase, SampleRange samples, std::int64
                               .positions = positions,
                               .batch = &batch,
                               .on_outputs = hand_on ? &hand_on : nullptr};
-    const StepOutcome& outcome =
-        parts_.forward.engine(static_cast<int>(ranges_.size())).run(request, nullptr);
+    Engine& engine = parts_.forward.engine(static_cast<int>(ranges_.size()));
+    const ProgressScope moves(parts_.job, engine);
+    const StepOutcome& outcome = engine.run(request, nullptr);
     if (phase == Phase::kGenerate) continue;
     for (const LossResult& loss : outcome.losses) {
       total.sum += loss.sum;

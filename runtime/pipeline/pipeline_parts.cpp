@@ -26,19 +26,27 @@ class GroupSum : public Collective {
   explicit GroupSum(Collectives& group) : group_(group) {}
   void sum(std::span<double> values) override {
     const auto count = values.size();
+    const bool adds = group_.communicator().rank() == 0;
     const auto ranks = at(group_.communicator().size());
-    all_.resize(count * ranks);
-    group_.all_gather(std::as_bytes(values), std::as_writable_bytes(std::span(all_)));
-    for (std::size_t i = 0; i < count; ++i) {
+    all_.resize(adds ? count * ranks : 0);
+    group_.gather(std::as_bytes(values), std::as_writable_bytes(std::span(all_)), 0);
+    for (std::size_t i = 0; adds && i < count; ++i) {
       values[i] = all_[i];
       for (std::size_t r = 1; r < ranks; ++r) values[i] += all_[r * count + i];
     }
+    group_.broadcast(std::as_writable_bytes(values), 0);
   }
 
  private:
   Collectives& group_;
-  std::vector<double> all_;  // [rank][value]
+  std::vector<double> all_;  // [rank][value], where they are added
 };
+
+// Null for a group of one rank.
+std::unique_ptr<Collective> sum_over(const RankGroup& group) {
+  if (group.ranks->size() == 1) return nullptr;
+  return std::make_unique<GroupSum>(*group.collectives);
+}
 
 // Those whose messages MPI takes from a GPU's memory, each way, with the size of the largest tensor
 // between two ranks, but at most `most` bytes.
@@ -111,8 +119,8 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
     stages = std::move(built.stages);
     take_memory();
     mirror = std::make_unique<HostMirror>(*compute);
-    replica_sum = std::make_unique<GroupSum>(*job.group(Axis::kReplica).collectives);
-    tensor_sum = std::make_unique<GroupSum>(*job.group(Axis::kTensor).collectives);
+    replica_sum = sum_over(job.group(Axis::kReplica));
+    tensor_sum = sum_over(job.group(Axis::kTensor));
     prepare_stages();
     // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
     job.world.collectives->barrier();

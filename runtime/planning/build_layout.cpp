@@ -289,6 +289,20 @@ std::vector<StageReports> describe_parts(JobContext& job, const PipelineOptions&
   return all;
 }
 
+// Programs' optimizers that take parameters may compute with all of one, such as its norm.
+void require_whole_parameters(const ParameterTable& table) {
+  for (std::size_t s = 0; s < table.stages.size(); ++s) {
+    for (const ParameterEntry& each : table.stages[s].parameters) {
+      if (each.slice.all() || !each.updated) continue;
+      throw_usage(
+          "make_optimizer takes parameters, but a rank has a part of '{}' of stage {} alone; "
+          "legal: "
+          "a function of std::span<const ParameterSlice>",
+          each.name, s);
+    }
+  }
+}
+
 // Ties, and what is updated, by which replica.
 void finish(ParameterTable& table, const PipelineOptions& options, int replicas) {
   table.tied = find_ties(table.stages);
@@ -301,6 +315,8 @@ void finish(ParameterTable& table, const PipelineOptions& options, int replicas)
     }
     for (ParameterEntry& each : stage.buffers) each.updated = false;
   }
+  const OptimizerFactory& make_optimizer = options.training.make_optimizer;
+  if (make_optimizer && !make_optimizer.takes_slices()) require_whole_parameters(table);
   if (options.shape.shard == ShardLevel::kNone || options.training.inference) return;
   cut_parameters(table, replicas);
 }
@@ -340,13 +356,16 @@ MemoryTable memory_of_places(const JobContext& job, const PipelineOptions& optio
         .collectives->all_gather(std::as_bytes(std::span(table.ranks)),
                                  std::as_writable_bytes(std::span(all)));
   }
-  for (std::size_t t = 0; job.planned && t < tensors; ++t) {
+  if (job.planned) {
+    std::copy(table.ranks.begin(), table.ranks.end(), all.begin());
     JobLayout other = layout;
-    other.place.here.tensor = static_cast<int>(t);
-    other.parameters = layout.tensor_parameters[t];
-    if (t > 0) other.wires.edges = EdgeTable(layout.wires.edges.sizes(), reports[t].edges);
-    const std::vector<RankMemory> ranks = plan_memory(other, options, source).ranks;
-    std::copy(ranks.begin(), ranks.end(), all.begin() + std::ptrdiff_t(t * depth));
+    for (std::size_t t = 1; t < tensors; ++t) {
+      other.place.here.tensor = static_cast<int>(t);
+      other.parameters = layout.tensor_parameters[t];
+      other.wires.edges = EdgeTable(layout.wires.edges.sizes(), reports[t].edges);
+      const std::vector<RankMemory> ranks = plan_memory(other, options, source).ranks;
+      std::copy(ranks.begin(), ranks.end(), all.begin() + std::ptrdiff_t(t * depth));
+    }
   }
   table.tensors = static_cast<int>(tensors);
   table.ranks.resize(all.size());
@@ -423,6 +442,9 @@ bool fits(const StageEntry& needed, const StageEntry& planned) {
 }  // namespace
 
 Slice StagePlace::slice(int axis, std::int64_t whole) const {
+  if (axis < 0 || whole < 0) {
+    throw_usage("a slice of {} rows of dimension {}; legal are numbers from 0", whole, axis);
+  }
   if (tensors == 1) return {};
   const std::int64_t least = whole / tensors, more = whole % tensors;
   return {.axis = axis,

@@ -56,7 +56,8 @@ void require_whole(const std::vector<Slice>& slices, const ParameterEntry& entry
   std::vector<std::string> ranks;
   std::string fault;
   for (std::size_t t = 0; t <= slices.size(); ++t) {
-    const std::int64_t begin = t < slices.size() ? slices[t].begin : whole;
+    const bool none = t < slices.size() && slices[t].length == 0;
+    const std::int64_t begin = none ? end : t < slices.size() ? slices[t].begin : whole;
     if (fault.empty() && begin != end) {
       fault = fmt::format("rows {} to {} of dimension {} are {}", std::min(begin, end),
                           std::max(begin, end) - 1, slices.front().axis,

@@ -242,7 +242,8 @@ void require_prepared(const StageBinding& binding, const StageEntry& described) 
     const bool same = std::equal(now.begin(), now.end(), then.begin(), then.end(),
                                  [](const Parameter* parameter, const ParameterEntry& entry) {
                                    return parameter->name == entry.name &&
-                                          parameter->shape.elements() == entry.elements;
+                                          parameter->shape.elements() == entry.elements &&
+                                          parameter->slice == entry.slice;
                                  });
     if (same) return;
     throw_usage("stage {} has other {} after prepare() than when it was described: {}, then {}",

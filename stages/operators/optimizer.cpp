@@ -7,6 +7,7 @@
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/compute/internal_operators.hpp"
+#include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
 
@@ -43,6 +44,15 @@ bool joins(const UpdateRun& last, const UpdateRun& next) {
          last.value + last.count == next.value && last.grad + last.count == next.grad;
 }
 
+// Of an element of the rank's part. Those after it count on from there, also where the part has
+// other runs of the whole.
+std::uint64_t place_in_whole(const Parameter& parameter, std::int64_t element) {
+  std::int64_t place = 0;
+  for_runs(parameter.shape, parameter.slice, element, 1,
+           [&](std::int64_t, std::int64_t in_whole, std::int64_t) { place = in_whole; });
+  return static_cast<std::uint64_t>(place);
+}
+
 // Adjacent slices in memory with equal decay form one run, unless their state is rounded at random.
 // The padding between parameters is zero in value, gradient and state, and all updates keep it
 // zero. RunOptimizer sets the state.
@@ -52,6 +62,7 @@ std::vector<UpdateRun> make_runs(std::span<const ParameterSlice> slices,
   const DType state = state_type(config);
   std::vector<UpdateRun> runs;
   for (const auto& [parameter, first, count] : slices) {
+    if (count == 0) continue;
     if (parameter->value.data == nullptr || parameter->grad.data == nullptr) {
       throw_error(ErrorCode::kInternal,
                   "parameter {} reaches the optimizer before it "
@@ -64,7 +75,7 @@ std::vector<UpdateRun> make_runs(std::span<const ParameterSlice> slices,
                          .count = static_cast<std::int64_t>(padded_floats(count)),
                          .decay = parameter->decay,
                          .site = state == DType::kF32 ? 0 : moments_site(*parameter),
-                         .element = static_cast<std::uint64_t>(first),
+                         .element = place_in_whole(*parameter, first),
                          .bf16_copy = copy == nullptr ? nullptr : copy + first};
     UpdateRun* const last = runs.empty() ? nullptr : &runs.back();
     if (last != nullptr && joins(*last, next)) {

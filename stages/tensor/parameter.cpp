@@ -112,7 +112,7 @@ void require_distinct(const std::deque<Parameter>& parameters) {
           parameter.name);
     }
     if (parameter.shape != use->second->shape || parameter.slice != use->second->slice) {
-      throw_usage("tied parameter {} is used with shapes {} and {}; uses share a shape",
+      throw_usage("tied parameter {} is used with shapes {} and {}; uses share a shape and a slice",
                   parameter.name, to_string(use->second->shape), to_string(parameter.shape));
     }
     if (to_string(parameter.init) != to_string(use->second->init)) {
@@ -162,9 +162,10 @@ void require_slice(const std::string& name, const Shape& shape, const Slice& sli
     return;
   }
   throw_usage(
-      "parameter '{}' {} has a slice of rows {} to {} of {} along dimension {}; legal: rows of a "
+      "parameter '{}' {} has a slice of {} of {} rows of dimension {}, from {} on; legal: rows of "
+      "a "
       "dimension of the shape, and as many in the whole as the shape has",
-      name, to_string(shape), slice.begin, slice.begin + slice.length - 1, slice.whole, slice.axis);
+      name, to_string(shape), slice.length, slice.whole, slice.axis, slice.begin);
 }
 
 Parameter& add_to(std::deque<Parameter>& parameters, std::string name, const Shape& shape,

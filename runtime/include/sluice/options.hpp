@@ -127,7 +127,8 @@ struct PipelineOptions {
 
   // What the ranks compute on, and what carries tensors between them.
   struct Devices {
-    // One entry for all ranks, or one per rank of a pipeline, or one per rank of the job.
+    // One entry for all ranks, or one per rank of a pipeline, which all ranks that share its stages
+    // take, or one per rank of the job.
     std::vector<DeviceChoice> choices = {{}};
     TransportChoice transport = TransportChoice::kAuto;  // between GPUs
     // Per rank, on a CPU, at most ComputeContext::kMostThreads. Calls of the pipeline compute in an

@@ -85,10 +85,10 @@ struct InferOptions {
   // each replica's outputs stay on the rank of its last stage. Of several ranks that share that
   // stage (PipelineOptions::Shape::tensor), the first one's outputs count.
   int to = kWhereMade;
-  // Gets the outputs of each micro-batch when they are there, in ascending order, on that rank of
-  // its last stage, in the thread that called infer(). They are valid during the call. `samples`
-  // counts over all replicas. What it throws ends the pipeline like an exception of a stage.
-  // infer() then returns nothing.
+  // Gets the outputs of each micro-batch when they are there, in ascending order, on the rank of
+  // each replica where they are made, in the thread that called infer(). They are valid during the
+  // call. `samples` counts over all replicas. What it throws ends the pipeline like an exception of
+  // a stage. infer() then returns nothing.
   std::function<void(SampleRange samples, std::span<const Tensor> outputs)> on_outputs = {};
 };
 
@@ -148,8 +148,8 @@ class Pipeline {
   StepReport accumulate(const Batch& batch);
   // The last batch of a step: after it the gradients are those of the mean loss over the step's
   // batches, summed over replicas and over the uses of tied parameters, on each parameter's owner
-  // (parameters()). The caller may read and change them, equally on all replicas. optimizer_step()
-  // or drop_gradients() follows.
+  // (parameters()). The caller may read and change them, equally on all replicas, and what is not
+  // divided equally on all ranks that share a stage. optimizer_step() or drop_gradients() follows.
   StepReport forward_backward(const Batch& batch);
   // Updates parameters from the gradients as they are now, with options.training.clip. The report
   // has the norm that it found. Throws Error(kUsage) unless forward_backward() came before.
@@ -200,8 +200,9 @@ class Pipeline {
   void set_step(std::uint64_t step);
   static constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 52;
 
-  // This rank's parameters, in order of stage; owned by its stages. Not collective. After values
-  // are written, every rank calls values_changed().
+  // This rank's parameters, in order of stage; owned by its stages. All ranks that share a stage
+  // have those of it, whole or in slices. Not collective. After values are written, every rank
+  // calls values_changed().
   struct Owned {
     int stage = 0;
     bool owner = true;  // false: not the first use of a tied parameter

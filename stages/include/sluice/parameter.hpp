@@ -189,7 +189,8 @@ struct OptimizerConfig {
   float weight_decay = 0;  // only where Parameter::decay
   // AdamW and Adam: what both moments are kept in, f32 or bf16. bf16 takes 4 bytes a parameter in
   // place of 8, in saves too. A step computes in f32 and rounds what it stores at random, without
-  // bias, by a number that the seed, the step and the place in the parameter determine.
+  // bias, by a number that the seed, the step and the place in the parameter determine; in a slice
+  // along another dimension than the first, places count on from that of its first element.
   DType moments = DType::kF32;
 
   // With the constants that torch takes by default.
@@ -240,8 +241,9 @@ class Optimizer {
 // Makes optimizers: by a copyable function of (std::span<Parameter* const>, const DeviceMemory&),
 // or of (std::span<const ParameterSlice>, const DeviceMemory&); one that takes both gets
 // parameters. Only the latter can be used where ranks update parts of parameters
-// (PipelineOptions::Shape::shard). The parameters outlive the optimizer; their memory is there.
-// `memory`: of the rank's device. Memory that a program's own optimizer takes is not in the plan.
+// (PipelineOptions::Shape::shard) or have parts of them (Parameter::slice). The parameters outlive
+// the optimizer; their memory is there. `memory`: of the rank's device. Memory that a program's own
+// optimizer takes is not in the plan.
 class OptimizerFactory {
   using Made = std::unique_ptr<Optimizer>;
   using Parameters = std::span<Parameter* const>;

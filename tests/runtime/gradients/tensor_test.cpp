@@ -40,7 +40,7 @@ constexpr std::int64_t kWidth = 3, kRows = 7;  // of an activation, of what is b
 
 // Where a stage does otherwise than it describes.
 struct Fault {
-  enum class Kind { kNone, kForwardSum, kBackwardSum, kThrow } kind = Kind::kNone;
+  enum class Kind { kNone, kForwardSum, kBackwardSum, kThrow, kInfinite } kind = Kind::kNone;
   int tensor = 0;  // on this one of the ranks that share stage 0
   std::uint64_t step = 1;
 };
@@ -128,6 +128,7 @@ class SlicedStage : public Stage, public SplitBackward, public LossStage {
       double none = 0;
       ctx.tensor->sum({&none, 1});
     }
+    if (faulty(ctx, Fault::Kind::kInfinite)) b_bias_->grad.at(1) = INFINITY;
     const Tensor& x = ctx.inputs[0];
     for (std::int64_t s = 0; s < ctx.samples; ++s) {
       for (std::int64_t i = 0; i < kWidth; ++i) b_bias_->grad.at(i) += dy[0].at(s * kWidth + i);
@@ -464,6 +465,25 @@ TEST(TensorTest, OutputsAreThoseOfTheFirstRankOfTheLastStage) {
   });
 }
 
+TEST(TensorTest, APipelineForInferenceHasTheSameOutputs) {
+  const auto outputs_of = [](bool inference) {
+    std::vector<float> all;
+    if (const auto comm = first_ranks(kShared.ranks()); comm != nullptr) {
+      PipelineOptions options = options_of(kShared);
+      options.training.inference = inference;
+      if (inference) options.training.optimizer = {};
+      Pipeline pipeline(*comm, sliced_stages(), batches(Feed::kRank0), options);
+      const Numbers numbers(1, 11);
+      const Tensors outputs = pipeline.infer(comm->rank() == 0 ? numbers.all() : Batch{},
+                                             {.to = InferOptions::kEveryRank});
+      all = floats_of({outputs[0].as<const std::byte>(), outputs[0].spec.bytes()});
+    }
+    return all;
+  };
+  const std::vector<float> outputs = outputs_of(true);
+  EXPECT_EQ(outputs, outputs_of(false));
+}
+
 TEST(TensorTest, EachRankMayPassItsReplicasShare) {
   Outcome whole;
   with_pipeline(kShared, Feed::kRank0, {}, [&](Communicator& comm, Pipeline& pipeline) {
@@ -549,6 +569,20 @@ TEST(TensorMistakesTest, SumsThatAStageDoesNotDescribeAreNamedOnAllRanks) {
   expect_end({.schedule = "zb-v", .chunks = 2, .depth = 2, .tensor = 2},
              {.kind = Fault::Kind::kBackwardSum, .step = 2}, ErrorCode::kUsage,
              {"stage 0, weight gradient of micro-batch 1", "1 times and describes 0"});
+}
+
+// Every rank that has the parameter computes its gradient.
+TEST(TensorMistakesTest, AGradientThatOneRankAloneHasNotFiniteChangesNothing) {
+  for (const Layout& each : {Layout{.tensor = 4}, Layout{.depth = 2, .tensor = 3}, kShared}) {
+    const Fault fault{.kind = Fault::Kind::kInfinite, .tensor = each.tensor - 1, .step = 1};
+    with_pipeline(each, Feed::kRank0, fault, [](Communicator& comm, Pipeline& pipeline) {
+      const Values before = values_of(pipeline);
+      const Numbers numbers(1, kSamples);
+      expect_error(ErrorCode::kNumeric, {"not finite, first in parameter 's0.b'"},
+                   [&] { (void)pipeline.train_step(comm.rank() == 0 ? numbers.all() : Batch{}); });
+      EXPECT_EQ(values_of(pipeline), before);
+    });
+  }
 }
 
 TEST(TensorMistakesTest, AnErrorWithinAStageEndsAllRanks) {

@@ -123,12 +123,67 @@ TEST(TensorRanksTest, SlicesThatAreNotTheWholeAreRefused) {
                  {"rows 0 to 2 of dimension 0", legal});
   expect_refused(cut_into({0, 6}, {0, 6}), ErrorCode::kUsage,
                  {"rows 0 to 5 of dimension 0 are there twice", legal});
-  // All on one rank.
-  EXPECT_EQ(layout_of(options_of(2, 1, 2), factory_of(cut_into({0, 6}, {6, 6})), false)
-                .parameters.stages[1]
-                .parameters[0]
-                .elements,
-            0);
+  // All on one rank: it does not matter where the other's none begins.
+  for (const std::int64_t none : {0, 6}) {
+    EXPECT_EQ(layout_of(options_of(2, 1, 2), factory_of(cut_into({0, 6}, {none, none})), false)
+                  .parameters.stages[1]
+                  .parameters[0]
+                  .elements,
+              0);
+  }
+  EXPECT_THROW((void)StagePlace{.tensors = 2}.slice(-1, 6), Error);
+}
+
+// Hands its inputs on; its loss has no gradient.
+class IdleStage : public PartStage {
+ public:
+  using PartStage::PartStage;
+  void forward(StageContext&, std::span<const Tensor> in, std::span<const Tensor> out) override {
+    std::copy(in[0].floats().begin(), in[0].floats().end(), out[0].floats().begin());
+  }
+  void loss(StageContext&, std::span<const Tensor> outputs, std::span<const Tensor>,
+            double* sum) override {
+    *sum = 1;
+    for (float& each : outputs[0].floats()) each = 0;
+  }
+};
+
+TEST(TensorRanksTest, ARankMayHaveNoElementOfAnyParameter) {
+  const Parts parts = {.add = [](ParameterSet& set, const StagePlace& place) {
+    set.add("w", {3}, Init::constant(1), true, false, place.slice(0, 3));
+  }};
+  const auto source = source_of(2);
+  for (const OptimizerConfig& optimizer : {OptimizerConfig::adamw(), OptimizerConfig::sgd()}) {
+    for (const ShardLevel shard : {ShardLevel::kNone, ShardLevel::kOptimizer}) {
+      run_loopback(8, [&](Communicator& comm) {
+        PipelineOptions options = options_of(1, 2, 4);
+        options.training.optimizer = optimizer;
+        options.shape.shard = shard;
+        const StageFactory make = [&](const StagePlace& place) -> std::unique_ptr<Stage> {
+          return std::make_unique<IdleStage>(parts, place);
+        };
+        Pipeline pipeline(comm, make, *source, options);
+        EXPECT_EQ(pipeline.train_step().grad_norm, 0);
+        EXPECT_EQ(pipeline.state().at("w").bytes.size(), 3 * sizeof(float));
+      });
+    }
+  }
+}
+
+TEST(TensorRanksTest, AnOptimizerOfWholeParametersIsRefusedForSlices) {
+  PipelineOptions options = options_of(1, 1, 2);
+  const auto source = source_of(1);
+  options.training.make_optimizer = [](std::span<Parameter* const>, const DeviceMemory&) {
+    return std::unique_ptr<Optimizer>();
+  };
+  run_loopback(2, [&](Communicator& comm) {
+    expect_error(ErrorCode::kUsage, {"a part of 'w' of stage 0", "ParameterSlice"}, [&] {
+      const Parts parts = {.add = [](ParameterSet& set, const StagePlace& place) {
+        set.add("w", {3}, Init::constant(1), true, false, place.slice(0, 3));
+      }};
+      (void)PipelineAccess::plan_layout(comm, options, factory_of(parts), *source);
+    });
+  });
 }
 
 TEST(TensorRanksTest, ASliceWithoutTheOthersIsRefused) {
