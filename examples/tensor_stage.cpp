@@ -23,10 +23,10 @@ class Perceptron : public Stage, public LossStage {
     const auto add = [&](const char* part, Shape shape, double bound, const Slice& slice) {
       return &set_.add(name + part, shape, Init::uniform(bound), true, false, slice);
     };
-    A_ = add("A", {kHidden, kWidth}, 1.0, rows);
-    a_ = add("a", {kHidden}, 1.0, rows);
-    B_ = add("B", {kWidth, kHidden}, 0.25, columns);
-    b_ = add("b", {kWidth}, 0.25, {});  // all ranks have it, with equal gradients
+    up_ = add("A", {kHidden, kWidth}, 1.0, rows);
+    up_bias_ = add("a", {kHidden}, 1.0, rows);
+    down_ = add("B", {kWidth, kHidden}, 0.25, columns);
+    down_bias_ = add("b", {kWidth}, 0.25, {});  // all ranks have it, with equal gradients
   }
   ParameterSet* parameters() override { return &set_; }
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
@@ -42,16 +42,16 @@ class Perceptron : public Stage, public LossStage {
     std::vector<double> parts(std::size_t(y.elements()));  // of y
     for (std::int64_t s = 0; s < ctx.samples; ++s, h += hidden()) {
       for (std::int64_t r = 0; r < hidden(); ++r) {
-        double sum = a_->value.at(r);
-        for (std::int64_t i = 0; i < kWidth; ++i) sum += A(r, i) * x.at(s * kWidth + i);
+        double sum = up_bias_->value.at(r);
+        for (std::int64_t i = 0; i < kWidth; ++i) sum += up(r, i) * x.at(s * kWidth + i);
         h[r] = float(std::tanh(sum));
         for (std::int64_t i = 0; i < kWidth; ++i)
-          parts[std::size_t(s * kWidth + i)] += B(i, r) * h[r];
+          parts[std::size_t(s * kWidth + i)] += down(i, r) * h[r];
       }
     }
     ctx.tensor->sum(parts);
     for (std::int64_t i = 0; i < y.elements(); ++i) {
-      y.at(i) = float(x.at(i) + parts[std::size_t(i)] + b_->value.at(i % kWidth));
+      y.at(i) = float(x.at(i) + parts[std::size_t(i)] + down_bias_->value.at(i % kWidth));
     }
   }
   void backward(StageContext& ctx, Tensors grad_out, Tensors grad_in) override {
@@ -63,17 +63,17 @@ class Perceptron : public Stage, public LossStage {
       for (std::int64_t r = 0; r < hidden(); ++r) {
         double dh = 0;
         for (std::int64_t i = 0; i < kWidth; ++i) {
-          dh += B(i, r) * dy.at(at + i);
-          B_->grad.at(i * hidden() + r) += dy.at(at + i) * h[r];
+          dh += down(i, r) * dy.at(at + i);
+          down_->grad.at(i * hidden() + r) += dy.at(at + i) * h[r];
         }
         dh *= 1 - double(h[r]) * h[r];
-        a_->grad.at(r) += float(dh);
+        up_bias_->grad.at(r) += float(dh);
         for (std::int64_t i = 0; i < kWidth; ++i) {
-          A_->grad.at(r * kWidth + i) += float(dh * x.at(at + i));
-          parts[std::size_t(at + i)] += A(r, i) * dh;
+          up_->grad.at(r * kWidth + i) += float(dh * x.at(at + i));
+          parts[std::size_t(at + i)] += up(r, i) * dh;
         }
       }
-      for (std::int64_t i = 0; i < kWidth; ++i) b_->grad.at(i) += dy.at(at + i);
+      for (std::int64_t i = 0; i < kWidth; ++i) down_bias_->grad.at(i) += dy.at(at + i);
     }
     if (first_) return;  // no gradient of the data
     ctx.tensor->sum(parts);
@@ -91,16 +91,16 @@ class Perceptron : public Stage, public LossStage {
   double target_weight(Tensors target) const override { return double(target[0].elements()); }
 
  private:
-  std::int64_t hidden() const { return a_->shape[0]; }  // of this rank
-  double A(std::int64_t r, std::int64_t i) const { return A_->value.at(r * kWidth + i); }
-  double B(std::int64_t i, std::int64_t r) const { return B_->value.at(i * hidden() + r); }
+  std::int64_t hidden() const { return up_bias_->shape[0]; }  // of this rank
+  double up(std::int64_t r, std::int64_t i) const { return up_->value.at(r * kWidth + i); }
+  double down(std::int64_t i, std::int64_t r) const { return down_->value.at(i * hidden() + r); }
   static float* kept(const StageContext& ctx) {
     return reinterpret_cast<float*>(ctx.state.until_weight.data());
   }
 
   const bool first_;
   ParameterSet set_;
-  Parameter *A_, *a_, *B_, *b_;
+  Parameter *up_, *up_bias_, *down_, *down_bias_;
 };
 
 int main(int argc, char** argv) {
@@ -121,7 +121,7 @@ int main(int argc, char** argv) {
     Pipeline pipeline(world, make_stage, batches, options);
     std::vector<float> x, y;  // a point of a square, and where it is after a turn that bends it
     for (int i = 0; i < 64; ++i) {
-      const float u = float(i % 8) / 4 - 1, v = float(i / 8) / 4 - 1;
+      const float u = float(i % 8) / 4 - 1, v = float(i - i % 8) / 32 - 1;
       x.insert(x.end(), {u, v});
       y.insert(y.end(), {-v + u * u, u * v});
     }
