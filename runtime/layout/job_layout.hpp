@@ -185,7 +185,8 @@ struct MemoryTable {
   std::size_t save_bytes = 0;      // of a whole save: f32 values and optimizer state
 
   [[nodiscard]] const RankMemory& of(const Place& place) const {
-    return ranks[static_cast<std::size_t>(place.pipeline * tensors + place.tensor)];
+    const int index = place.pipeline * tensors + place.tensor;
+    return ranks[static_cast<std::size_t>(index)];
   }
 };
 

@@ -293,7 +293,7 @@ TEST(TensorRanksTest, ReplicasHaveTheSameSlices) {
   }};
   run_loopback(4, [&](Communicator& comm) {
     expect_error(
-        ErrorCode::kMismatch, {"replicas disagree about the model", "3 elements cut into"}, [&] {
+        ErrorCode::kMismatch, {"replicas disagree about the model", "3 elements cut to 3 of 6 rows"}, [&] {
           (void)PipelineAccess::plan_layout(comm, options_of(1, 2, 2),
                                             factory_of(comm.rank() < 2 ? own : other), *source);
         });
