@@ -292,11 +292,12 @@ TEST(TensorRanksTest, ReplicasHaveTheSameSlices) {
             {.axis = 0, .begin = place.tensor == 0 ? 0 : 2, .length = first, .whole = 6});
   }};
   run_loopback(4, [&](Communicator& comm) {
-    expect_error(
-        ErrorCode::kMismatch, {"replicas disagree about the model", "3 elements cut to 3 of 6 rows"}, [&] {
-          (void)PipelineAccess::plan_layout(comm, options_of(1, 2, 2),
-                                            factory_of(comm.rank() < 2 ? own : other), *source);
-        });
+    expect_error(ErrorCode::kMismatch,
+                 {"replicas disagree about the model", "3 elements cut to 3 of 6 rows"}, [&] {
+                   (void)PipelineAccess::plan_layout(comm, options_of(1, 2, 2),
+                                                     factory_of(comm.rank() < 2 ? own : other),
+                                                     *source);
+                 });
   });
 }
 
