@@ -3,6 +3,8 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
+#include <cstdint>
 #include <map>
 #include <utility>
 
@@ -20,26 +22,58 @@
 namespace sluice {
 namespace {
 
-// What stages sum over a group: batch statistics, partial results.
+// What stages sum over a group: batch statistics, partial results. The first rank adds. The first
+// message has one size on all ranks and says how many numbers there are: others are sent only where
+// all have as many, since MPI may write more than was asked for.
 class GroupSum : public Collective {
  public:
   explicit GroupSum(Collectives& group) : group_(group) {}
   void sum(std::span<double> values) override {
-    const auto count = values.size();
-    const bool adds = group_.communicator().rank() == 0;
-    const auto ranks = at(group_.communicator().size());
-    all_.resize(adds ? count * ranks : 0);
-    group_.gather(std::as_bytes(values), std::as_writable_bytes(std::span(all_)), 0);
-    for (std::size_t i = 0; adds && i < count; ++i) {
-      values[i] = all_[i];
-      for (std::size_t r = 1; r < ranks; ++r) values[i] += all_[r * count + i];
+    const std::size_t begin = std::min(values.size(), First::kValues);
+    First mine = {.count = values.size()};
+    std::copy_n(values.begin(), begin, mine.values.begin());
+    firsts_.resize(adds() ? ranks() : 0);
+    group_.gather(object_bytes(mine), std::as_writable_bytes(std::span(firsts_)), 0);
+    if (adds()) require_same_counts();
+    add_up(values.first(begin), [&](std::size_t r, std::size_t i) { return firsts_[r].values[i]; });
+    if (const std::span<double> rest = values.subspan(begin); !rest.empty()) {
+      group_.broadcast(object_bytes(mine.count), 0);  // they are the same
+      rests_.resize(adds() ? rest.size() * ranks() : 0);
+      group_.gather(std::as_bytes(rest), std::as_writable_bytes(std::span(rests_)), 0);
+      add_up(rest, [&](std::size_t r, std::size_t i) { return rests_[r * rest.size() + i]; });
     }
     group_.broadcast(std::as_writable_bytes(values), 0);
   }
 
  private:
+  struct First {
+    static constexpr std::size_t kValues = 255;
+    std::uint64_t count = 0;
+    std::array<double, kValues> values = {};
+  };
+
+  [[nodiscard]] bool adds() const { return group_.communicator().rank() == 0; }
+  [[nodiscard]] std::size_t ranks() const { return at(group_.communicator().size()); }
+  void require_same_counts() const {
+    for (std::size_t r = 1; r < firsts_.size(); ++r) {
+      if (firsts_[r].count == firsts_[0].count) continue;
+      throw_error(ErrorCode::kMismatch,
+                  "the first of its {} ranks sums {} numbers, number {} of them {}; legal: as many "
+                  "on all",
+                  firsts_.size(), firsts_[0].count, r, firsts_[r].count);
+    }
+  }
+  // In order of the ranks, where they are added; number_of(rank, index) is a value of a rank.
+  template <typename NumberOf>
+  void add_up(std::span<double> values, const NumberOf& number_of) const {
+    for (std::size_t i = 0; adds() && i < values.size(); ++i) {
+      for (std::size_t r = 1; r < ranks(); ++r) values[i] += number_of(r, i);
+    }
+  }
+
   Collectives& group_;
-  std::vector<double> all_;  // [rank][value], where they are added
+  std::vector<First> firsts_;  // [rank]
+  std::vector<double> rests_;  // [rank][value]
 };
 
 // Null for a group of one rank.

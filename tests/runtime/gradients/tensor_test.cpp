@@ -40,7 +40,14 @@ constexpr std::int64_t kWidth = 3, kRows = 7;  // of an activation, of what is b
 
 // Where a stage does otherwise than it describes.
 struct Fault {
-  enum class Kind { kNone, kForwardSum, kBackwardSum, kThrow, kInfinite } kind = Kind::kNone;
+  enum class Kind {
+    kNone,
+    kForwardSum,
+    kBackwardSum,
+    kThrow,
+    kInfinite,
+    kLongSum
+  } kind = Kind::kNone;
   int tensor = 0;  // on this one of the ranks that share stage 0
   std::uint64_t step = 1;
 };
@@ -91,6 +98,7 @@ class SlicedStage : public Stage, public SplitBackward, public LossStage {
         }
       }
     }
+    if (faulty(ctx, Fault::Kind::kLongSum)) sums.resize(100'000);
     ctx.tensor->sum(sums);
     if (faulty(ctx, Fault::Kind::kForwardSum)) ctx.tensor->sum(sums);
     for (std::int64_t i = 0; i < y[0].elements(); ++i) {
@@ -582,6 +590,16 @@ TEST(TensorMistakesTest, AGradientThatOneRankAloneHasNotFiniteChangesNothing) {
                    [&] { (void)pipeline.train_step(comm.rank() == 0 ? numbers.all() : Batch{}); });
       EXPECT_EQ(values_of(pipeline), before);
     });
+  }
+}
+
+TEST(TensorMistakesTest, SumsOfOtherLengthsAreNamedAndWriteNothing) {
+  for (const Layout& each : {Layout{.tensor = 2}, Layout{.depth = 2, .tensor = 4}, kShared}) {
+    for (const int tensor : {0, each.tensor - 1}) {
+      expect_end(each, {.kind = Fault::Kind::kLongSum, .tensor = tensor, .step = 2},
+                 ErrorCode::kMismatch,
+                 {"stage 0, forward of micro-batch 1", "ranks sums", "100000", "as many on all"});
+    }
   }
 }
 
