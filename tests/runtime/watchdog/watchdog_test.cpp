@@ -18,6 +18,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
 #include "runtime/group/activity.hpp"
 #include "runtime/program/doctor/live_status.hpp"
 #include "tests/loopback/loopback.hpp"
