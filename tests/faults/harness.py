@@ -209,13 +209,14 @@ class Job:
         Not so where only the launcher is left and says that it ended the job: Open MPI 4.1 hangs if a rank is killed
         while it connects to it ("PMIX ERROR: UNREACHABLE"), or now and then after an MPI_Abort, and so does the daemon
         that a rank without a launcher starts for itself. It is killed, and `launcher_hung` is set; of an abort the code
-        is the rank's.
+        is the rank's. So it is where the launcher crashes at its own end, after an abort, in PMIx_server_finalize().
         """
-        if not self.wait(within):
+        ended = self.wait(within)
+        codes = re.findall(r"MPI_ABORT was invoked[^\n]*\n *with errorcode (\d+)", self.output)
+        if "run" in self.command:  # 'sluice run' has no rank either, and no hang of its own is excused
+            codes = []
+        if not ended:
             left = self.processes()
-            codes = re.findall(r"MPI_ABORT was invoked[^\n]*\n *with errorcode (\d+)", self.output)
-            if "run" in self.command:  # 'sluice run' has no rank either, and no hang of its own is excused
-                codes = []
             self.launcher_hung = set(left.values()) == {None} and bool(codes or "exited on signal" in self.output)
             self.end()
             if self.launcher_hung:
@@ -230,7 +231,8 @@ class Job:
                     return self.process.returncode
                 raise Violation(f"processes {left} outlive their launcher\n{self.tail()}")
             time.sleep(POLL)
-        return self.process.returncode
+        crashed = self.process.returncode == -signal.SIGSEGV and "PMIx_server_finalize" in self.output
+        return int(codes[-1]) if crashed and codes else self.process.returncode
 
     def expect(self, code, *parts, within=PATIENCE):
         """Finishes; the exit code must be this, and each part (a regular expression) in the output."""
