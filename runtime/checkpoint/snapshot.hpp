@@ -33,8 +33,8 @@ class Snapshot {
 
   // Collective over the sharers of slices, which take the same ones in the same order. Copies
   // tensors behind everything on the compute stream; done on return. The first call allocates and
-  // touches the memory, later ones reuse it unless they need more. Beside it, bytes from a GPU and
-  // from other ranks pass through pieces of at most 32 MiB.
+  // touches the memory; later ones reuse it unless they need more. Bytes from a GPU and from other
+  // ranks pass through pieces of at most 32 MiB.
   void take(std::span<const TakenTensor> tensors);
   // Views of the copies that this rank holds, in the same order; valid until the next take().
   [[nodiscard]] const std::vector<NamedTensor>& tensors() const { return copies_; }

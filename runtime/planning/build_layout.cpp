@@ -355,8 +355,7 @@ MemoryTable memory_of_places(const JobContext& job, const PipelineOptions& optio
     job.group(Axis::kTensor)
         .collectives->all_gather(std::as_bytes(std::span(table.ranks)),
                                  std::as_writable_bytes(std::span(all)));
-  }
-  if (job.planned) {
+  } else {
     std::copy(table.ranks.begin(), table.ranks.end(), all.begin());
     JobLayout other = layout;
     for (std::size_t t = 1; t < tensors; ++t) {
