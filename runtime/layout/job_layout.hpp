@@ -112,9 +112,11 @@ struct RankPlace {
   Topology topology;
   std::string order_reason;  // RankArrangement::reason
   Place here;
+  int shares = 1;  // virtual replicas that a replica computes: PipelineOptions::Shape
   std::vector<RankDevice> devices;  // [pipeline rank], of this pipeline
   std::string driver_note;          // as describe_different_drivers(), of the job
 
+  [[nodiscard]] int virtual_replicas() const { return topology.size.replica * shares; }
   [[nodiscard]] Device device() const {
     return devices[static_cast<std::size_t>(here.pipeline)].device;
   }
@@ -126,7 +128,7 @@ struct RankPlace {
 struct StepPlans {
   // A longer evaluation runs in rounds.
   static constexpr std::size_t kRoundMicroBatches = 64;
-  std::vector<SampleRange> micro_batches;  // of this replica
+  std::vector<SampleRange> micro_batches;  // of this replica, those of each share in turn
   Schedule order;                          // compute actions of `train`
   Plan train;                              // forward only in inference
   Plan forward;  // forward only; without ranks where the options announce no evaluation

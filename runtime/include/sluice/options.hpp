@@ -104,14 +104,20 @@ struct PipelineOptions {
   struct Shape {
     int pipeline = 0;  // ranks from the first stage to the last; 0: all ranks / replicas / tensor
     int replicas = 1;  // of the pipeline
+    // Among how many parts a step's samples are divided: each adds the gradients of its
+    // micro-batches in order, and a tree of sums joins the parts. A replica computes
+    // virtual_replicas / replicas of them, one after the other. The bits of a training depend on
+    // this number, not on `replicas`. Legal: any number for one replica, else `replicas` times a
+    // power of two. 0: as many as replicas.
+    int virtual_replicas = 0;
     // Ranks that share each stage, of which each has a part of the stage's parameters. The stages
     // see to the parts (StagePlace, Slice) and to the sums between these ranks
     // (StageContext::tensor).
     int tensor = 1;
     RankOrder rank_order = RankOrder::kAuto;
-    int micro_batches = 1;              // per replica and step
+    int micro_batches = 1;              // per virtual replica and step
     std::int64_t micro_batch_size = 1;  // samples
-    // Samples per step over all replicas; 0: replicas * micro_batches * micro_batch_size.
+    // Samples per step; 0: virtual replicas * micro_batches * micro_batch_size.
     std::int64_t batch_size = 0;
     ShardLevel shard = ShardLevel::kNone;
   };
