@@ -159,6 +159,13 @@ void require_sensible(const PipelineOptions& options) {
   }
   require_sensible_training(options.training);
   require_sensible_shards(options);
+  const int replicas = options.shape.replicas, parts = options.shape.virtual_replicas;
+  if (options.devices.all_reduce && parts != 0 && parts != replicas) {
+    throw_usage(
+        "{} virtual replicas with {} replicas and --all-reduce, whose sums depend on the replicas; "
+        "legal: as many virtual replicas as replicas, or no --all-reduce",
+        parts, replicas);
+  }
 }
 
 void require_sensible(const LearningRate& rate, std::span<const ParameterGroup> groups) {
@@ -197,12 +204,13 @@ Facts agreed_values(const PipelineOptions& options) {
   const auto& [replicas_every, trace] = checks;
   add(values, {"build of Sluice", "comparison of replicas every", "trace"}, build_name(),
       replicas_every, trace);
-  const auto& [pipeline, replicas, tensor, rank_order, micro_batches, micro_batch_size, batch_size,
-               shard] = shape;
+  const auto& [pipeline, replicas, virtual_replicas, tensor, rank_order, micro_batches,
+               micro_batch_size, batch_size, shard] = shape;
   add(values,
-      {"pipeline", "replicas", "tensor", "rank-order", "micro-batches", "micro-batch-size",
-       "batch-size", "shard"},
-      pipeline, replicas, tensor, rank_order, micro_batches, micro_batch_size, batch_size, shard);
+      {"pipeline", "replicas", "virtual-replicas", "tensor", "rank-order", "micro-batches",
+       "micro-batch-size", "batch-size", "shard"},
+      pipeline, replicas, virtual_replicas, tensor, rank_order, micro_batches, micro_batch_size,
+      batch_size, shard);
   const auto& [schedule, chunks, given] = order;
   add(values, {"schedule", "chunks", "SHA-256 of the schedule"}, schedule, chunks, given);
   const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs] = devices;

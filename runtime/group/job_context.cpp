@@ -24,6 +24,7 @@
 #include "runtime/group/guard.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/rank_arrangement.hpp"
+#include "runtime/layout/virtual_replicas.hpp"
 
 namespace sluice {
 
@@ -128,6 +129,7 @@ void JobContext::join(const PipelineOptions& options) {
   const Topology numbered =
       make_topology(size, {.pipeline = depth, .replica = shape.replicas, .tensor = shape.tensor},
                     shape.rank_order);
+  place.shares = shares_of(shape.virtual_replicas, shape.replicas);
   stage_places = stage_placement(options, depth);
   RankArrangement order = arrange_ranks(numbered, options, stage_places, hosts);
   place.topology = std::move(order.topology);
@@ -147,6 +149,7 @@ void JobContext::plan(const PipelineOptions& options) {
       make_topology(planned_ranks(shape),
                     {.pipeline = shape.pipeline, .replica = shape.replicas, .tensor = shape.tensor},
                     shape.rank_order);
+  place.shares = shares_of(shape.virtual_replicas, shape.replicas);
   const RankDevice mine =
       choose_devices(*world.collectives, Topology{}, options.devices.choices, {host_name()})
           .front();

@@ -42,6 +42,18 @@ TEST(SensibleOptionsTest, WhatIsGivenByDefaultIsSensible) {
   }
 }
 
+TEST(SensibleOptionsTest, ALibrarysSumIsOneOverTheReplicas) {
+  expect_refused("virtual replicas", {[](auto& o) {
+                   o.shape.virtual_replicas = 4;
+                   o.shape.replicas = 2;
+                   o.devices.all_reduce = true;
+                 }});
+  PipelineOptions options;
+  options.shape.virtual_replicas = options.shape.replicas = 2;
+  options.devices.all_reduce = true;
+  require_sensible(options);
+}
+
 TEST(SensibleOptionsTest, AnOptimizersNumbersAreOnesThatAStepCanWorkWith) {
   for (const float bad : {1.0F, -1.0F, kNan, kInfinity}) {
     expect_refused("beta1", {[&](auto& o) { o.training.optimizer.beta1 = bad; }});
@@ -135,7 +147,8 @@ TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
   expect_compared<Options::Shape>(
       [](auto& o) -> auto& { return o.shape; },
       {[](auto& o) { o.pipeline = 2; }, [](auto& o) { o.replicas = 2; },
-       [](auto& o) { o.tensor = 2; }, [](auto& o) { o.rank_order = RankOrder::kReplicaFirst; },
+       [](auto& o) { o.virtual_replicas = 2; }, [](auto& o) { o.tensor = 2; },
+       [](auto& o) { o.rank_order = RankOrder::kReplicaFirst; },
        [](auto& o) { o.micro_batches = 2; }, [](auto& o) { o.micro_batch_size = 2; },
        [](auto& o) { o.batch_size = 2; }, [](auto& o) { o.shard = ShardLevel::kOptimizer; }});
   expect_compared<Options::Order>(
