@@ -11,6 +11,7 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
+#include "comm/base/sum_tree.hpp"
 #include "comm/group/binomial_tree.hpp"
 #include "comm/group/communicator.hpp"
 #include "comm/group/waiter.hpp"
@@ -407,16 +408,18 @@ void Collectives::reduce_scatter(std::span<float> values, std::span<const std::s
   for (std::size_t block = 0; block < blocks; ++block) {
     if (block + 1 < blocks) start(block + 1);
     const Range mine = block_of(ends, me, block);
-    float* own = values.data() + mine.begin;
-    float* sum = me == 0 ? own : slot(0, block);
+    const auto term = [&](std::size_t rank) {
+      return rank == at(me) ? values.data() + mine.begin : slot(static_cast<int>(rank), block);
+    };
     for (int rank = 0; rank < size && mine.size > 0; ++rank) {
       const std::size_t bytes = mine.size * sizeof(float);
       if (rank != me) {
         wait(block_receive(rank, block), bytes, receives(rank, base_tag_ + kScatterTag, bytes));
       }
-      if (rank > 0) add(sum, rank == me ? own : slot(rank, block), mine.size);
+      add_leaf(at(rank), at(size),
+               [&](std::size_t into, std::size_t from) { add(term(into), term(from), mine.size); });
     }
-    if (me != 0 && mine.size > 0) std::copy_n(sum, mine.size, own);
+    if (me != 0) std::copy_n(term(0), mine.size, term(at(me)));
     for (int rank = 0; rank < size; ++rank) {
       if (block_send(rank, block).index == Request::kNone) continue;
       wait(block_send(rank, block), 0,

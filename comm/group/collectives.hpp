@@ -50,7 +50,7 @@ class Collectives {
   void send(int peer, std::span<const std::byte> bytes, const KeepAlive& owner = nullptr);
   void recv(int peer, std::span<std::byte> bytes, const KeepAlive& owner = nullptr);
 
-  // In place: values[i] = ((g0[i] + g1[i]) + g2[i]) + ... over ranks 0, 1, 2, ... in fp32: a
+  // In place: values[i] = the sum of all ranks' in fp32, by the tree of comm/base/sum_tree.hpp: a
   // function of the number of ranks alone. These are the two halves below, over size() parts of one
   // size. Without an `owner` of the values, the caller passes their memory to
   // communicator().keep() after a throw; likewise below.

@@ -1,7 +1,7 @@
 // NcclSums: sums over the GPUs of a replica group.
 //
-// Each element is ((g0 + g1) + g2) + ... in the order of ranks, in fp32: bit for bit what
-// Collectives::ordered_sum computes from the same values on the host, for any division of the
+// Each element is the sum over ranks by the tree of comm/base/sum_tree.hpp, in fp32: bit for bit
+// what Collectives::ordered_sum computes from the same values on the host, for any division of the
 // range. The owner of a piece receives it from all others (reduce-scatter by owner), a kernel adds,
 // and every owner sends its sum to all (gather), all through NCCL's sends and receives. NCCL's own
 // all-reduce is the other method of whole sums; its bits depend on NCCL.

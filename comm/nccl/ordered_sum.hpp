@@ -1,5 +1,5 @@
-// The kernel of NcclSums: sums shards of several ranks from left to right. Only NcclQueue launches
-// it.
+// The kernel of NcclSums: sums shards of several ranks in the order of comm/base/sum_tree.hpp. Only
+// NcclQueue launches it.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,9 @@
 
 namespace sluice {
 
-// own[i] = ((g0[i] + g1[i]) + g2[i]) + ..., in fp32, where g of rank `rank` is `own` and the others
-// lie in `others` in ascending order of ranks, at intervals of `stride` floats. Device memory.
+// own[i] = the sum over ranks of their g[i], in fp32, where g of rank `rank` is `own` and the
+// others lie in `others` in ascending order of ranks, at intervals of `stride` floats. Device
+// memory. Less than 65,536 ranks.
 struct ShardSum {
   float* own = nullptr;
   const float* others = nullptr;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "comm/base/index.hpp"
+#include "comm/base/sum_tree.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/edge_probe.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
@@ -35,12 +36,12 @@ class GroupSum : public Collective {
     firsts_.resize(adds() ? ranks() : 0);
     group_.gather(object_bytes(mine), std::as_writable_bytes(std::span(firsts_)), 0);
     if (adds()) require_same_counts();
-    add_up(values.first(begin), [&](std::size_t r, std::size_t i) { return firsts_[r].values[i]; });
+    add_up(values.first(begin), [&](std::size_t r) { return firsts_[r].values.data(); });
     if (const std::span<double> rest = values.subspan(begin); !rest.empty()) {
       group_.broadcast(object_bytes(mine.count), 0);  // they are the same
       rests_.resize(adds() ? rest.size() * ranks() : 0);
       group_.gather(std::as_bytes(rest), std::as_writable_bytes(std::span(rests_)), 0);
-      add_up(rest, [&](std::size_t r, std::size_t i) { return rests_[r * rest.size() + i]; });
+      add_up(rest, [&](std::size_t r) { return rests_.data() + r * rest.size(); });
     }
     group_.broadcast(std::as_writable_bytes(values), 0);
   }
@@ -63,12 +64,14 @@ class GroupSum : public Collective {
                   firsts_.size(), firsts_[0].count, r, firsts_[r].count);
     }
   }
-  // In order of the ranks, where they are added; number_of(rank, index) is a value of a rank.
-  template <typename NumberOf>
-  void add_up(std::span<double> values, const NumberOf& number_of) const {
-    for (std::size_t i = 0; adds() && i < values.size(); ++i) {
-      for (std::size_t r = 1; r < ranks(); ++r) values[i] += number_of(r, i);
-    }
+  // In the order of sum_tree.hpp, where they are added; numbers_of(rank) are a rank's values.
+  template <typename NumbersOf>
+  void add_up(std::span<double> values, const NumbersOf& numbers_of) const {
+    if (!adds()) return;
+    add_leaves(ranks(), [&](std::size_t into, std::size_t from) {
+      for (std::size_t i = 0; i < values.size(); ++i) numbers_of(into)[i] += numbers_of(from)[i];
+    });
+    std::copy_n(numbers_of(0), values.size(), values.begin());
   }
 
   Collectives& group_;

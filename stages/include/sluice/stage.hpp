@@ -82,7 +82,7 @@ struct StageDescription {
 class Collective {
  public:
   virtual ~Collective() = default;
-  // In order of the ranks, in place; `values` are in host memory, as many on every rank. Blocks the
+  // By a tree over the ranks in their order, in place; `values` are in host memory, as many on every rank. Blocks the
   // host, and keeps messages moving. One rank alone: nothing changes. Throws Error(kUsage) for a
   // call that the stage's description does not have, and another rank's error.
   virtual void sum(std::span<double> values) = 0;

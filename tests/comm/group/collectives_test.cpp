@@ -38,13 +38,11 @@ float addend(int rank, std::size_t i) {
   return sign * std::ldexp(fraction, static_cast<int>((hash >> 20U) % 12U));
 }
 
-// Sum over ranks in the given order of ranks.
-float sum_in_order(const std::vector<int>& order, std::size_t i) {
-  float sum = addend(order[0], i);
-  for (std::size_t k = 1; k < order.size(); ++k) {
-    sum += addend(order[k], i);
-  }
-  return sum;
+// Sum over ranks in the given order of ranks: split at the largest power of two below their number.
+float tree_sum(std::span<const int> ranks, std::size_t i) {
+  if (ranks.size() == 1) return addend(ranks[0], i);
+  const std::size_t half = std::bit_floor(ranks.size() - 1);
+  return tree_sum(ranks.first(half), i) + tree_sum(ranks.subspan(half), i);
 }
 
 std::vector<int> ascending(int ranks) {
@@ -55,7 +53,7 @@ std::vector<int> ascending(int ranks) {
   return order;
 }
 
-SLUICE_COMM_TEST(OrderedSumTest, EqualsTheSumFromLeftToRightBitForBit) {
+SLUICE_COMM_TEST(OrderedSumTest, EqualsTheSumOfTheTreeBitForBit) {
   Collectives collectives(comm, 0, nullptr);
   const std::vector<int> order = ascending(comm.size());
   // Around the number of ranks, around a block, several blocks, a last shard that is short or
@@ -71,7 +69,7 @@ SLUICE_COMM_TEST(OrderedSumTest, EqualsTheSumFromLeftToRightBitForBit) {
     std::size_t wrong = 0;
     for (std::size_t i = 0; i < count; ++i) {
       wrong += std::bit_cast<std::uint32_t>(values[i]) !=
-                       std::bit_cast<std::uint32_t>(sum_in_order(order, i))
+                       std::bit_cast<std::uint32_t>(tree_sum(order, i))
                    ? 1
                    : 0;
     }
@@ -157,7 +155,7 @@ TEST(OrderedSumInputTest, OtherOrdersGiveOtherBits) {
     rotated.erase(rotated.begin());
     std::size_t differ_rotated = 0;
     for (std::size_t i = 0; i < 1000; ++i) {
-      differ_rotated += sum_in_order(ascending(ranks), i) != sum_in_order(rotated, i) ? 1 : 0;
+      differ_rotated += tree_sum(ascending(ranks), i) != tree_sum(rotated, i) ? 1 : 0;
     }
     EXPECT_GT(differ_rotated, 100U) << ranks;
   }

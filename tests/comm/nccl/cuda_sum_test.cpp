@@ -1,9 +1,11 @@
-// The kernel that sums shards in the order of ranks, on one GPU, against a loop on the host.
+// The kernel that sums shards by the tree over ranks, on one GPU, against a recursion on the host.
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <bit>
 #include <limits>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "comm/nccl/ordered_sum.hpp"
 #include "tests/comm/group/addends.hpp"
@@ -26,6 +28,13 @@ struct Case {
   std::size_t offset = 0;  // of own and others, in floats from aligned memory
 };
 
+// Of element i: split at the largest power of two below the number of shards.
+float tree_sum(std::span<const std::vector<float>> shards, std::size_t i) {
+  if (shards.size() == 1) return shards[0][i];
+  const std::size_t half = std::bit_floor(shards.size() - 1);
+  return tree_sum(shards.first(half), i) + tree_sum(shards.subspan(half), i);
+}
+
 class CudaSumTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -45,9 +54,7 @@ class CudaSumTest : public ::testing::Test {
       if (other != rank) others.resize(others.size() + what.stride - what.count, kPoison);
     }
     for (std::size_t i = 0; i < what.count; ++i) {
-      float sum = shards[0][i];
-      for (std::size_t other = 1; other < shards.size(); ++other) sum += shards[other][i];
-      expected.push_back(sum);
+      expected.push_back(tree_sum(shards, i));
     }
     own.resize(own.size() + 5, kPoison);
     expected.resize(own.size(), kPoison);
@@ -67,7 +74,7 @@ class CudaSumTest : public ::testing::Test {
   }
 
   static void check_every_rank(const Case& what) {
-    for (const int ranks : {2, 3, 5}) {
+    for (const int ranks : {2, 3, 5, 8}) {
       for (int rank = 0; rank < ranks; ++rank) {
         SCOPED_TRACE(std::to_string(what.count) + " floats, stride " + std::to_string(what.stride) +
                      ", offset " + std::to_string(what.offset) + ", rank " + std::to_string(rank) +
@@ -78,7 +85,7 @@ class CudaSumTest : public ::testing::Test {
   }
 };
 
-TEST_F(CudaSumTest, HasTheBitsOfALoopOnTheHost) {
+TEST_F(CudaSumTest, HasTheBitsOfTheTreeOnTheHost) {
   for (const std::size_t count : {1UL, 3UL, 5UL, 257UL, 1001UL}) {
     check_every_rank({.count = count, .stride = count});
   }
@@ -96,6 +103,11 @@ TEST_F(CudaSumTest, HasThemForAlignedShardsAndForThoseThatAreNot) {
 TEST_F(CudaSumTest, TakesMoreValuesThanThreads) {
   check({.count = 700001, .stride = 700001}, 3, 1);
   check({.count = 2200000, .stride = 2200000}, 2, 0);
+}
+
+TEST_F(CudaSumTest, TakesAnyNumberOfRanks) {
+  for (const int ranks : {1, 7, 15, 16, 23, 64})
+    check({.count = 33, .stride = 33}, ranks, ranks / 2);
 }
 
 TEST_F(CudaSumTest, OfNothingIsNothing) { check({.count = 0, .stride = 4}, 3, 2); }
