@@ -119,7 +119,6 @@ SampleRange share_of(std::int64_t samples, std::int64_t replicas, std::int64_t r
 
 void cut_samples(SampleRange samples, std::int64_t size, std::int64_t pieces,
                  std::vector<SampleRange>& into) {
-  into.clear();
   for (std::int64_t left = samples.count; pieces > 0; left -= into.back().count) {
     into.push_back({samples.first + samples.count - left, std::min(size, left - --pieces)});
   }

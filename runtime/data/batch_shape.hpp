@@ -25,8 +25,8 @@ struct BatchShape {
 // first.
 [[nodiscard]] SampleRange share_of(std::int64_t samples, std::int64_t replicas,
                                    std::int64_t replica);
-// Cuts `samples` into `pieces` micro-batches, in order: each has `size` samples, or as many as
-// leave one for each later piece. Requires pieces <= samples.count <= pieces * size.
+// Cuts `samples` into `pieces` micro-batches, in order, and appends them: each has `size` samples,
+// or as many as leave one for each later piece. Requires pieces <= samples.count <= pieces * size.
 void cut_samples(SampleRange samples, std::int64_t size, std::int64_t pieces,
                  std::vector<SampleRange>& into);
 

@@ -145,6 +145,16 @@ class DeviceTimer {
   std::size_t used_ = 0;
 };
 
+// Where calls are recorded: gradients that a fold after `pass` leaves to be overwritten.
+void mark_folded(const StageBinding& stage, ActionKind pass) {
+  if (stage.parameters == nullptr || !stage.stage->overwrites_gradients()) return;
+  for (Parameter* each : stage.parameters->all()) {
+    if (each->written_by_loss == (pass == ActionKind::kForward)) {
+      GradientAccess::set_stale(*each, true);
+    }
+  }
+}
+
 // For its life the compute context waits as an engine does.
 class WaitsHere {
  public:
@@ -265,6 +275,7 @@ struct Engine::Impl final : DeviceWait {
   void until(const Event& event) override;        // how the compute context waits during a run
   // Blocks until the device has done all its work; completes the outcome.
   void drain();
+  void fold(const PlanOp& op, StepActions& actions) const;
   void reduce_grad(const PlanOp& op, StepActions& actions);
   void tally(const PlanOp& op, double start, double end);
 
@@ -394,8 +405,8 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
 
 void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
   const ProfilerRange range(range_names.empty() ? nullptr : range_names[index_in_plan(op)].c_str());
-  const bool reduces = op.kind == OpKind::kReduceGrad || op.kind == OpKind::kReduceTied ||
-                       op.kind == OpKind::kOptimizer;
+  const bool reduces = op.kind == OpKind::kFold || op.kind == OpKind::kReduceGrad ||
+                       op.kind == OpKind::kReduceTied || op.kind == OpKind::kOptimizer;
   if (reduces && actions == nullptr) refuse(op, "nothing can reduce it");
   if (reduces || (on_gpu && op.kind == OpKind::kStartSend)) computed_until = 0;
   switch (op.kind) {
@@ -411,6 +422,8 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
       return compute(op, actions);
     case OpKind::kRelease:
       return release(op);
+    case OpKind::kFold:
+      return fold(op, *actions);
     case OpKind::kReduceGrad:
       return reduce_grad(op, *actions);
     case OpKind::kReduceTied:
@@ -485,11 +498,13 @@ void Engine::Impl::release(const PlanOp& op) {
 
 StageContext Engine::Impl::context_of(const PlanOp& op) {
   const SampleRange& range = request.micro_batches[at(op.micro_batch)];
+  const int all = static_cast<int>(request.micro_batches.size());
+  const int group = config.plan->fold_every > 0 ? config.plan->fold_every : all;
   const Slot* const state = table.slot(op, BufferKind::kState);  // null: expect() refuses the op
   return {.compute = *config.compute,
           .stage = op.stage,
-          .micro_batch = op.micro_batch,
-          .micro_batches = static_cast<int>(request.micro_batches.size()),
+          .micro_batch = op.micro_batch % group,
+          .micro_batches = group,
           .state = state != nullptr ? state->memory : StageContext::State{},
           .slot = op.slot(BufferKind::kState),
           .phase = request.phase,
@@ -530,6 +545,12 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   }
   computed_until = steady_seconds();
   tally(op, start, computed_until);
+}
+
+void Engine::Impl::fold(const PlanOp& op, StepActions& actions) const {
+  const int leaf = op.micro_batch / config.plan->fold_every;
+  if (op.action == ActionKind::kForward) return actions.fold_forward(op.stage, leaf);
+  actions.fold_backward(op.stage, leaf);
 }
 
 void Engine::Impl::reduce_grad(const PlanOp& op, StepActions& actions) {
@@ -589,7 +610,11 @@ void Engine::Impl::call_forward(LocalStage& stage, const PlanOp& op, StageContex
   const std::span<const Tensor> targets = batch.targets(op.micro_batch);
   if (on_gpu) return stage.binding.loss->loss(ctx, output.tensors, targets, &result->sum);
   const bool first = ctx.phase == Phase::kTrain && !std::exchange(stage.loss_watched, true);
-  watch_loss(stage.binding, ctx, output.tensors, targets, first, &result->sum);
+  const auto call = [&] {
+    watch_loss(stage.binding, ctx, output.tensors, targets, first, &result->sum);
+  };
+  if (!first || config.plan->fold_every == 0) return call();
+  watch_gradients(stage.binding, ctx.compute.stream(), call);
 }
 
 void Engine::Impl::call_backward(LocalStage& stage, const PlanOp& op, StageContext& ctx,
@@ -642,6 +667,7 @@ void Engine::Impl::record_calls(StepActions* actions) {
   };
   set_stale_gradients(request.first_batch);
   for (const PlanOp& op : mine.ops) {
+    if (op.kind == OpKind::kFold) mark_folded(local(op).binding, op.action);
     if (op.kind != OpKind::kCompute) continue;
     LocalStage& stage = local(op);
     StageContext ctx = context_of(op);

@@ -32,6 +32,10 @@ class StepActions {
   // Receives which gradients are final during the stage's last backward or backward_weight of the
   // step; may be null.
   virtual FinalGradients* final_gradients(int /*stage*/) { return nullptr; }
+  // The stage has run all F, or all W and B, of a group of micro-batches (Plan::fold_every), number
+  // `leaf` of the step. Gradients that are written by the loss belong to F.
+  virtual void fold_forward(int stage, int leaf) = 0;
+  virtual void fold_backward(int stage, int leaf) = 0;
   virtual void reduce_grad(int stage) = 0;
   virtual void reduce_tied(int group) = 0;
   // Puts on the stream the work whose results optimizer() reads on the host. The engine waits for

@@ -2,6 +2,7 @@
 // calls that are checked.
 #pragma once
 
+#include <functional>
 #include <span>
 
 #include <sluice/data.hpp>
@@ -39,5 +40,10 @@ void check_inputs(const StageBinding& first, std::span<const Tensor> inputs, Sam
 // wrote it.
 void watch_loss(const StageBinding& last, StageContext& ctx, std::span<const Tensor> outputs,
                 std::span<const Tensor> targets, bool first, double* sum);
+
+// Runs `loss`, a call of the last stage's loss on a CPU in training. Throws Error(kUsage) where
+// that writes a gradient without Parameter::written_by_loss.
+void watch_gradients(const StageBinding& last, StreamView stream,
+                     const std::function<void()>& loss);
 
 }  // namespace sluice

@@ -13,16 +13,19 @@ namespace sluice {
 
 GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const PipelineOptions& options,
                            ComputeContext& compute, NcclRoutes* nccl, HostMirror& mirror,
-                           TiedUses& ties, std::vector<StageBinding> stages, StepState& step)
+                           TiedUses& ties, StageBuffers& buffers, std::vector<StageBinding> stages,
+                           StepState& step)
     : layout_(layout),
       options_(options),
       compute_(compute),
       ties_(ties),
+      buffers_(buffers),
       stages_(std::move(stages)),
       step_(step),
       record_(job, layout, options),
       mirror_(mirror) {
   std::erase_if(stages_, [](const StageBinding& each) { return each.parameters == nullptr; });
+  folds_.emplace(compute, stages_, layout.place.shares);
   sums_.emplace(job, layout, nccl != nullptr && nccl->sums() ? nccl : nullptr, compute, mirror,
                 stages_, options.expert.bucket_bytes);
   std::vector<OwnedParameter> owners;
@@ -44,9 +47,19 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   optimizers_.emplace(options.training, owners, layout_.parameters, compute_);
 }
 
+// Those of the last backward's virtual replica are not the step's.
 FinalGradients* GradientSync::final_gradients(int stage) {
-  if (step_.end == BatchEnd::kAccumulate) return nullptr;
+  if (step_.end == BatchEnd::kAccumulate || layout_.place.shares > 1) return nullptr;
   return sums_->final_gradients(stage, step_.end == BatchEnd::kGradients);
+}
+
+void GradientSync::fold_forward(int stage, int leaf) {
+  buffers_.fold(stage, leaf);
+  folds_->fold(stage, leaf, /*by_loss=*/true);
+}
+
+void GradientSync::fold_backward(int stage, int leaf) {
+  folds_->fold(stage, leaf, /*by_loss=*/false);
 }
 
 void GradientSync::reduce_grad(int stage) {

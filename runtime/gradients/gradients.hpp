@@ -9,7 +9,9 @@
 #include <sluice/options.hpp>
 
 #include "runtime/engine/engine.hpp"
+#include "runtime/gradients/gradient_folds.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
+#include "runtime/gradients/replica_state.hpp"
 #include "runtime/gradients/stage_optimizers.hpp"
 #include "runtime/gradients/step_record.hpp"
 #include "runtime/gradients/tied_uses.hpp"
@@ -26,11 +28,13 @@ class GradientSync : public StepActions {
   // is the one that runs.
   GradientSync(JobContext& job, const JobLayout& layout, const PipelineOptions& options,
                ComputeContext& compute, NcclRoutes* nccl, HostMirror& mirror, TiedUses& ties,
-               std::vector<StageBinding> stages, StepState& step);
+               StageBuffers& buffers, std::vector<StageBinding> stages, StepState& step);
 
   // Of the engine that runs the next batch, filled while it runs.
   void expect(const StepOutcome& outcome) { outcome_ = &outcome; }
   FinalGradients* final_gradients(int stage) override;
+  void fold_forward(int stage, int leaf) override;
+  void fold_backward(int stage, int leaf) override;
   void reduce_grad(int stage) override;
   void reduce_tied(int group) override;
   void measure() override;
@@ -62,10 +66,12 @@ class GradientSync : public StepActions {
   const PipelineOptions& options_;
   ComputeContext& compute_;
   TiedUses& ties_;
+  StageBuffers& buffers_;
   std::vector<StageBinding> stages_;  // those that have parameters
   StepState& step_;
   RecordExchange record_;
   HostMirror& mirror_;
+  std::optional<GradientFolds> folds_;
   std::optional<GradientSums> sums_;
   std::optional<StageOptimizers> optimizers_;
   // Of owned parameters, in global order: what RecordExchange::squared_part() says.

@@ -45,7 +45,9 @@ StageBuffers::StageBuffers(JobContext& job, ComputeContext& compute, HostMirror&
   for (const StageBinding& binding : stages) {
     ParameterSet* set = binding.parameters;
     if (set == nullptr || set->flat_buffers().empty()) continue;
-    kept_.push_back({set, compute.memory().allocate(set->flat_buffers().size_bytes())});
+    const std::span<float> now = set->flat_buffers();
+    kept_.push_back({binding.index, set, compute.memory().allocate(now.size_bytes()),
+                     TreeSum(compute, now.size(), job.place.shares)});
   }
 }
 
@@ -53,6 +55,21 @@ void StageBuffers::keep() {
   for (const Kept& kept : kept_) {
     const std::span<float> now = kept.set->flat_buffers();
     copy_async(kept.copy.data(), now.data(), now.size_bytes(), compute_.stream());
+  }
+}
+
+// The number of leaves is a power of two, or join() does nothing: so the mean of all virtual
+// replicas is rounded once.
+void StageBuffers::fold(int stage, int leaf) {
+  for (Kept& kept : kept_) {
+    if (kept.stage != stage) continue;
+    const std::span<float> now = kept.set->flat_buffers();
+    if (!kept.sum.add(now, leaf)) {
+      copy_async(now.data(), kept.copy.data(), now.size_bytes(), compute_.stream());
+      continue;
+    }
+    for (float& value : mirror_.read_back(now)) value /= static_cast<float>(job_.place.shares);
+    mirror_.write_back();
   }
 }
 

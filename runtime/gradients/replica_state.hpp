@@ -9,6 +9,7 @@
 #include <sluice/device.hpp>
 
 #include "runtime/engine/stage_binding.hpp"
+#include "runtime/gradients/gradient_folds.hpp"
 #include "runtime/gradients/tied_uses.hpp"
 #include "runtime/group/host_mirror.hpp"
 #include "runtime/group/job_context.hpp"
@@ -18,7 +19,7 @@ namespace sluice {
 // Of this rank's stages: kept while a step may still be refused, equal over replicas after it.
 class StageBuffers {
  public:
-  // Everything outlives it. Takes the memory of a copy.
+  // Everything outlives it. Takes the memory of a copy, and of a TreeSum over `job.place.shares`.
   StageBuffers(JobContext& job, ComputeContext& compute, HostMirror& mirror,
                std::span<const StageBinding> stages);
 
@@ -27,13 +28,18 @@ class StageBuffers {
   void restore();
   // The kept value of a buffer; `value` itself where it is no buffer's.
   [[nodiscard]] Tensor kept(const Tensor& value) const;
+  // After all forwards of the stage's leaf, where there are several: the buffers get the kept
+  // values, in stream order, or after the last leaf the mean over the leaves, through the host.
+  void fold(int stage, int leaf);
   // Collective over this rank's replicas: what Parameter::across asks for. Passes through the host.
   void join();
 
  private:
   struct Kept {
+    int stage = 0;
     ParameterSet* set = nullptr;
     Buffer copy;
+    TreeSum sum;
   };
   JobContext& job_;
   ComputeContext& compute_;

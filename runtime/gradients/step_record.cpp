@@ -33,7 +33,7 @@ void check(StepTotals& totals, double value, double index, double is_loss) {
 
 }  // namespace
 
-Error StepState::refusal(const ParameterTable& parameters) const {
+Error StepState::refusal(const JobLayout& layout) const {
   if (totals.other_rate_rank >= 0) {
     return {ErrorCode::kMismatch,
             fmt::format("ranks disagree about the learning rate of step {}: rank 0 has {}, rank {} "
@@ -51,10 +51,11 @@ Error StepState::refusal(const ParameterTable& parameters) const {
                        totals.nonfinite_is_loss != 0 ? "mean loss" : "norm of the mean gradient",
                        number, totals.targets);
   } else if (totals.nonfinite_is_loss != 0) {
-    what = fmt::format("the loss of step {} is not finite, first in micro-batch {} of replica {}",
-                       number, index % at(micro_batches), index / at(micro_batches));
+    const std::size_t each = at(micro_batches / layout.place.shares);
+    what = fmt::format("the loss of step {} is not finite, first in micro-batch {} of {} {}",
+                       number, index % each, layout.place.name_of_part(), index / each);
   } else {
-    auto stage = parameters.stages.begin();
+    auto stage = layout.parameters.stages.begin();
     for (; index >= stage->parameters.size(); ++stage) index -= stage->parameters.size();
     what = fmt::format("the gradient of step {} is not finite, first in parameter '{}'", number,
                        stage->parameters[index].name);
@@ -71,7 +72,7 @@ RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
     : job_(job),
       layout_(layout),
       rate_(options.training.learning_rate),
-      losses_(2 * at(options.shape.micro_batches)) {
+      losses_(2 * at(options.shape.micro_batches) * at(layout.place.shares)) {
   const Topology& topology = layout_.place.topology;
   std::vector<std::size_t> sizes(at(topology.ranks()));  // of records
   for (int rank = 0; rank < topology.ranks(); ++rank) {
@@ -149,9 +150,10 @@ std::size_t RecordExchange::first_square(int pipeline_rank) const {
   return kFirstLoss + (pipeline_rank == layout_.plans.last_rank() ? losses_ : 0);
 }
 
-// On rank 0. Losses are added in order of batch, replica and micro-batch, whatever the number of
-// the step's batches, squares in order of blocks within a slice, then of slices within a parameter,
-// then of stage and parameter: neither order depends on the placement or the replicas' parts.
+// On rank 0. Losses are added in order of batch, virtual replica and micro-batch, whatever the
+// number of the step's batches, squares in order of blocks within a slice, then of slices within a
+// parameter, then of stage and parameter: neither order depends on the placement or the replicas'
+// parts.
 void RecordExchange::reduce(StepState& step) {
   reduce_losses(step);
   reduce_squares(step.totals);

@@ -74,7 +74,7 @@ struct StepState {
   }
   // Why, the same on all ranks: Error(kMismatch) where learning rates differ, Error(kData) where no
   // target counts, else Error(kNumeric).
-  [[nodiscard]] Error refusal(const ParameterTable& parameters) const;
+  [[nodiscard]] Error refusal(const JobLayout& layout) const;
 
   void begin_batch(double started_at, int micro_batches_of_all, BatchEnd ends) {
     number = done + 1;

@@ -117,6 +117,10 @@ struct RankPlace {
   std::string driver_note;          // as describe_different_drivers(), of the job
 
   [[nodiscard]] int virtual_replicas() const { return topology.size.replica * shares; }
+  // What has micro-batches of its own: "replica", or "virtual replica" where that is another thing.
+  [[nodiscard]] const char* name_of_part() const {
+    return shares == 1 ? "replica" : "virtual replica";
+  }
   [[nodiscard]] Device device() const {
     return devices[static_cast<std::size_t>(here.pipeline)].device;
   }

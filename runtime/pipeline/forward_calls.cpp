@@ -154,6 +154,7 @@ LossResult ForwardCalls::run_rounds(Phase phase, SampleRange samples, std::int64
   if (samples.count % size > 0) parts_.need_size({samples.count % size, positions});
   for (std::int64_t i = 0, done = 0; done < samples.count || i < least_rounds; ++i) {
     const std::int64_t count = std::min(round_samples(), samples.count - done);
+    ranges_.clear();
     cut_samples({samples.first + done, count}, size, (count + size - 1) / size, ranges_);
     done += count;
     const BatchLoader::Batch& batch = load(ranges_);

@@ -32,14 +32,14 @@ void TrainingSteps::prepare() {
           parts_.compute->device());
     });
   }
-  parts_.rethrow_oom_with_plan("the optimizer", [&] {
-    gradients_ = std::make_unique<GradientSync>(parts_.job, parts_.layout, parts_.options,
-                                                *parts_.compute, parts_.nccl.get(), *parts_.mirror,
-                                                *parts_.tied, parts_.bindings, step_);
-  });
   parts_.rethrow_oom_with_plan("the buffers of stages", [&] {
     stage_buffers_ = std::make_unique<StageBuffers>(parts_.job, *parts_.compute, *parts_.mirror,
                                                     parts_.bindings);
+  });
+  parts_.rethrow_oom_with_plan("the optimizer", [&] {
+    gradients_ = std::make_unique<GradientSync>(
+        parts_.job, parts_.layout, parts_.options, *parts_.compute, parts_.nccl.get(),
+        *parts_.mirror, *parts_.tied, *stage_buffers_, parts_.bindings, step_);
   });
   gradients_->clear();
   parts_.compute->wait();
@@ -59,27 +59,51 @@ void TrainingSteps::require_no_gradients() const {
 }
 
 void TrainingSteps::cut_step() {
-  const std::span<const std::int64_t> shares = parts_.feed->shares();
+  const RankPlace& place = parts_.layout.place;
   const std::int64_t size = parts_.layout.wires.edges.largest().samples;
-  const std::int64_t most = *std::max_element(shares.begin(), shares.end());
-  const std::int64_t pieces = (most + size - 1) / size;
-  if (pieces > parts_.layout.plans.train.micro_batches) {
-    throw_usage(
-        "a batch of {} samples for a replica; this pipeline was made for at most {}: {} "
-        "micro-batches of {} (PipelineOptions::Shape); accumulate() takes several batches a step",
-        most, parts_.layout.plans.train.micro_batches * size,
-        parts_.layout.plans.train.micro_batches, size);
+  const std::int64_t planned = parts_.layout.plans.train.micro_batches / place.shares;
+  std::vector<std::int64_t> counts;  // [virtual replica] samples
+  for (const std::int64_t share : parts_.feed->shares()) {
+    for (int j = 0; j < place.shares; ++j) {
+      counts.push_back(share_of(share, place.shares, j).count);
+    }
   }
-  const auto least = std::min_element(shares.begin(), shares.end());
+  const std::int64_t most = *std::max_element(counts.begin(), counts.end());
+  const std::int64_t pieces = (most + size - 1) / size;
+  if (pieces > planned) {
+    throw_usage(
+        "a batch of {} samples for a {}; this pipeline was made for at most {}: {} micro-batches "
+        "of {} (PipelineOptions::Shape){}",
+        most, place.name_of_part(), planned * size, planned, size,
+        place.shares == 1 ? "; accumulate() takes several batches a step" : "");
+  }
+  const auto least = std::min_element(counts.begin(), counts.end());
   if (*least < pieces) {
     throw_usage(
-        "replica {} has {} samples, but another replica's {} make {} micro-batches of {}; all "
-        "replicas need the same number of micro-batches",
-        least - shares.begin(), *least, most, pieces, size);
+        "{0} {1} has {2} samples, but another one's {3} make {4} micro-batches of {5}; all need "
+        "the same number of micro-batches",
+        place.name_of_part(), least - counts.begin(), *least, most, pieces, size);
   }
-  const SampleRange share = parts_.feed->share();
-  cut_samples({step_.earlier.samples + share.first, share.count}, size, pieces, step_.ranges);
-  parts_.training.plan(static_cast<int>(pieces));
+  SampleRange share = parts_.feed->share();
+  share.first += step_.earlier.samples;
+  step_.ranges.clear();
+  for (int j = 0; j < place.shares; ++j) {
+    SampleRange part = share_of(share.count, place.shares, j);
+    part.first += share.first;
+    cut_samples(part, size, pieces, step_.ranges);
+  }
+  parts_.training.plan(static_cast<int>(pieces) * place.shares);
+}
+
+// Each call brings samples of all virtual replicas, whose gradients stay apart until the step ends.
+void TrainingSteps::require_accumulable() const {
+  const RankPlace& place = parts_.layout.place;
+  if (place.shares == 1) return;
+  throw_usage(
+      "accumulate() with {} virtual replicas on {} replica{}, each of which would need gradients "
+      "of its own; legal: as many virtual replicas as replicas, or one batch a step",
+      place.virtual_replicas(), place.topology.size.replica,
+      place.topology.size.replica == 1 ? "" : "s");
 }
 
 StepReport TrainingSteps::train_step() {
@@ -107,6 +131,7 @@ StepReport TrainingSteps::train_step() {
 StepReport TrainingSteps::train_on(Call call, const Batch& batch) {
   require_training();
   require_no_gradients();
+  if (call == Call::kAccumulate) require_accumulable();
   calls_.agree(call, &batch, 0, [&] { require_rate(); });
   cut_step();
   const BatchLoader::Batch* mine = nullptr;
@@ -149,7 +174,7 @@ StepReport TrainingSteps::run_batch(const BatchLoader::Batch& batch, BatchEnd en
                                  [&] { parts_.engine->run(request, gradients_.get()); });
     report = end_batch(end, started);
   });
-  if (step_.refused() && !report.skipped) throw step_.refusal(parts_.layout.parameters);
+  if (step_.refused() && !report.skipped) throw step_.refusal(parts_.layout);
   return report;
 }
 
@@ -197,7 +222,7 @@ StepReport TrainingSteps::optimizer_step() {
     gradients_->update(started);
     report = end_batch(BatchEnd::kUpdate, started);
   });
-  if (step_.refused() && !report.skipped) throw step_.refusal(parts_.layout.parameters);
+  if (step_.refused() && !report.skipped) throw step_.refusal(parts_.layout);
   return report;
 }
 

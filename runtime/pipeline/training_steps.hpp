@@ -35,6 +35,7 @@ class TrainingSteps {
   void prepare();
   void require_training() const;
   void require_no_gradients() const;
+  void require_accumulable() const;
   // Of the next step.
   void require_rate() const;
   // Divides the shares of a step's batch into micro-batches. All ranks throw the same.

@@ -119,6 +119,36 @@ void require_groups(const PipelineOptions& options, const std::vector<StageEntry
   }
 }
 
+// Micro-batches of a step of one replica; one that is too large to plan where it has no int.
+int micro_batches_of_replica(const PipelineOptions& options, const RankPlace& place) {
+  int product = 0;
+  return __builtin_mul_overflow(options.shape.micro_batches, place.shares, &product)
+             ? std::numeric_limits<int>::max()
+             : product;
+}
+
+// Stages whose bits depend on how virtual replicas lie on ranks.
+void require_divisible(const RankPlace& place, const std::vector<StageEntry>& stages,
+                       const std::vector<std::unique_ptr<Stage>>& made) {
+  if (place.shares == 1) return;
+  const auto refuse = [&](const std::string& what) {
+    throw_usage("{}, with {} virtual replicas on {} replica{}; legal: as many as replicas", what,
+                place.virtual_replicas(), place.topology.size.replica,
+                place.topology.size.replica == 1 ? "" : "s");
+  };
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    if (stages[s].forward_sums + stages[s].backward_sums == 0) continue;
+    refuse(fmt::format("stage {} sums over the replicas within its actions", s));
+  }
+  for (const std::unique_ptr<Stage>& stage : made) {
+    ParameterSet* const set = stage->parameters();
+    for (const Parameter* buffer : set == nullptr ? std::vector<Parameter*>() : set->buffers()) {
+      if (buffer->across == ReplicaRule::kMean) continue;
+      refuse(fmt::format("buffer '{}' is not the mean over replicas (ReplicaRule)", buffer->name));
+    }
+  }
+}
+
 // What a step and the announced evaluations need: the distinct sizes of all replicas'
 // micro-batches, the largest first, and the most micro-batches of an evaluation's round.
 struct Division {
@@ -128,18 +158,21 @@ struct Division {
 
 // `plans` gets this replica's micro-batches of the largest step.
 Division divide_samples(const PipelineOptions& options, const RankPlace& place, StepPlans& plans) {
-  const int replicas = place.topology.size.replica;
+  const int replicas = place.topology.size.replica, parts = place.virtual_replicas();
   const std::int64_t size = options.shape.micro_batch_size;
-  const BatchShape batch{.batch_size = largest_batch(options, replicas),
+  const BatchShape batch{.batch_size = largest_batch(options, parts),
                          .micro_batch_size = size,
                          .micro_batches = options.shape.micro_batches,
-                         .replicas = replicas};
+                         .replicas = parts};
   std::set<std::int64_t, std::greater<>> sizes;
   Division division;
-  for (int r = 0; r < replicas; ++r) {
-    std::vector<SampleRange> training = micro_batches_of(batch, r);
+  for (int part = 0; part < parts; ++part) {
+    const std::vector<SampleRange> training = micro_batches_of(batch, part);
     for (const SampleRange& range : training) sizes.insert(range.count);
-    if (r == place.here.replica) plans.micro_batches = std::move(training);
+    if (part / place.shares != place.here.replica) continue;
+    plans.micro_batches.insert(plans.micro_batches.end(), training.begin(), training.end());
+  }
+  for (int r = 0; r < replicas; ++r) {
     for (const std::int64_t samples : options.expert.evaluations) {
       if (samples < 0)
         throw_usage("an evaluation of {} samples; legal are numbers from 0", samples);
@@ -403,13 +436,14 @@ std::vector<StageSums> sums_of(const JobLayout& layout) {
 
 // The most micro-batches in flight per stage in steps of fewer micro-batches. Some schedules keep
 // more than in a long step, where it has a few rounds over the stages at most.
-std::vector<int> slots_of_smaller_steps(const PipelineOptions& options, int ranks) {
+std::vector<int> slots_of_smaller_steps(const PipelineOptions& options, const RankPlace& place) {
   if (options.order.given != nullptr || options.training.inference) return {};
   std::vector<int> most;
   for (int n = 1; n < options.shape.micro_batches; ++n) {
     const int stages = static_cast<int>(most.size());
     if (stages > 0 && n > 4 * stages) break;
-    const Schedule order = order_of(options, {ranks, n, options.order.chunks});
+    const Schedule order =
+        order_of(options, {place.topology.size.pipeline, n * place.shares, options.order.chunks});
     most.resize(at(order.placement.stages()), 1);
     std::vector<int> in_flight(most.size());
     const auto count = [&](const Action& action) {
@@ -456,11 +490,12 @@ std::unique_ptr<Stage> StageFactory::operator()(const StagePlace& place) const {
   return make_(place);
 }
 
-std::int64_t largest_batch(const PipelineOptions& options, int replicas) {
+std::int64_t largest_batch(const PipelineOptions& options, int virtual_replicas) {
   if (options.shape.batch_size != 0) return options.shape.batch_size;
   std::int64_t product = 0;
   if (__builtin_mul_overflow(options.shape.micro_batch_size,
-                             std::int64_t{options.shape.micro_batches} * replicas, &product)) {
+                             std::int64_t{options.shape.micro_batches} * virtual_replicas,
+                             &product)) {
     return std::numeric_limits<std::int64_t>::max();  // micro_batches_of() refuses it
   }
   return product;
@@ -469,8 +504,10 @@ std::int64_t largest_batch(const PipelineOptions& options, int replicas) {
 Plan plan_step(const JobLayout& layout, const PipelineOptions& options, int micro_batches) {
   const ScheduleShape shape{layout.place.topology.size.pipeline, micro_batches,
                             options.order.chunks};
+  const int shares = options.training.inference ? 1 : layout.place.shares;
+  const int fold_every = shares == 1 ? 0 : micro_batches / shares;
   return plan_for(order_of(options, shape), lowering_of(layout, options.training.inference),
-                  needs_of(layout.wires.carrier), sums_of(layout));
+                  needs_of(layout.wires.carrier), sums_of(layout), fold_every);
 }
 
 Plan plan_forward(const JobLayout& layout, int micro_batches) {
@@ -490,8 +527,9 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   JobLayout& layout = built.layout;
   StepPlans& plans = layout.plans;
   layout.place = job.place;
-  plans.order = order_of(options, {layout.place.topology.size.pipeline, options.shape.micro_batches,
-                                   options.order.chunks});
+  const int micro_batches = micro_batches_of_replica(options, layout.place);
+  plans.order =
+      order_of(options, {layout.place.topology.size.pipeline, micro_batches, options.order.chunks});
   const Division division = divide_samples(options, layout.place, plans);
   std::vector<StageReports> reports =
       describe_parts(job, options, compute, make_stage, source, plans.order.placement,
@@ -499,6 +537,9 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   StageReports& mine = reports[at(job.place.here.tensor)];
   require_same_texts(job.world.collectives->all_gather_strings(mine.model), "rank");
   require_same_replicas(*job.group(Axis::kReplica).collectives, mine.entries);
+  if (!options.training.inference) {
+    require_divisible(layout.place, mine.entries, built.stages);
+  }
   std::vector<ParameterTable> tables;  // [tensor coordinate]
   std::vector<std::string> outputs;
   for (StageReports& each : reports) {
@@ -516,9 +557,8 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   if (tables.size() > 1) layout.tensor_parameters = std::move(tables);
   // The order that NCCL's queues need suits tagged messages too.
   layout.wires.carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();
-  plans.train = plan_step(layout, options, options.shape.micro_batches);
-  if (any_size)
-    plans.smaller_slots = slots_of_smaller_steps(options, layout.place.topology.size.pipeline);
+  plans.train = plan_step(layout, options, micro_batches);
+  if (any_size) plans.smaller_slots = slots_of_smaller_steps(options, layout.place);
   if (division.round > 0) plans.forward = plan_forward(layout, static_cast<int>(division.round));
   plans.bubble_ideal =
       simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;

@@ -36,10 +36,11 @@ struct BuiltLayout {
 void add_size(JobContext& job, ComputeContext& compute, const DataSource& source,
               std::span<const std::unique_ptr<Stage>> stages, UnitShape shape, JobLayout& layout);
 
-// The samples of the largest step, over all replicas.
-[[nodiscard]] std::int64_t largest_batch(const PipelineOptions& options, int replicas);
+// The samples of the largest step, over all virtual replicas.
+[[nodiscard]] std::int64_t largest_batch(const PipelineOptions& options, int virtual_replicas);
 
-// Verified plans for another number of micro-batches; the same on all ranks. `layout` is complete
+// Verified plans for another number of micro-batches of a replica, in training a multiple of
+// RankPlace::shares; the same on all ranks. `layout` is complete
 // but for its plans. Throws Error(kUsage) where the schedule does not have that number,
 // Error(kPlan) where it breaks a rule.
 [[nodiscard]] Plan plan_step(const JobLayout& layout, const PipelineOptions& options,

@@ -21,6 +21,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
+#include "runtime/gradients/gradient_folds.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/save_shares.hpp"
@@ -88,6 +89,8 @@ class MemorySum {
 
   void add_stages() {
     const PipelineOptions::Training& training = options_.training;
+    // Training keeps a copy of buffers until a step is done, and sums over virtual replicas.
+    const std::size_t sums = at(TreeSum::levels(training.inference ? 1 : layout_.place.shares));
     std::size_t tables = 0;
     std::vector<std::size_t> optimizer(at(layout_.place.topology.size.replica));
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {
@@ -99,7 +102,7 @@ class MemorySum {
         if (training.inference && !is_new) continue;  // ParameterSet::allocate()
         add_bytes(memory_.parameters, parameter_bytes(elements));
         if (training.inference) continue;
-        add_bytes(memory_.gradients, parameter_bytes(elements));
+        add_bytes(memory_.gradients, multiply_bytes(parameter_bytes(elements), 1 + sums));
         if (!layout_.parameters.is_owner(stage, static_cast<int>(i))) continue;
         if (training.make_optimizer || !entry.parameters[i].updated) continue;
         for (std::size_t r = 0; r < optimizer.size(); ++r) {
@@ -110,8 +113,7 @@ class MemorySum {
       std::size_t buffers = 0;
       for (const ParameterEntry& buffer : entry.buffers)
         add_bytes(buffers, parameter_bytes(buffer.elements));
-      // Training keeps a copy of them until a step is done.
-      add_bytes(memory_.parameters, multiply_bytes(buffers, training.inference ? 1 : 2));
+      add_bytes(memory_.parameters, multiply_bytes(buffers, training.inference ? 1 : 2 + sums));
       const bool splits = layout_.plans.splits_backward();
       const std::size_t activations =
           multiply_bytes(entry.state.in_plan(splits).slot(), at(layout_.plans.slots_of(stage)));

@@ -12,9 +12,9 @@
 namespace sluice {
 namespace {
 
-constexpr std::array<std::string_view, 9> kOpNames = {"post",        "wait",        "send",
-                                                      "wait-sent",   "compute",     "release",
-                                                      "reduce-grad", "reduce-tied", "optimizer"};
+constexpr std::array<std::string_view, 10> kOpNames = {
+    "post",    "wait", "send",        "wait-sent",   "compute",
+    "release", "fold", "reduce-grad", "reduce-tied", "optimizer"};
 constexpr std::array<std::string_view, kBufferKinds> kBufferNames = {
     "input", "output", "grad-output", "grad-input", "state"};
 
@@ -53,6 +53,12 @@ void require_legal(const Schedule& lowered, const PlanOptions& options) {
     };
     require(sums.forward, sums.backward, " sums");
     require(sums.forward_tensor, sums.backward_tensor, " sums over tensor ranks");
+  }
+  const int every = options.fold_every;
+  if (every < 0 || (every > 0 && (lowered.forward_only || lowered.micro_batches % every != 0))) {
+    refuse("plan: folds every ", every, " of ", lowered.micro_batches,
+           lowered.forward_only ? " forward-only" : "",
+           " micro-batches; legal are 0, and in training divisors of their number");
   }
   if (lowered.ranks.size() != at(lowered.placement.ranks())) {
     refuse("plan of '", lowered.name, "': ", lowered.ranks.size(), " lists for ",
@@ -133,6 +139,7 @@ Plan assemble_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
   plan.placement = lowered.placement;
   plan.micro_batches = lowered.micro_batches;
   plan.forward_only = lowered.forward_only;
+  plan.fold_every = options.fold_every;
   plan.tied = tied;
   plan.ranks.reserve(lowered.ranks.size());
   for (int rank = 0; rank < lowered.placement.ranks(); ++rank) {

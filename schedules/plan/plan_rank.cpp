@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -407,13 +408,15 @@ class RankPlanner {
         messages_(messages),
         tied_(tied),
         sums_(options.sums),
+        fold_every_(options.fold_every),
         rank_(rank),
         buffers_(placement_.stages_of(rank), lowered.micro_batches),
         sends_(placement_.stages_of(rank), options.send_slots, buffers_, plan_.ops),
         issuer_(std::move(receives.inbound),
                 messages.issues.empty() ? nullptr : &messages.issues[at(rank)], messages.channels,
                 buffers_, sends_, plan_.ops),
-        last_weight_(placement_.stages_of(rank).size(), -1) {
+        last_weight_(placement_.stages_of(rank).size(), -1),
+        computed_(last_weight_.size()) {
     plan_.ops.reserve(receives.ops);
   }
 
@@ -441,11 +444,15 @@ class RankPlanner {
 
   void finish_messages() {
     release_kept();
+    fold();
     sends_.wait_for_all();
   }
 
   void add(const Action& action) {
-    if (!is_send(action.kind)) release_kept();
+    if (!is_send(action.kind)) {
+      release_kept();
+      fold();
+    }
     switch (action.kind) {
       case ActionKind::kForward:
       case ActionKind::kBackward:
@@ -531,6 +538,7 @@ class RankPlanner {
     name_slot(op, BufferKind::kGradInput, grad_input);
     name_slot(op, BufferKind::kState, own.slot(BufferKind::kState, micro_batch));
     name_sums(op);
+    count_for_fold(action);
     if (!ends_use(action.kind, schedule_.forward_only)) return;
     if (!forward) {
       std::int32_t& before = last_weight_[buffers_.local(stage)];
@@ -547,6 +555,18 @@ class RankPlanner {
     const StageSums& sums = sums_[at(op.stage)];
     op.tensor_sums = forward ? sums.forward_tensor : sums.backward_tensor;
     if (!schedule_.forward_only) op.sums = forward ? sums.forward : sums.backward;
+  }
+
+  // The action that completes a group is followed by a fold, after the send of what it computed.
+  void count_for_fold(const Action& action) {
+    const bool forward = action.kind == ActionKind::kForward;
+    if (fold_every_ == 0 || (!forward && !ends_backward(action.kind))) return;
+    std::int32_t& count = computed_[buffers_.local(action.stage)][forward ? 0 : 1];
+    if (++count % fold_every_ == 0) folded_ = make_action(action.kind, action.stage, count - 1);
+  }
+
+  void fold() {
+    if (folded_) emit(plan_.ops, OpKind::kFold, *std::exchange(folded_, std::nullopt));
   }
 
   // Everything kept for the action that used it last, then the receives that now find a slot. Sends
@@ -589,12 +609,15 @@ class RankPlanner {
   const PlanMessages& messages_;
   const std::vector<TiedStages>& tied_;
   const std::vector<StageSums>& sums_;
+  const int fold_every_;
   const int rank_;
   RankPlan plan_;
   RankBuffers buffers_;
   OpenSends sends_;
   Issuer issuer_;
-  std::vector<std::int32_t> last_weight_;  // [own stage] micro-batch, -1: none yet
+  std::vector<std::int32_t> last_weight_;              // [own stage] micro-batch, -1: none yet
+  std::vector<std::array<std::int32_t, 2>> computed_;  // [own stage] F; W or B
+  std::optional<Action> folded_;                       // the fold that is not listed yet
   bool exact_ = true;
   std::optional<Action> used_;  // what it kept is not released yet
   std::size_t tied_cursor_ = 0;

@@ -26,6 +26,10 @@ std::optional<Violation> check_shape(const Plan& plan) {
     return about_plan(
         concat("the plan has ", plan.micro_batches, " micro-batches; at least 1 is needed"));
   }
+  if (plan.fold_every < 0 || (plan.fold_every > 0 && plan.micro_batches % plan.fold_every != 0)) {
+    return about_plan(concat("the plan folds every ", plan.fold_every, " of ", plan.micro_batches,
+                             " micro-batches; legal are 0 and divisors of their number"));
+  }
   if (plan.ranks.size() != at(plan.placement.ranks())) {
     return about_plan(concat("the plan lists ", plan.ranks.size(), " ranks, its placement has ",
                              plan.placement.ranks()));

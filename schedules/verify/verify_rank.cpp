@@ -233,14 +233,36 @@ class ProgressReplay {
     }
     const std::size_t pass = (adds & kForwardDone) != 0 ? 0 : 1;
     const bool weight_only = adds == kWeightDone;
+    const bool folds = plan_.fold_every > 0 && adds != kInputDone;
+    if (folds && !check_group(op, stage.folds[pass])) return false;
     if (!check_sums(op.sums, stage.sums[pass], weight_only || plan_.forward_only, "replicas",
                     " of training") ||
         !check_sums(op.tensor_sums, stage.tensor_sums[pass], weight_only, "tensor ranks", "")) {
       return false;
     }
     done |= adds;
+    if (folds) ++stage.since_fold[pass];
     if ((adds & (plan_.forward_only ? kForwardDone : kWeightDone)) != 0) ++stage.complete;
     return true;
+  }
+
+  // Of the group of micro-batches that all F, or all W and B, since the last fold belong to.
+  bool fold(const PlanOp& op, int own) {
+    const bool forward = op.action == ActionKind::kForward;
+    if (plan_.fold_every == 0) return refusal_.object("the plan has one group of micro-batches");
+    if (!forward && !ends_backward(op.action)) {
+      return refusal_.object("a fold follows F, B or W, not ", name_of(op.action));
+    }
+    const std::size_t pass = forward ? 0 : 1;
+    Stage& stage = stages_[at(own)];
+    std::int32_t& since = stage.since_fold[pass];
+    if (since != plan_.fold_every) {
+      return refusal_.object("since the last fold ", since, " of ", plan_.fold_every,
+                             " micro-batches are computed");
+    }
+    since = 0;
+    const std::int32_t last = ++stage.folds[pass] * plan_.fold_every - 1;
+    return op.micro_batch == last || refusal_.object("the last micro-batch of the group is ", last);
   }
 
   bool reduce_grad(int own) {
@@ -300,9 +322,21 @@ class ProgressReplay {
     std::uint8_t* done = nullptr;  // [micro_batch] bits
     std::int32_t complete = 0;     // micro-batches
     bool reduced = false;
+    // Of F; of W and B.
+    std::array<std::int32_t, 2> folds = {}, since_fold = {};
     // In each F, and in each B or I; -1: none computed yet.
     std::array<std::int32_t, 2> sums = {-1, -1}, tensor_sums = {-1, -1};
   };
+
+  // `folds`: of the stage so far, of what this action adds to.
+  bool check_group(const PlanOp& op, std::int32_t folds) {
+    const std::int32_t every = plan_.fold_every;
+    if (op.micro_batch / every == folds) return true;
+    return refusal_.object("micro-batches ", folds * every, " to ", folds * every + every - 1,
+                           " are not folded yet; legal are schedules in which a stage computes F, "
+                           "and B or W, of each ",
+                           every, " micro-batches before those of later ones");
+  }
 
   // Sums over `over` of an action that may make none, or of which every one of the stage makes as
   // many as `earlier` ones. `where`: the phase in which they are legal.
@@ -326,10 +360,15 @@ class ProgressReplay {
   }
 
   bool check_complete(int own) {
-    const std::int32_t complete = stages_[at(own)].complete;
-    if (complete == plan_.micro_batches) return true;
-    return refusal_.object("only ", complete, " of ", plan_.micro_batches,
-                           " micro-batches of stage ", own_.all()[at(own)], " are complete");
+    const Stage& stage = stages_[at(own)];
+    if (stage.complete != plan_.micro_batches) {
+      return refusal_.object("only ", stage.complete, " of ", plan_.micro_batches,
+                             " micro-batches of stage ", own_.all()[at(own)], " are complete");
+    }
+    const std::int32_t groups = plan_.fold_every == 0 ? 0 : plan_.micro_batches / plan_.fold_every;
+    const std::int32_t folds = std::min(stage.folds[0], stage.folds[1]);
+    return folds == groups || refusal_.object("only ", folds, " of ", groups, " groups of stage ",
+                                              own_.all()[at(own)], " are folded");
   }
 
   const Plan& plan_;
@@ -402,6 +441,8 @@ class RankReplay {
         return replay_compute(op, own);
       case OpKind::kRelease:
         return buffers_.release(op, own);
+      case OpKind::kFold:
+        return check_micro_batch(op) && buffers_.check_named(op, 0) && progress_.fold(op, own);
       case OpKind::kReduceGrad:
         return progress_.reduce_grad(own);
       case OpKind::kReduceTied:

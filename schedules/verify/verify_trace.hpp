@@ -31,7 +31,8 @@ struct ProgressEvent {
 // True for the op kinds that leave an event. kReduceGrad leaves none: its parties are the same rank
 // of every replica, whose lists are equal.
 [[nodiscard]] constexpr bool leaves_event(OpKind kind) {
-  return kind != OpKind::kCompute && kind != OpKind::kRelease && kind != OpKind::kReduceGrad;
+  return kind != OpKind::kCompute && kind != OpKind::kRelease && kind != OpKind::kFold &&
+         kind != OpKind::kReduceGrad;
 }
 
 // The order in which one end of a channel lists its messages: a table only where micro-batches do

@@ -259,7 +259,9 @@ LossNetworkStage::LossNetworkStage(StageLayers parts, std::string kind, std::uni
   const std::size_t layers = set().size();
   loss_->add_parameters(set());
   const std::vector<Parameter*> all = set().all();
-  for (std::size_t i = layers; i < all.size(); ++i) all[i]->asks_next_write = true;
+  for (std::size_t i = layers; i < all.size(); ++i) {
+    all[i]->asks_next_write = all[i]->written_by_loss = true;
+  }
 }
 
 StageDescription LossNetworkStage::describe(std::span<const TensorSpec> inputs,

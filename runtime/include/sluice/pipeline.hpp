@@ -144,7 +144,8 @@ class Pipeline {
   // Adds a batch to the gradients of the next step. Its samples count as much as those of the
   // step's other batches. The report is that of the step so far, without a gradient norm. A loss
   // that is not finite ends the step here, and drops its earlier batches: Error(kNumeric), or a
-  // report that says `skipped`.
+  // report that says `skipped`. Error(kUsage) where there are more virtual replicas than replicas:
+  // each would need gradients of its own.
   StepReport accumulate(const Batch& batch);
   // The last batch of a step: after it the gradients are those of the mean loss over the step's
   // batches, summed over replicas and over the uses of tied parameters, on each parameter's owner

@@ -65,12 +65,15 @@ inline constexpr int kBufferKinds = 5;
 [[nodiscard]] std::string_view name_of(BufferKind kind);  // "input", "grad-output", ...
 
 enum class OpKind : std::uint8_t {
-  kPostRecv,    // action RECV_F | RECV_B: hand the slot to the transport
-  kWaitRecv,    // block until that message is there
-  kStartSend,   // action SEND_F | SEND_B
-  kWaitSend,    // block until that send is done; its slot is free from here on
-  kCompute,     // action F | B | I | W
-  kRelease,     // after W or B: every slot named is free from here on
+  kPostRecv,   // action RECV_F | RECV_B: hand the slot to the transport
+  kWaitRecv,   // block until that message is there
+  kStartSend,  // action SEND_F | SEND_B
+  kWaitSend,   // block until that send is done; its slot is free from here on
+  kCompute,    // action F | B | I | W
+  kRelease,    // after W or B: every slot named is free from here on
+  kFold,  // after the last F, and the last W or B, of a group of Plan::fold_every micro-batches
+          // (action, micro_batch): what the stage has summed over the group joins that of the
+          // groups before it, and starts anew
   kReduceGrad,  // collective over the stage's replicas; the next kReduceTied or kOptimizer waits
                 // for its end, nothing else
   kReduceTied,  // collective over the ranks that own a use of tied parameter group `channel`
@@ -123,6 +126,8 @@ struct Plan {
   int micro_batches = 1;
   bool forward_only = false;
   bool exact = true;  // every stage's weight gradients accumulate in ascending order
+  // Micro-batches of a group: 0 to fold_every - 1 are the first. 0: all are one, without folds.
+  int fold_every = 0;
   std::vector<TiedStages> tied;
   std::vector<Channel> channels;
   std::vector<RankPlan> ranks;
@@ -148,6 +153,7 @@ struct PlanOptions {
   // kReceivesAhead: room for every receive under way where each action takes one unit of time.
   bool unit_time_depths = false;
   std::vector<StageSums> sums = {};  // [stage]; empty: no stage makes any
+  int fold_every = 0;  // as Plan; divides the micro-batches. Not of a forward-only plan
 };
 
 // The plan of a schedule, in one pass. It is not verified: most callers want make_plan().
@@ -221,6 +227,8 @@ struct Verification {
 // Replays the list. Each slot is free when it is written and filled when it is read. A post or
 // start precedes each wait. The ops of a group are adjacent. Messages pair one to one and in order.
 // Every F, and B or I then W, of every stage and micro-batch happens once, on the stage's own rank.
+// Where a plan folds, a stage has run all F of a group of micro-batches, and its fold, before any F
+// of a later group, and likewise all W or B; all folds come before the stage's reductions.
 // Nothing is posted or held at the end. Reductions come after all backwards of their stage, over
 // replicas before over tied uses; the optimizer comes after all of them and last. A broken rule
 // ends the search (the other fields are then empty).

@@ -319,7 +319,8 @@ struct PoolOptions {
 [[nodiscard]] LayerSpec global_avg_pool2d();
 
 // Whose numbers a training step takes mean and variance of: those of the micro-batch on this
-// replica, or of the micro-batches with its number on all replicas, as torch's SyncBatchNorm does.
+// replica, or of the micro-batches with its number on all replicas, as torch's SyncBatchNorm does;
+// the latter needs as many virtual replicas as replicas.
 enum class BatchStatistics { kMicroBatch, kReplicas };
 
 struct BatchNormOptions {
@@ -334,7 +335,7 @@ struct BatchNormOptions {
 // changes the results by rounding alone; each F, and each B or I, then has a sum over replicas in
 // the plan. Otherwise they are the running ones: buffers "running_mean" and "running_var". Each
 // step moves them once, in its last batch, towards the mean and unbiased variance of all samples of
-// the step on this replica, as torchgpipe's DeferredBatchNorm does; then replicas take the mean of
+// the step in a virtual replica, as torchgpipe's DeferredBatchNorm does; then all take the mean of
 // theirs. kReplicas: of all replicas. A step that is refused, skipped or dropped moves them not at
 // all. Throws Error(kData) in training for a micro-batch with one number a channel.
 [[nodiscard]] LayerSpec batch_norm2d(std::int64_t channels, const BatchNormOptions& options = {});

@@ -44,8 +44,10 @@ struct Init {
 };
 [[nodiscard]] std::string to_string(const Init& init);  // "normal 0.02"
 
-// How replicas keep a buffer equal: at the end of each step all take the mean, or replica 0's
-// values. kNothing: each keeps its own, and a save has replica 0's.
+// How replicas keep a buffer equal: at the end of each step all take the mean of what the virtual
+// replicas made of it, each from what it was before the step; or replica 0's values. kNothing: each
+// keeps its own, and a save has replica 0's. The last two need as many virtual replicas as
+// replicas.
 enum class ReplicaRule { kMean, kFirst, kNothing };
 
 // Where a set keeps a bf16 copy of a parameter: Parameter::bf16_copy.
@@ -76,6 +78,9 @@ struct Parameter {
   // (Stage::overwrites_gradients()). To be set before the first step. Nobody then zeroes the
   // gradient between steps: it becomes stale.
   bool asks_next_write = false;
+  // Whether LossStage::loss() writes the gradient, and nothing else does: to be set before the
+  // first step. A loss writes no other gradient where a rank computes several virtual replicas.
+  bool written_by_loss = false;
   // Stale: left by the previous step, to be overwritten by the step's first write.
   [[nodiscard]] bool is_stale() const { return stale_; }
 

@@ -114,9 +114,11 @@ struct StageContext {
 
   ComputeContext& compute;
   int stage = 0;
+  // Within this call of train_step(), accumulate() and the like, of one virtual replica. forward()
+  // of one virtual replica's micro-batches comes before that of the next one's, and so does what
+  // adds to gradients.
   int micro_batch = 0;
-  int micro_batches =
-      1;  // of this call of train_step(), accumulate() and the like, on this replica
+  int micro_batches = 1;
   // The micro-batch's own from forward() to the end of backward() or backward_weight(), at the same
   // address in all of its calls. Other micro-batches have it before and after: forward() finds any
   // content. In evaluation it lasts for forward() and loss().
@@ -232,10 +234,10 @@ class LossStage {
   virtual ~LossStage() = default;
   // Runs right after forward(). `outputs` are what forward wrote. In training, replaces them by the
   // gradient of (sum * ctx.loss_scale) with respect to them, which comes back as backward's
-  // grad_outputs; it may add to parameter gradients too. In evaluation they stay or not. *sum = the
-  // loss over the counted targets, in stream order; on a GPU page-locked, so that kernels write it.
-  // Where the first gradient in training is all of what forward wrote, as of a loss y^2 / 2, a CPU
-  // asks twice more, to tell it from a loss that writes none.
+  // grad_outputs; it may add to gradients too (Parameter::written_by_loss). In evaluation they stay
+  // or not. *sum = the loss over the counted targets, in stream order; on a GPU page-locked, so
+  // that kernels write it. Where the first gradient in training is all of what forward wrote, as of
+  // a loss y^2 / 2, a CPU asks twice more, to tell it from a loss that writes none.
   virtual void loss(StageContext& ctx, std::span<const Tensor> outputs,
                     std::span<const Tensor> targets, double* sum) = 0;
   // How many targets of a micro-batch count: a finite number from 0, else Error(kUsage). `targets`

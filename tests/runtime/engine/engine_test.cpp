@@ -206,6 +206,8 @@ class CallLog : public StepActions, public FinalGradients {
     return this;
   }
   void from(std::size_t begin) override { add("final from " + std::to_string(begin)); }
+  void fold_forward(int stage, int leaf) override { add(fmt::format("F of {} {}", stage, leaf)); }
+  void fold_backward(int stage, int leaf) override { add(fmt::format("B of {} {}", stage, leaf)); }
   void reduce_grad(int stage) override { add("reduce " + std::to_string(stage)); }
   void reduce_tied(int) override {}
   void measure() override {}
@@ -245,6 +247,35 @@ TEST(EngineTest, TheLastBackwardOfAStageAloneIsAskedWhatIsFinal) {
       });
     }
   }
+}
+
+// Notes the numbers of the micro-batches that it forwards.
+class NumberedStage : public ArithmeticStage {
+ public:
+  NumberedStage() : ArithmeticStage(0) {}
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    numbers.push_back(fmt::format("{} of {}", ctx.micro_batch, ctx.micro_batches));
+    ArithmeticStage::forward(ctx, x, y);
+  }
+  std::vector<std::string> numbers;
+};
+
+TEST(EngineTest, GroupsOfMicroBatchesHaveNumbersOfTheirOwnAndFolds) {
+  const Plan plan =
+      plan_for(generate("1f1b", {1, 4, 1}), {.tied = {}}, needs_of("loopback"), {}, 2);
+  run_loopback(1, [&](Communicator& comm) {
+    ControlChannel control(comm);
+    auto made = std::make_unique<NumberedStage>();
+    const NumberedStage& stage = *made;
+    Rig rig(plan, comm, control, RouteKind::kHost, std::move(made), unit_edges(1));
+    CallLog log(rig);
+    rig.run(1, &log);
+    EXPECT_THAT(stage.numbers, ::testing::ElementsAre("0 of 2", "1 of 2", "0 of 2", "1 of 2"));
+    // The log folds nothing: samples are 1 to 4.
+    EXPECT_THAT(log.calls, ::testing::ElementsAre("F of 0 0: 1", "B of 0 0: 3", "F of 0 1: 6",
+                                                  "last of 0 comes: 6", "final from 0: 10",
+                                                  "B of 0 1: 10", "reduce 0: 10", "optimizer: 10"));
+  });
 }
 
 TEST(EngineTest, RunsAPlanMadeForInOrderQueuesToTheSameGradients) {

@@ -146,7 +146,9 @@ TEST(StepRecordTest, ParameterWithABlockThatIsNotFiniteIsNamed) {
         const Ranks ranks = {2, tensors, cut};
         const StepState step = records_of(comm, ranks, 1, "large").front();
         EXPECT_TRUE(step.refused());
-        EXPECT_THAT(step.refusal(table_of(ranks)).what(),
+        JobLayout layout;
+        layout.parameters = table_of(ranks);
+        EXPECT_THAT(step.refusal(layout).what(),
                     ::testing::HasSubstr("not finite, first in parameter 'large'"));
       }
     });

@@ -128,6 +128,7 @@ class Job {
         if (ends_gradients(r, s, rank.next)) issue_sums(rank, op.stage, 0, kPieces - 1);
         break;
       case OpKind::kRelease:
+      case OpKind::kFold:
         break;
       case OpKind::kReduceGrad:
         issue_sums(rank, op.stage, kPieces - 1, 1);
