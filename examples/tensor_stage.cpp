@@ -30,10 +30,17 @@ class Perceptron : public Stage, public LossStage {
   }
   ParameterSet* parameters() override { return &set_; }
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
-    return {.outputs = {in[0]},
-            .state_bytes_until_weight = std::size_t(in[0].shape[0] * hidden()) * sizeof(float),
-            .forward_tensor_sums = 1,
-            .backward_tensor_sums = first_ ? 0 : 1};
+    StageDescription made{
+        .outputs = {in[0]},
+        .state_bytes_until_weight = std::size_t(in[0].shape[0] * hidden()) * sizeof(float)};
+    // One sum in each action, of a double for each number of y, or of x.
+    const PlannedCollective sum{.axis = CollectiveAxis::kTensor,
+                                .kind = CollectiveKind::kSum,
+                                .bytes = std::size_t(in[0].shape.elements()) * sizeof(double),
+                                .type = DType::kF64};
+    made.collectives.forward = {sum};
+    if (!first_) made.collectives.backward_input = {sum};
+    return made;
   }
 
   void forward(StageContext& ctx, Tensors in, Tensors out) override {

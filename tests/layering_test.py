@@ -76,6 +76,7 @@ HEADER_ROOMS = {
     "checkpoint": "runtime/checkpoint",
     "cuda": "comm/device",
     "data": "runtime/data",
+    "detail/planned_collective": "comm/error",
     "detail/torch_stage": "stages/network",
     "device": "comm/device",
     "error": "comm/error",

@@ -27,6 +27,7 @@ enum TagOffset : int {
   kPointTag,
   kScatterTag,
   kPartTag,
+  kExchangeTag,
 };
 
 WaitSubject sends(int peer, int tag, std::size_t bytes) {
@@ -455,6 +456,36 @@ void Collectives::gather_blocks(std::span<float> values, std::span<const std::si
       if (block_send(peer, 0).index != Request::kNone) {
         wait(block_send(peer, 0), 0, sends(peer, base_tag_ + kPartTag, mine.size * sizeof(float)));
       }
+    }
+  }
+}
+
+void Collectives::all_to_all(std::span<const std::byte> send, std::span<std::byte> receive,
+                             const KeepAlive& owner) {
+  const int size = comm_.size(), me = comm_.rank(), tag = base_tag_ + kExchangeTag;
+  const std::size_t part = send.size() / at(size);
+  if (send.size() != receive.size() || part * at(size) != send.size()) {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("an exchange of {} bytes for {} among {} ranks", send.size(),
+                            receive.size(), size),
+                me);
+  }
+  exchanged_.resize(2 * at(size));
+  const OpenRequests guard(comm_, exchanged_, owner);
+  const std::span<const std::byte> own = send.subspan(at(me) * part, part);
+  std::copy(own.begin(), own.end(), receive.subspan(at(me) * part).begin());
+  for (std::size_t begin = 0; begin < part; begin += kPieceBytes) {
+    const std::size_t bytes = std::min(kPieceBytes, part - begin);
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == me) continue;
+      const std::size_t first = at(peer) * part + begin;
+      exchanged_[2 * at(peer)] = comm_.post_recv(peer, tag, receive.subspan(first, bytes));
+      exchanged_[2 * at(peer) + 1] = comm_.start_send(peer, tag, send.subspan(first, bytes));
+    }
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == me) continue;
+      wait(exchanged_[2 * at(peer)], bytes, receives(peer, tag, bytes));
+      wait(exchanged_[2 * at(peer) + 1], 0, sends(peer, tag, bytes));
     }
   }
 }

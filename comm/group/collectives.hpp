@@ -64,6 +64,10 @@ class Collectives {
   // Each rank's part, to all ranks.
   void all_gather_parts(std::span<float> values, std::span<const std::size_t> ends,
                         const KeepAlive& owner = nullptr);
+  // Both have an equal part for each rank: `receive` gets what each rank has for this one. Without
+  // an `owner` of both, as above.
+  void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive,
+                  const KeepAlive& owner = nullptr);
   // Allocates what sums of up to `count` values need, of parts of any sizes; without it, their
   // first one does.
   void reserve_sum(std::size_t count);
@@ -97,6 +101,7 @@ class Collectives {
   Interrupt* interrupt_;
   Waiter waiter_;
   std::vector<Request> open_;           // of the running call; sized once
+  std::vector<Request> exchanged_;      // of the running all_to_all(); sized by the first
   std::vector<std::size_t> even_ends_;  // [rank] of the running ordered_sum()
   // Of the piece that is being sent or received, or of a gather's subtree; and the received blocks
   // of a sum. The communicator shares them after a throw.

@@ -18,6 +18,7 @@
 #include "comm/device/profiler_range.hpp"
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/message_progress.hpp"
+#include "runtime/engine/planned_collectives.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
@@ -37,52 +38,6 @@ std::string range_name(const PlanOp& op) {
   if (op.kind != OpKind::kCompute) return to_string(op);
   return to_string(Action{.kind = op.action, .stage = op.stage, .micro_batch = op.micro_batch});
 }
-
-const char* in_words(ActionKind kind) {
-  switch (kind) {
-    case ActionKind::kForward:
-      return "forward";
-    case ActionKind::kBackwardInput:
-      return "input gradient";
-    case ActionKind::kBackwardWeight:
-      return "weight gradient";
-    default:
-      return "backward";
-  }
-}
-
-// The sums over a group of ranks that an action makes, held to the number that the plan has for it.
-class PlannedSums final : public Collective {
- public:
-  // Null: the group is one rank. `ranks` and `described` name the group, and the fields of
-  // StageDescription.
-  PlannedSums(Collective* group, const char* ranks, const char* described)
-      : group_(group), ranks_(ranks), described_(described) {}
-
-  // Before the stage's part of an action that makes `planned` sums.
-  void begin(int planned) {
-    planned_ = planned;
-    made_ = 0;
-  }
-  void sum(std::span<double> values) override {
-    if (++made_ > planned_) refuse();
-    if (group_ != nullptr) group_->sum(values);
-  }
-  // After it. Other ranks would wait for a sum that is missing.
-  void end() const {
-    if (made_ != planned_) refuse();
-  }
-
- private:
-  [[noreturn]] void refuse() const {
-    throw_usage("the stage sums over its {} {} times and describes {} (StageDescription's {})",
-                ranks_, made_, planned_, described_);
-  }
-
-  Collective* group_;
-  const char *ranks_, *described_;
-  int planned_ = 0, made_ = 0;
-};
 
 // Bytes of payload up to which a host's send counts as bookkeeping: copying them takes below 1 us.
 constexpr std::size_t kShortMessage = 4096;
@@ -235,17 +190,15 @@ struct Engine::Impl final : DeviceWait {
   void hand_out(const PlanOp& op, const Slot& output);
   // Runs `body`, the stage's own part of `op`; what it throws names the action.
   template <typename Body>
-  void in_stage(const PlanOp& op, const Body& body) {
+  void in_stage(const LocalStage& stage, const PlanOp& op, const Body& body) {
     const auto where = [&] {
       return fmt::format("stage {}, {} of micro-batch {}", op.stage, in_words(op.action),
                          op.micro_batch);
     };
     try {
-      sums.begin(op.sums);
-      tensor_sums.begin(op.tensor_sums);
+      collectives.begin(stage.binding, op, shape_of(op), result_of(stage, op) != nullptr);
       body();
-      sums.end();
-      tensor_sums.end();
+      collectives.end();
     } catch (const std::bad_alloc&) {
       throw_error(ErrorCode::kDevice, "{} of step {} on {}: out of host memory", where(),
                   request.step, host_name());
@@ -303,7 +256,7 @@ struct Engine::Impl final : DeviceWait {
     return static_cast<std::size_t>(&op - mine.ops.data());
   }
   static bool host_takes_part(const PlanOp& op, const StageContext& ctx) {
-    return op.sums > 0 || op.tensor_sums > 0 || ctx.final_gradients != nullptr;
+    return op.collectives > 0 || ctx.final_gradients != nullptr;
   }
   UnitShape shape_of(const PlanOp& op) const {
     return {request.micro_batches[at(op.micro_batch)].count, request.positions};
@@ -321,7 +274,7 @@ struct Engine::Impl final : DeviceWait {
   DeviceBatch& batch;  // of the step, where the stages compute
   DeviceTimer timer;   // of a GPU's compute ops
   RecordedCalls calls;
-  PlannedSums sums, tensor_sums;
+  PlannedCollectives collectives;
   HostBuffer losses;  // LossResult per micro-batch, written by the device
   Event drained;
   StepRequest request;
@@ -348,8 +301,7 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       batch(config_in.batch != nullptr ? *config_in.batch : own_batch.emplace(*config_in.compute)),
       timer(config_in.compute->device(), mine.ops.size()),
       calls(*config_in.compute, mine.ops.size(), config_in.cuda_graphs),
-      sums(config_in.collective, "replicas", "forward_sums and backward_sums"),
-      tensor_sums(config_in.tensor, "tensor ranks", "forward_tensor_sums and backward_tensor_sums"),
+      collectives(config),
       drained(config_in.compute->device()) {
   outcome.actions.resize(table.stages().size());
   if (!config.stages.empty() && config.stages.back().loss != nullptr) {
@@ -515,8 +467,9 @@ StageContext Engine::Impl::context_of(const PlanOp& op) {
           .positions = request.positions,
           .loss_scale = calls.loss_scale(),
           .inputs = op.stage == 0 ? batch.inputs(op.micro_batch) : std::span<const Tensor>(),
-          .collective = config.plan->forward_only ? nullptr : &sums,
-          .tensor = &tensor_sums,
+          .collective =
+              config.plan->forward_only ? nullptr : &collectives.over(CollectiveAxis::kReplica),
+          .tensor = &collectives.over(CollectiveAxis::kTensor),
           .first_batch = request.first_batch,
           .last_batch = request.last_batch};
 }
@@ -589,7 +542,7 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   Slot& output = expect(op, BufferKind::kOutput, SlotState::kFree);
   output.pool->shape(output, shape_of(op));
   LossResult* const result = result_of(stage, op);
-  in_stage(op, [&] {
+  in_stage(stage, op, [&] {
     if (result != nullptr) {
       result->weight = target_weight(stage.binding, request.batch->targets[at(op.micro_batch)]);
     }
@@ -609,9 +562,11 @@ void Engine::Impl::call_forward(LocalStage& stage, const PlanOp& op, StageContex
   if (result == nullptr) return;
   const std::span<const Tensor> targets = batch.targets(op.micro_batch);
   if (on_gpu) return stage.binding.loss->loss(ctx, output.tensors, targets, &result->sum);
+  // Further calls of a loss that makes collectives would be made on some ranks alone.
   const bool first = ctx.phase == Phase::kTrain && !std::exchange(stage.loss_watched, true);
   const auto call = [&] {
-    watch_loss(stage.binding, ctx, output.tensors, targets, first, &result->sum);
+    watch_loss(stage.binding, ctx, output.tensors, targets, first && op.collectives == 0,
+               &result->sum);
   };
   if (!first || config.plan->fold_every == 0) return call();
   watch_gradients(stage.binding, ctx.compute.stream(), call);
@@ -641,7 +596,7 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   }
   const std::span<const Tensor> grad_inputs =
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
-  in_stage(op, [&] {
+  in_stage(stage, op, [&] {
     calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx),
               [&] { call_backward(stage, op, ctx, gradient, grad_inputs); });
   });
@@ -679,7 +634,7 @@ void Engine::Impl::record_calls(StepActions* actions) {
       if (slot != nullptr) slot->pool->shape(*slot, shape_of(op));
     }
     if (op.stage > 0) ctx.inputs = table.slot(op, BufferKind::kInput)->tensors;
-    in_stage(op, [&] {
+    in_stage(stage, op, [&] {
       calls.record(index_in_plan(op), *stage.binding.stage, ctx, [&] {
         if (op.action == ActionKind::kForward) {
           return call_forward(stage, op, ctx, *table.slot(op, BufferKind::kOutput),

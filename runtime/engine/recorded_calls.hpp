@@ -6,7 +6,7 @@
 // place. Values that differ between steps, the step's number and the loss scale, are read from
 // device memory. A call is made, not replayed, if its phase, samples or positions differ from the
 // record, if it would add to a gradient that the record overwrites or the other way round, or if
-// the host takes part: it reports final gradients, or makes sums with other ranks.
+// the host takes part: it reports final gradients, or makes collectives.
 #pragma once
 
 #include <cstddef>

@@ -45,6 +45,19 @@ static_assert(std::atomic<ActivityBoard*>::is_always_lock_free);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<double>::is_always_lock_free);
 
+const char* in_words(ActionKind kind) noexcept {
+  switch (kind) {
+    case ActionKind::kForward:
+      return "forward";
+    case ActionKind::kBackwardInput:
+      return "input gradient";
+    case ActionKind::kBackwardWeight:
+      return "weight gradient";
+    default:
+      return "backward";
+  }
+}
+
 std::string_view describe_doing(const Activity& activity, std::array<char, 96>& into) noexcept {
   if (activity.doing != Doing::kOperation) return kDoings[static_cast<std::size_t>(activity.doing)];
   if (activity.kind == OpKind::kOptimizer) return "the update of parameters";
@@ -116,6 +129,22 @@ void ActivityBoard::end_wait() noexcept {
   write([&](Words& words) { words[3].store(0, std::memory_order_relaxed); });
 }
 
+void ActivityBoard::begin_collective(const PlannedCollective& collective,
+                                     std::int32_t index) noexcept {
+  write([&](Words& words) {
+    words[6].store(std::uint64_t{1} << 63 | static_cast<std::uint64_t>(collective.axis) << 48 |
+                       static_cast<std::uint64_t>(collective.kind) << 40 |
+                       static_cast<std::uint64_t>(collective.type) << 32 |
+                       static_cast<std::uint32_t>(index),
+                   std::memory_order_relaxed);
+    words[7].store(collective.bytes, std::memory_order_relaxed);
+  });
+}
+
+void ActivityBoard::end_collective() noexcept {
+  write([&](Words& words) { words[6].store(0, std::memory_order_relaxed); });
+}
+
 void ActivityBoard::step_ended(double seconds) noexcept {
   const std::uint64_t steps = steps_.load(std::memory_order_relaxed);
   recent_[steps % recent_.size()].store(seconds, std::memory_order_relaxed);
@@ -162,6 +191,13 @@ Activity ActivityBoard::read() const noexcept {
   activity.subject.tag = static_cast<std::int32_t>(words[4] >> 32);
   activity.subject.needed_op = static_cast<std::int32_t>(words[4]);
   activity.subject.bytes = words[5];
+  if (words[6] >> 63 != 0) {
+    activity.collective = {.axis = static_cast<CollectiveAxis>(words[6] >> 48 & 0xff),
+                           .kind = static_cast<CollectiveKind>(words[6] >> 40 & 0xff),
+                           .bytes = words[7],
+                           .type = static_cast<DType>(words[6] >> 32 & 0xff)};
+    activity.collective_index = static_cast<std::int32_t>(words[6]);
+  }
   activity.moves = begun / copies_.size();
   return activity;
 }

@@ -47,6 +47,9 @@ struct Activity {
   bool waits = false;        // for what `subject` says, whose peer is a rank of the job
   std::optional<Axis> axis;  // of the group that waits; none: the whole job
   WaitSubject subject;
+  // Within an op, and its place among the op's collectives, from 0.
+  std::optional<PlannedCollective> collective;
+  std::int32_t collective_index = 0;
   std::uint64_t moves = 0;  // grows with every change
 };
 
@@ -54,6 +57,9 @@ struct Activity {
 // Allocates nothing: writes into `into`, and returns the part that it used.
 [[nodiscard]] std::string_view describe_doing(const Activity& activity,
                                               std::array<char, 96>& into) noexcept;
+
+// Of a compute action: "forward", "input gradient", ...
+[[nodiscard]] const char* in_words(ActionKind kind) noexcept;
 
 // How fast a job goes, for a limit that fits it.
 struct StepPace {
@@ -83,6 +89,8 @@ class ActivityBoard {
   }
   void begin_wait(const WaitSubject& subject, std::optional<Axis> axis) noexcept;
   void end_wait() noexcept;
+  void begin_collective(const PlannedCollective& collective, std::int32_t index) noexcept;
+  void end_collective() noexcept;
   void step_ended(double seconds) noexcept;
   // The newest complete save; the same number may come again.
   void saved(std::uint64_t step) noexcept { saved_.store(step + 1); }
@@ -120,7 +128,7 @@ class ActivityBoard {
   static void for_each(Look look, void* with) noexcept;
 
  private:
-  using Words = std::array<std::atomic<std::uint64_t>, 6>;
+  using Words = std::array<std::atomic<std::uint64_t>, 8>;
   // Bits of the first word above those of stage and micro-batch.
   static constexpr int kActionShift = 48, kKindShift = 54, kDoingShift = 59;
   static_assert(static_cast<int>(ActionKind::kOptimizer) < 1 << (kKindShift - kActionShift));
@@ -167,6 +175,24 @@ class ActivityBoard {
   std::array<char, 128> stages_ = {};
   std::size_t place_ = 0;   // among the process's boards
   std::uint64_t step_ = 0;  // of training, of the writing thread
+};
+
+// A collective within an op. `board` may be null.
+class CollectiveScope {
+ public:
+  CollectiveScope(ActivityBoard* board, const PlannedCollective& collective,
+                  std::int32_t index) noexcept
+      : board_(board) {
+    if (board_ != nullptr) board_->begin_collective(collective, index);
+  }
+  ~CollectiveScope() {
+    if (board_ != nullptr) board_->end_collective();
+  }
+  CollectiveScope(const CollectiveScope&) = delete;
+  CollectiveScope& operator=(const CollectiveScope&) = delete;
+
+ private:
+  ActivityBoard* board_;
 };
 
 // Says what the writing thread does while this exists; afterwards it does what it did before.

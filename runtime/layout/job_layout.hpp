@@ -57,13 +57,12 @@ struct StageEntry {
   StateBytes state;                        // per slot, at the largest micro-batch
   std::size_t shared_gradient_bytes = 0;   // once where it is not
   std::size_t workspace_bytes = 0;
-  std::size_t copy_bytes = 0;               // of parameters in another precision
-  std::size_t operator_bytes = 0;           // of the scratch that a rank's operators share
-  std::size_t table_bytes = 0;              // of operators' constants, also shared
-  bool own_memory = false;                  // StageDescription::own_memory
-  std::string note;                         // StageDescription::note
-  int forward_sums = 0, backward_sums = 0;  // over replicas, in each F, and in each B or I
-  int forward_tensor_sums = 0, backward_tensor_sums = 0;  // over tensor ranks
+  std::size_t copy_bytes = 0;      // of parameters in another precision
+  std::size_t operator_bytes = 0;  // of the scratch that a rank's operators share
+  std::size_t table_bytes = 0;     // of operators' constants, also shared
+  bool own_memory = false;         // StageDescription::own_memory
+  std::string note;                // StageDescription::note
+  StageCollectives collectives;    // of the largest micro-batch
 };
 
 // One use of a tied parameter.

@@ -3,16 +3,16 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <map>
+#include <string_view>
 #include <utility>
 
 #include "comm/base/index.hpp"
-#include "comm/base/sum_tree.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/edge_probe.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
+#include "runtime/group/group_collective.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/planning/build_layout.hpp"
 #include "runtime/planning/stage_report.hpp"
@@ -23,66 +23,10 @@
 namespace sluice {
 namespace {
 
-// What stages sum over a group: batch statistics, partial results. The first rank adds. The first
-// message has one size on all ranks and says how many numbers there are: others are sent only where
-// all have as many, since MPI may write more than was asked for.
-class GroupSum : public Collective {
- public:
-  explicit GroupSum(Collectives& group) : group_(group) {}
-  void sum(std::span<double> values) override {
-    const std::size_t begin = std::min(values.size(), First::kValues);
-    First mine = {.count = values.size()};
-    std::copy_n(values.begin(), begin, mine.values.begin());
-    firsts_.resize(adds() ? ranks() : 0);
-    group_.gather(object_bytes(mine), std::as_writable_bytes(std::span(firsts_)), 0);
-    if (adds()) require_same_counts();
-    add_up(values.first(begin), [&](std::size_t r) { return firsts_[r].values.data(); });
-    if (const std::span<double> rest = values.subspan(begin); !rest.empty()) {
-      group_.broadcast(object_bytes(mine.count), 0);  // they are the same
-      rests_.resize(adds() ? rest.size() * ranks() : 0);
-      group_.gather(std::as_bytes(rest), std::as_writable_bytes(std::span(rests_)), 0);
-      add_up(rest, [&](std::size_t r) { return rests_.data() + r * rest.size(); });
-    }
-    group_.broadcast(std::as_writable_bytes(values), 0);
-  }
-
- private:
-  struct First {
-    static constexpr std::size_t kValues = 255;
-    std::uint64_t count = 0;
-    std::array<double, kValues> values = {};
-  };
-
-  [[nodiscard]] bool adds() const { return group_.communicator().rank() == 0; }
-  [[nodiscard]] std::size_t ranks() const { return at(group_.communicator().size()); }
-  void require_same_counts() const {
-    for (std::size_t r = 1; r < firsts_.size(); ++r) {
-      if (firsts_[r].count == firsts_[0].count) continue;
-      throw_error(ErrorCode::kMismatch,
-                  "the first of its {} ranks sums {} numbers, number {} of them {}; legal: as many "
-                  "on all",
-                  firsts_.size(), firsts_[0].count, r, firsts_[r].count);
-    }
-  }
-  // In the order of sum_tree.hpp, where they are added; numbers_of(rank) are a rank's values.
-  template <typename NumbersOf>
-  void add_up(std::span<double> values, const NumbersOf& numbers_of) const {
-    if (!adds()) return;
-    add_leaves(ranks(), [&](std::size_t into, std::size_t from) {
-      for (std::size_t i = 0; i < values.size(); ++i) numbers_of(into)[i] += numbers_of(from)[i];
-    });
-    std::copy_n(numbers_of(0), values.size(), values.begin());
-  }
-
-  Collectives& group_;
-  std::vector<First> firsts_;  // [rank]
-  std::vector<double> rests_;  // [rank][value]
-};
-
 // Null for a group of one rank.
-std::unique_ptr<Collective> sum_over(const RankGroup& group) {
+std::unique_ptr<Collective> collective_over(const RankGroup& group, std::string_view member) {
   if (group.ranks->size() == 1) return nullptr;
-  return std::make_unique<GroupSum>(*group.collectives);
+  return std::make_unique<GroupCollective>(*group.collectives, member);
 }
 
 // Those whose messages MPI takes from a GPU's memory, each way, with the size of the largest tensor
@@ -156,8 +100,8 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
     stages = std::move(built.stages);
     take_memory();
     mirror = std::make_unique<HostMirror>(*compute);
-    replica_sum = sum_over(job.group(Axis::kReplica));
-    tensor_sum = sum_over(job.group(Axis::kTensor));
+    over_replicas = collective_over(job.group(Axis::kReplica), "replica");
+    over_tensor_ranks = collective_over(job.group(Axis::kTensor), "tensor rank");
     prepare_stages();
     // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
     job.world.collectives->barrier();
@@ -335,8 +279,8 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
                    .piece_bytes = job.piece_bytes(),
                    .nccl = nccl != nullptr ? nccl->messages() : nullptr,
                    .routes = layout.wires.routes,
-                   .collective = plan.forward_only ? nullptr : replica_sum.get(),
-                   .tensor = tensor_sum.get(),
+                   .collective = plan.forward_only ? nullptr : over_replicas.get(),
+                   .tensor = over_tensor_ranks.get(),
                    .progress_in_actions = options.expert.progress_in_actions,
                    .slots = slots,
                    .batch = device_batch.get(),

@@ -84,7 +84,7 @@ struct PipelineParts {
   std::vector<StageBinding> bindings;
   std::unique_ptr<ComputeContext> compute;
   std::unique_ptr<HostMirror> mirror;
-  std::unique_ptr<Collective> replica_sum, tensor_sum;  // that stages make within actions
+  std::unique_ptr<Collective> over_replicas, over_tensor_ranks;  // within actions; null: one rank
   std::unique_ptr<NcclRoutes> nccl;
   std::unique_ptr<DeviceBatch> device_batch;
   Batches batches;

@@ -137,8 +137,16 @@ void require_divisible(const RankPlace& place, const std::vector<StageEntry>& st
                 place.topology.size.replica == 1 ? "" : "s");
   };
   for (std::size_t s = 0; s < stages.size(); ++s) {
-    if (stages[s].forward_sums + stages[s].backward_sums == 0) continue;
-    refuse(fmt::format("stage {} sums over the replicas within its actions", s));
+    const StageCollectives& made_within = stages[s].collectives;
+    for (const auto& list : {made_within.forward, made_within.loss, made_within.backward_input,
+                             made_within.backward_weight}) {
+      if (std::none_of(list.begin(), list.end(), [](const PlannedCollective& each) {
+            return each.axis == CollectiveAxis::kReplica;
+          })) {
+        continue;
+      }
+      refuse(fmt::format("stage {} makes collectives over the replicas within its actions", s));
+    }
   }
   for (const std::unique_ptr<Stage>& stage : made) {
     ParameterSet* const set = stage->parameters();
@@ -424,14 +432,11 @@ LowerOptions lowering_of(const JobLayout& layout, bool inference) {
   return lowering;
 }
 
-// Sums within the actions of a step.
-std::vector<StageSums> sums_of(const JobLayout& layout) {
-  std::vector<StageSums> sums;
-  for (const StageEntry& stage : layout.parameters.stages) {
-    sums.push_back({stage.forward_sums, stage.backward_sums, stage.forward_tensor_sums,
-                    stage.backward_tensor_sums});
-  }
-  return sums;
+// Within the actions of a step.
+std::vector<StageCollectives> collectives_of(const JobLayout& layout) {
+  std::vector<StageCollectives> all;
+  for (const StageEntry& stage : layout.parameters.stages) all.push_back(stage.collectives);
+  return all;
 }
 
 // The most micro-batches in flight per stage in steps of fewer micro-batches. Some schedules keep
@@ -507,13 +512,13 @@ Plan plan_step(const JobLayout& layout, const PipelineOptions& options, int micr
   const int shares = options.training.inference ? 1 : layout.place.shares;
   const int fold_every = shares == 1 ? 0 : micro_batches / shares;
   return plan_for(order_of(options, shape), lowering_of(layout, options.training.inference),
-                  needs_of(layout.wires.carrier), sums_of(layout), fold_every);
+                  needs_of(layout.wires.carrier), collectives_of(layout), fold_every);
 }
 
 Plan plan_forward(const JobLayout& layout, int micro_batches) {
   return plan_for(generate_forward_only(layout.plans.placement(), micro_batches),
                   {.reduce_grad = false, .tied = {}}, needs_of(layout.wires.carrier),
-                  sums_of(layout));
+                  collectives_of(layout));
 }
 
 BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, ComputeContext& compute,

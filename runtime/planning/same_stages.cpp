@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include <sluice/error.hpp>
+#include <sluice/plan.hpp>
 
 #include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
@@ -16,10 +17,11 @@
 namespace sluice {
 namespace {
 
-// A line per parameter, per buffer and per kind of sum; entry_text(entry) is what is compared of
-// the former, next to its name and its unit.
+// A line per parameter, buffer and collective; entry_text(entry) is what is compared of the former,
+// next to its name and its unit. `axis`: of those that are compared.
 template <typename EntryText>
-std::string list(const std::vector<StageEntry>& stages, const EntryText& entry_text) {
+std::string list(const std::vector<StageEntry>& stages, CollectiveAxis axis,
+                 const EntryText& entry_text) {
   std::string all;
   for (std::size_t s = 0; s < stages.size(); ++s) {
     const auto add = [&](const std::vector<ParameterEntry>& entries, std::string_view what) {
@@ -32,12 +34,21 @@ std::string list(const std::vector<StageEntry>& stages, const EntryText& entry_t
     };
     add(stages[s].parameters, "parameter");
     add(stages[s].buffers, "buffer");
-    const auto add_sums = [&](int forward, int backward, std::string_view members) {
-      all += fmt::format("stage {} of {} and {} sums over {} in its actions\n", s, forward,
-                         backward, members);
+    const auto add_collectives = [&](const std::vector<PlannedCollective>& made,
+                                     const char* where) {
+      for (const PlannedCollective& each : made) {
+        // Groups along the other axis may have other parts.
+        all += each.axis == axis ? to_string(each)
+                                 : fmt::format("{} of {} over {}", name_of(each.kind),
+                                               name_of(each.type), name_of(each.axis));
+        all += fmt::format(" in the {} of stage {}\n", where, s);
+      }
+      all += fmt::format("stage {} of {} collectives in its {}\n", s, made.size(), where);
     };
-    add_sums(stages[s].forward_sums, stages[s].backward_sums, "replicas");
-    add_sums(stages[s].forward_tensor_sums, stages[s].backward_tensor_sums, "tensor ranks");
+    add_collectives(stages[s].collectives.forward, "forward");
+    add_collectives(stages[s].collectives.loss, "loss");
+    add_collectives(stages[s].collectives.backward_input, "input gradient");
+    add_collectives(stages[s].collectives.backward_weight, "weight gradient");
   }
   return all;
 }
@@ -97,7 +108,7 @@ void require_same_texts(const std::vector<std::string>& texts, std::string_view 
 
 void require_same_replicas(Collectives& replicas, const std::vector<StageEntry>& stages) {
   if (replicas.communicator().size() == 1) return;
-  const std::string mine = list(stages, [](const ParameterEntry& entry) {
+  const std::string mine = list(stages, CollectiveAxis::kReplica, [](const ParameterEntry& entry) {
     return fmt::format("{} elements{}", entry.elements, cut_text(entry.slice));
   });
   const std::string digest = sha256_hex(std::as_bytes(std::span<const char>(mine)));
@@ -113,7 +124,7 @@ void require_same_replicas(Collectives& replicas, const std::vector<StageEntry>&
 void require_parts_of_whole(std::span<const ParameterTable> tensor_ranks) {
   std::vector<std::string> texts;
   for (const ParameterTable& table : tensor_ranks) {
-    texts.push_back(list(table.stages, [](const ParameterEntry& entry) {
+    texts.push_back(list(table.stages, CollectiveAxis::kTensor, [](const ParameterEntry& entry) {
       return entry.use + (entry.tied ? ", tied" : "") +
              (entry.slice.all() ? "" : fmt::format(", cut along dimension {}", entry.slice.axis));
     }));

@@ -3,11 +3,11 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <span>
+#include <string_view>
 #include <utility>
 
 #include <sluice/error.hpp>
@@ -18,6 +18,7 @@
 #include "comm/group/transport.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/group/guard.hpp"
+#include "schedules/plan/collectives.hpp"
 
 namespace sluice {
 
@@ -34,13 +35,14 @@ static void from_json(const Json& json, Shape& shape) {
 }
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorSpec, dtype, shape)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Slice, axis, begin, length, whole)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PlannedCollective, axis, kind, bytes, type)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageCollectives, forward, loss, backward_input, backward_weight)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit, slice,
                                    whole_elements)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
-                                   own_memory, note, forward_sums, backward_sums,
-                                   forward_tensor_sums, backward_tensor_sums)
+                                   own_memory, note, collectives)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients)
 
 namespace {
@@ -126,34 +128,32 @@ StageDescription description_of(const Stage& stage, int index,
   }
 }
 
-// Forward and backward over replicas, forward and backward over tensor ranks.
-using Sums = std::array<int, 4>;
-
-std::string sums_text(const Sums& sums) {
-  const std::string text = fmt::format("{} and {} sums over replicas", sums[0], sums[1]);
-  if (sums[2] == 0 && sums[3] == 0) return text;
-  return fmt::format("{} and {} and {} over tensor ranks", text, sums[2], sums[3]);
-}
-
-void set_sums(StageEntry& entry, const StageDescription& description, bool first, int index) {
-  const Sums sums = {description.forward_sums, description.backward_sums,
-                     description.forward_tensor_sums, description.backward_tensor_sums};
-  if (*std::min_element(sums.begin(), sums.end()) < 0) {
-    throw_usage("stage {} describes {}; legal are numbers from 0", index, sums_text(sums));
-  }
-  if (first) {
-    entry.forward_sums = sums[0];
-    entry.backward_sums = sums[1];
-    entry.forward_tensor_sums = sums[2];
-    entry.backward_tensor_sums = sums[3];
-  }
-  const Sums largest = {entry.forward_sums, entry.backward_sums, entry.forward_tensor_sums,
-                        entry.backward_tensor_sums};
-  if (sums == largest) return;
-  throw_usage(
-      "stage {} describes {} for a smaller micro-batch, and {} for the largest; their numbers must "
-      "agree",
-      index, sums_text(sums), sums_text(largest));
+void set_collectives(StageEntry& entry, const StageDescription& description, bool first,
+                     int index) {
+  const StageCollectives& made = description.collectives;
+  if (first) entry.collectives = made;
+  const StageCollectives& largest = entry.collectives;
+  const auto require = [&](std::string_view where, const std::vector<PlannedCollective>& list,
+                           const std::vector<PlannedCollective>& most) {
+    for (const PlannedCollective& each : list) {
+      std::string_view why = why_illegal(each);
+      if (why.empty() && each.bytes % size_of(each.type) != 0)
+        why = "its bytes are no whole values";
+      if (why.empty()) continue;
+      throw_usage("stage {} describes a collective of its {} that cannot be: {}", index, where,
+                  why);
+    }
+    const std::string why = why_unlike(most, list);
+    if (why.empty()) return;
+    throw_usage(
+        "stage {} describes other collectives of its {} for a smaller micro-batch than for the "
+        "largest: {}; legal: the same with no more bytes",
+        index, where, why);
+  };
+  require("forward", made.forward, largest.forward);
+  require("loss", made.loss, largest.loss);
+  require("input gradient", made.backward_input, largest.backward_input);
+  require("weight gradient", made.backward_weight, largest.backward_weight);
 }
 
 // Which inputs need a gradient: what the stage says, else every input of a float type.
@@ -200,7 +200,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     const StageDescription description = description_of(stage, index, specs, compute);
     require_legal_outputs(description.outputs, index);
     if (!targets.empty()) require_targets(targets[report.outputs.size()], description, index);
-    set_sums(report.entry, description, report.outputs.empty(), index);
+    set_collectives(report.entry, description, report.outputs.empty(), index);
     if (report.outputs.empty()) {
       report.entry.note = description.note;
       report.model = description.model;

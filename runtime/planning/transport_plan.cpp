@@ -53,13 +53,13 @@ void require_runnable(const Plan& plan, const TransportNeeds& needs) {
 }
 
 Plan plan_for(const Schedule& schedule, const LowerOptions& lowering, const TransportNeeds& needs,
-              std::vector<StageSums> sums, int fold_every) {
+              std::vector<StageCollectives> collectives, int fold_every) {
   if (const auto violation = check(schedule)) {
     throw_error(ErrorCode::kPlan, "schedule '{}': {}", schedule.name, violation->message);
   }
   PlanOptions options;
   options.order = needs.order;
-  options.sums = std::move(sums);
+  options.collectives = std::move(collectives);
   options.fold_every = fold_every;
   Plan plan = make_plan(lower(schedule, lowering), lowering.tied, options);
   require_runnable(plan, needs);

@@ -29,9 +29,9 @@ struct TransportNeeds {
 void require_runnable(const Plan& plan, const TransportNeeds& needs);
 
 // Checks, lowers and plans the schedule in the order that the transport needs, and verifies the
-// plan. `sums`, `fold_every`: as PlanOptions. Throws Error(kPlan) where a step refuses.
+// plan. `collectives`, `fold_every`: as PlanOptions. Throws Error(kPlan) where a step refuses.
 [[nodiscard]] Plan plan_for(const Schedule& schedule, const LowerOptions& lowering,
-                            const TransportNeeds& needs, std::vector<StageSums> sums = {},
-                            int fold_every = 0);
+                            const TransportNeeds& needs,
+                            std::vector<StageCollectives> collectives = {}, int fold_every = 0);
 
 }  // namespace sluice

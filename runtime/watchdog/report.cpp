@@ -39,8 +39,44 @@ std::string peer_text(const WaitSubject& subject) {
   return fmt::format("rank {} (tag {}, {} bytes)", subject.peer, subject.tag, subject.bytes);
 }
 
-std::string wait_text(const WatchView& view, const RankStatus& status) {
+// Whether `rank` is one of the group in which `other` makes the collective.
+bool shares(const WatchView& view, int rank, int other, CollectiveAxis axis) {
+  const WatchedRank &a = view.ranks[at(rank)], &b = view.ranks[at(other)];
+  return a.stages == b.stages &&
+         (axis == CollectiveAxis::kTensor ? a.replica == b.replica : a.tensor == b.tensor);
+}
+
+// Whether `theirs` has not come to the collective in which `mine` is.
+bool has_not_come(const Activity& mine, const Activity& theirs) {
+  if (theirs.run != mine.run) return theirs.run < mine.run;
+  if (theirs.doing != Doing::kOperation || theirs.op != mine.op) return theirs.op < mine.op;
+  return !theirs.collective || theirs.collective_index < mine.collective_index;
+}
+
+// "the sum of 24 bytes of f64 over the tensor ranks (collective 2 of stage 1, forward of
+// micro-batch 3); rank 5 did not come, it is in 0F3 of step 7".
+std::string collective_text(const WatchView& view, int rank) {
+  const Activity& now = view.sightings[at(rank)].status.activity;
+  std::string text = fmt::format("the {} in stage {}, {} of micro-batch {} (its collective {})",
+                                 to_string(*now.collective), now.stage, in_words(now.action),
+                                 now.micro_batch, now.collective_index + 1);
+  for (int other = 0; at(other) < view.ranks.size(); ++other) {
+    const Sighting& each = view.sightings[at(other)];
+    if (other == rank || !shares(view, rank, other, now.collective->axis)) continue;
+    if (each.left) {
+      text += fmt::format("; rank {} did not come, its pipeline is destroyed", other);
+    } else if (each.seen && has_not_come(now, each.status.activity)) {
+      text += fmt::format("; rank {} did not come, it is in {}", other,
+                          describe_place(each.status.activity));
+    }
+  }
+  return text;
+}
+
+std::string wait_text(const WatchView& view, int rank) {
+  const RankStatus& status = view.sightings[at(rank)].status;
   const Activity& now = status.activity;
+  if (now.collective) return collective_text(view, rank);
   const WaitSubject& subject = now.subject;
   std::array<char, 96> room{};
   const std::string_view doing = describe_doing(now, room);
@@ -77,7 +113,7 @@ std::string state_text(const WatchView& view, const WatchLimits& limits, int ran
   if (!each.seen) return fmt::format("was never heard, for {}", seconds_text(each.silent));
   const Activity& now = each.status.activity;
   const std::string place =
-      now.waits ? fmt::format("waiting for {}, in step {}", wait_text(view, each.status), now.step)
+      now.waits ? fmt::format("waiting for {}, in step {}", wait_text(view, rank), now.step)
                 : describe_place(now);
   if (each.gone) return fmt::format("its process has ended; last seen in {}", place);
   if (lost(each, limits) || each.silent > limits.timeout / 2) {
@@ -87,7 +123,7 @@ std::string state_text(const WatchView& view, const WatchLimits& limits, int ran
       each.status.unheard < 0 ? "" : fmt::format("; it does not hear rank {}", each.status.unheard);
   if (now.waits) {
     return fmt::format("step {}: waits since {} for {}{}", now.step,
-                       seconds_text(each.status.still), wait_text(view, each.status), unheard);
+                       seconds_text(each.status.still), wait_text(view, rank), unheard);
   }
   return fmt::format("step {}: in {} since {}{}", now.step, describe_place(now),
                      seconds_text(each.status.still), unheard);
@@ -141,7 +177,7 @@ std::string deadlock_headline(const WatchView& view, const Verdict& verdict) {
       waits.push_back(fmt::format("rank {} has destroyed its pipeline", rank));
     } else if (each.status.activity.waits) {
       waits.push_back(
-          fmt::format("{} waits for {}", describe_rank(view, rank), wait_text(view, each.status)));
+          fmt::format("{} waits for {}", describe_rank(view, rank), wait_text(view, rank)));
     }
   }
   return fmt::format("deadlock: {}; all ranks wait, none has computed for {}", joined(waits, "; "),

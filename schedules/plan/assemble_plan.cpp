@@ -7,6 +7,7 @@
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
+#include "schedules/plan/collectives.hpp"
 #include "schedules/plan/plan_parts.hpp"
 
 namespace sluice {
@@ -41,18 +42,10 @@ void require_legal(const Schedule& lowered, const PlanOptions& options) {
   if (options.send_slots < 1) {
     refuse("plan: send_slots is ", options.send_slots, "; the nearest legal value is 1");
   }
-  if (!options.sums.empty() && options.sums.size() != at(lowered.placement.stages())) {
-    refuse("plan: sums of ", static_cast<int>(options.sums.size()), " stages, there are ",
+  if (!options.collectives.empty() &&
+      options.collectives.size() != at(lowered.placement.stages())) {
+    refuse("plan: collectives of ", options.collectives.size(), " stages, there are ",
            lowered.placement.stages());
-  }
-  for (const StageSums& sums : options.sums) {
-    const auto require = [](int forward, int backward, const char* over) {
-      if (forward >= 0 && backward >= 0) return;
-      refuse("plan: a stage makes ", forward, " and ", backward, over,
-             "; the nearest legal value is 0");
-    };
-    require(sums.forward, sums.backward, " sums");
-    require(sums.forward_tensor, sums.backward_tensor, " sums over tensor ranks");
   }
   const int every = options.fold_every;
   if (every < 0 || (every > 0 && (lowered.forward_only || lowered.micro_batches % every != 0))) {
@@ -79,11 +72,19 @@ std::string to_string(const PlanOp& op) {
     text += concat(" channel ", op.channel);
   }
   if (op.with_previous) text += " with-previous";
-  if (op.sums != 0) text += concat(" sums ", op.sums);
-  if (op.tensor_sums != 0) text += concat(" tensor-sums ", op.tensor_sums);
+  if (op.collectives != 0) text += concat(" collectives ", op.collectives);
   for (std::size_t kind = 0; kind < op.slots.size(); ++kind) {
     if (op.slots[kind] < 0) continue;
     text += concat(' ', kBufferNames[kind], '[', op.slots[kind], ']');
+  }
+  return text;
+}
+
+std::string to_string(const Plan& plan, const PlanOp& op) {
+  std::string text = to_string(op);
+  const char* before = ", collectives: ";
+  for (const PlannedCollective& each : collectives_of(plan, op)) {
+    text += concat(std::exchange(before, "; "), each);
   }
   return text;
 }
@@ -141,9 +142,10 @@ Plan assemble_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
   plan.forward_only = lowered.forward_only;
   plan.fold_every = options.fold_every;
   plan.tied = tied;
+  const CollectiveLists collectives(options.collectives, lowered.forward_only, plan.collectives);
   plan.ranks.reserve(lowered.ranks.size());
   for (int rank = 0; rank < lowered.placement.ranks(); ++rank) {
-    PlannedRank planned = plan_rank(lowered, messages, tied, options, rank);
+    PlannedRank planned = plan_rank(lowered, messages, tied, options, collectives, rank);
     plan.exact = plan.exact && planned.exact;
     plan.ranks.push_back(std::move(planned.plan));
   }

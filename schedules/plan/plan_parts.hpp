@@ -14,6 +14,8 @@
 
 namespace sluice {
 
+class CollectiveLists;  // schedules/plan/collectives.hpp
+
 inline constexpr std::array kAllBuffers = {BufferKind::kInput, BufferKind::kOutput,
                                            BufferKind::kGradOutput, BufferKind::kGradInput,
                                            BufferKind::kState};
@@ -67,6 +69,6 @@ struct PlannedRank {
 // Error(kUsage) for actions a plan cannot carry and for receives that are not all there.
 [[nodiscard]] PlannedRank plan_rank(const Schedule& lowered, const PlanMessages& messages,
                                     const std::vector<TiedStages>& tied, const PlanOptions& options,
-                                    int rank);
+                                    const CollectiveLists& collectives, int rank);
 
 }  // namespace sluice

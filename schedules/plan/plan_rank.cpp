@@ -11,6 +11,7 @@
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
+#include "schedules/plan/collectives.hpp"
 #include "schedules/plan/plan_parts.hpp"
 
 namespace sluice {
@@ -401,13 +402,13 @@ class Issuer {
 class RankPlanner {
  public:
   RankPlanner(const Schedule& lowered, const PlanMessages& messages,
-              const std::vector<TiedStages>& tied, const PlanOptions& options, int rank,
-              RankReceives receives)
+              const std::vector<TiedStages>& tied, const PlanOptions& options,
+              const CollectiveLists& collectives, int rank, RankReceives receives)
       : schedule_(lowered),
         placement_(lowered.placement),
         messages_(messages),
         tied_(tied),
-        sums_(options.sums),
+        collectives_(collectives),
         fold_every_(options.fold_every),
         rank_(rank),
         buffers_(placement_.stages_of(rank), lowered.micro_batches),
@@ -537,7 +538,7 @@ class RankPlanner {
     }
     name_slot(op, BufferKind::kGradInput, grad_input);
     name_slot(op, BufferKind::kState, own.slot(BufferKind::kState, micro_batch));
-    name_sums(op);
+    collectives_.name(op);
     count_for_fold(action);
     if (!ends_use(action.kind, schedule_.forward_only)) return;
     if (!forward) {
@@ -547,14 +548,6 @@ class RankPlanner {
     }
     used_ = action;
     if (issuer_.is_global()) release_kept();
-  }
-
-  void name_sums(PlanOp& op) const {
-    const bool forward = op.action == ActionKind::kForward;
-    if (sums_.empty() || (!forward && !makes_gradient(op.action))) return;
-    const StageSums& sums = sums_[at(op.stage)];
-    op.tensor_sums = forward ? sums.forward_tensor : sums.backward_tensor;
-    if (!schedule_.forward_only) op.sums = forward ? sums.forward : sums.backward;
   }
 
   // The action that completes a group is followed by a fold, after the send of what it computed.
@@ -608,7 +601,7 @@ class RankPlanner {
   const Placement& placement_;
   const PlanMessages& messages_;
   const std::vector<TiedStages>& tied_;
-  const std::vector<StageSums>& sums_;
+  const CollectiveLists& collectives_;
   const int fold_every_;
   const int rank_;
   RankPlan plan_;
@@ -626,8 +619,9 @@ class RankPlanner {
 }  // namespace
 
 PlannedRank plan_rank(const Schedule& lowered, const PlanMessages& messages,
-                      const std::vector<TiedStages>& tied, const PlanOptions& options, int rank) {
-  return RankPlanner(lowered, messages, tied, options, rank,
+                      const std::vector<TiedStages>& tied, const PlanOptions& options,
+                      const CollectiveLists& collectives, int rank) {
+  return RankPlanner(lowered, messages, tied, options, collectives, rank,
                      ReceiveFinder(lowered, messages, options, rank).run())
       .run();
 }

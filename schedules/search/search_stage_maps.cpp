@@ -249,7 +249,9 @@ std::vector<StageMap> stage_maps_of(const SearchRequest& request,
 
 namespace sluice {
 
-SimulationTimes join_layers(const SimulationTimes& layers, const std::vector<int>& first_layer) {
+SimulationTimes join_layers(const SimulationTimes& given, const std::vector<int>& first_layer) {
+  const SimulationTimes layers =
+      with_collectives(given, static_cast<int>(given.stages.size()), /*forward_only=*/false);
   SimulationTimes times = layers;
   times.stages.clear();
   times.bytes.clear();

@@ -353,7 +353,9 @@ Simulation simulate(const Schedule& lowered, const SimulationTimes& times,
            lowered.placement.ranks(), " ranks");
   }
   require_costs(times, lowered);
-  return Simulator(lowered, times, detail).run();
+  const SimulationTimes whole =
+      with_collectives(times, lowered.placement.stages(), lowered.forward_only);
+  return Simulator(lowered, whole, detail).run();
 }
 
 }  // namespace sluice

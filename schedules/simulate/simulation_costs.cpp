@@ -9,6 +9,7 @@
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
+#include "schedules/plan/collectives.hpp"
 
 namespace sluice {
 namespace {
@@ -74,6 +75,12 @@ void require_valid(const SimulationTimes& times, int stages) {
     refuse("simulation: ", times.ranks_per_node,
            " ranks per node; legal is 1 or more, or 0 for a single node");
   }
+  if (!times.collectives.empty()) {
+    require_entries("collectives", times.collectives.size(), stages);
+  }
+  for (const auto& of_axis : times.collective_costs) {
+    for (const LinkCost& cost : of_axis) require_link("a collective", cost);
+  }
   if (!times.bytes.empty()) require_entries("bytes", times.bytes.size(), stages);
   for (std::size_t i = 0; i < times.bytes.size(); ++i) {
     const std::string stage = concat(" bytes of stage ", i);
@@ -94,6 +101,16 @@ LinkCost link_of(const SimulationTimes& times, const Exceptions& exceptions, int
   const int size = times.ranks_per_node;
   if (size > 0 && from / size != to / size) return times.between_nodes;
   return {times.message, times.bandwidth};
+}
+
+double cost_of(const SimulationTimes& times, const StageCollectives& stage, ActionKind kind,
+               bool forward_only) {
+  double cost = 0;
+  for (const PlannedCollective& each : collectives_of(stage, kind, forward_only)) {
+    const LinkCost& link = times.collective_costs[at(each.axis)][at(each.kind)];
+    cost += link.latency + transfer_seconds(link, static_cast<std::int64_t>(each.bytes));
+  }
+  return cost;
 }
 
 // The pieces of the old stages that new stage `stage` is made of.
@@ -127,6 +144,25 @@ void require_costs(const SimulationTimes& times, const Schedule& schedule) {
     }
     require_link("the link from rank " + name, each.link);
   }
+}
+
+SimulationTimes with_collectives(const SimulationTimes& times, int stages, bool forward_only) {
+  SimulationTimes result = times;
+  if (times.collectives.empty()) return result;
+  result.collectives.clear();
+  result.stages.clear();
+  for (int stage = 0; stage < stages; ++stage) {
+    StageTimes& made = result.stages.emplace_back(of_stage(times.stages, stage));
+    const auto add_to = [&](double& time, ActionKind kind) {
+      const double cost = cost_of(times, of_stage(times.collectives, stage), kind, forward_only);
+      time += cost;
+      if (made.overlap >= 0) made.overlap += cost;  // a pair makes them one after the other
+    };
+    add_to(made.forward, ActionKind::kForward);
+    add_to(made.backward_input, ActionKind::kBackwardInput);
+    add_to(made.backward_weight, ActionKind::kBackwardWeight);
+  }
+  return result;
 }
 
 Handovers handovers_of(const SimulationTimes& times, const Placement& placement) {
@@ -230,11 +266,12 @@ SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stag
     refuse("simulation: ", old_stages, " stages cut into ", new_stages, "; legal is 1 or more");
   }
   require_valid(times, old_stages);
-  SimulationTimes result = times;
+  const SimulationTimes old = with_collectives(times, old_stages, /*forward_only=*/false);
+  SimulationTimes result = old;
   result.stages.clear();
   result.bytes.clear();
   for (int stage = 0; stage < new_stages; ++stage) {
-    append_stage(times, pieces_of(stage, old_stages, new_stages), result);
+    append_stage(old, pieces_of(stage, old_stages, new_stages), result);
   }
   return result;
 }

@@ -27,6 +27,11 @@ template <class T>
 // Throws Error(kUsage) as simulate() does for costs that do not fit the schedule.
 void require_costs(const SimulationTimes& times, const Schedule& schedule);
 
+// The same times, of which those of the collectives are a part: it has no collectives, and an entry
+// for each stage where `times` has some. Requires: require_costs() passed.
+[[nodiscard]] SimulationTimes with_collectives(const SimulationTimes& times, int stages,
+                                               bool forward_only);
+
 // Seconds that the bytes occupy the link, without its latency.
 [[nodiscard]] double transfer_seconds(const LinkCost& link, std::int64_t bytes);
 

@@ -11,6 +11,7 @@
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
+#include "schedules/plan/collectives.hpp"
 #include "schedules/verify/verify_trace.hpp"
 
 namespace sluice {
@@ -40,6 +41,15 @@ std::optional<Violation> check_shape(const Plan& plan) {
       if (stage >= 0 && stage < plan.placement.stages()) continue;
       return about_plan(concat("a tied group names stage ", stage, "; legal stages are 0 to ",
                                plan.placement.stages() - 1));
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<Violation> check_collectives(const Plan& plan) {
+  for (std::size_t i = 0; i < plan.collectives.size(); ++i) {
+    if (const std::string_view why = why_illegal(plan.collectives[i]); !why.empty()) {
+      return about_plan(concat("collective ", i, " of the plan cannot be: ", why));
     }
   }
   return std::nullopt;
@@ -195,6 +205,7 @@ Verification verify(const Plan& plan) {
   Verification result;
   result.violation = check_shape(plan);
   if (!result.violation) result.violation = check_channels(plan);
+  if (!result.violation) result.violation = check_collectives(plan);
   if (result.violation) return result;
 
   PlanTrace trace(plan);

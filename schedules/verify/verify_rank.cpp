@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -9,6 +10,7 @@
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
+#include "schedules/plan/collectives.hpp"
 #include "schedules/plan/plan_parts.hpp"
 #include "schedules/verify/verify_trace.hpp"
 
@@ -232,14 +234,9 @@ class ProgressReplay {
                                  : "its backward input has not been computed");
     }
     const std::size_t pass = (adds & kForwardDone) != 0 ? 0 : 1;
-    const bool weight_only = adds == kWeightDone;
     const bool folds = plan_.fold_every > 0 && adds != kInputDone;
     if (folds && !check_group(op, stage.folds[pass])) return false;
-    if (!check_sums(op.sums, stage.sums[pass], weight_only || plan_.forward_only, "replicas",
-                    " of training") ||
-        !check_sums(op.tensor_sums, stage.tensor_sums[pass], weight_only, "tensor ranks", "")) {
-      return false;
-    }
+    if (!check_collectives(op, stage)) return false;
     done |= adds;
     if (folds) ++stage.since_fold[pass];
     if ((adds & (plan_.forward_only ? kForwardDone : kWeightDone)) != 0) ++stage.complete;
@@ -324,8 +321,7 @@ class ProgressReplay {
     bool reduced = false;
     // Of F; of W and B.
     std::array<std::int32_t, 2> folds = {}, since_fold = {};
-    // In each F, and in each B or I; -1: none computed yet.
-    std::array<std::int32_t, 2> sums = {-1, -1}, tensor_sums = {-1, -1};
+    std::array<const PlanOp*, 4> firsts = {};  // [ActionKind] whose collectives all others make
   };
 
   // `folds`: of the stage so far, of what this action adds to.
@@ -338,19 +334,64 @@ class ProgressReplay {
                            every, " micro-batches before those of later ones");
   }
 
-  // Sums over `over` of an action that may make none, or of which every one of the stage makes as
-  // many as `earlier` ones. `where`: the phase in which they are legal.
-  bool check_sums(std::int32_t sums, std::int32_t& earlier, bool none, std::string_view over,
-                  std::string_view where) {
-    if (sums < 0 || (none && sums > 0)) {
-      return refusal_.object("it makes ", sums, " sums over ", over,
-                             "; legal are 0, and more in F, B and I", where);
+  // "collective 2 of 3 is a sum of ..., that of the stage's first F an all-gather of ...".
+  // Requires that they differ.
+  bool differ(std::span<const PlannedCollective> mine, std::span<const PlannedCollective> theirs,
+              std::string_view whose) {
+    const auto place = static_cast<std::size_t>(
+        std::mismatch(mine.begin(), mine.end(), theirs.begin(), theirs.end()).first - mine.begin());
+    if (place == mine.size() || place == theirs.size()) {
+      return refusal_.object("it makes ", mine.size(), " collectives, ", whose, " makes ",
+                             theirs.size());
     }
-    if (none) return true;
-    if (earlier < 0) earlier = sums;
-    if (earlier == sums) return true;
-    return refusal_.object("it makes ", sums, " sums over ", over,
-                           ", this stage's earlier ones make ", earlier);
+    return refusal_.object("collective ", place + 1, " of ", mine.size(), " is ",
+                           in_sentence(mine[place]), ", that of ", whose, ' ',
+                           in_sentence(theirs[place]));
+  }
+
+  // Every action of a stage makes the same list; B's is I's, then W's.
+  bool check_collectives(const PlanOp& op, Stage& stage) {
+    const std::size_t all = plan_.collectives.size();
+    if (op.first_collective < 0 || op.collectives < 0 || at(op.first_collective) > all ||
+        at(op.collectives) > all - at(op.first_collective)) {
+      return refusal_.object("it names ", op.collectives, " collectives from ", op.first_collective,
+                             " on; the plan has ", all);
+    }
+    const PlanOp*& first = stage.firsts[at(op.action)];
+    const bool is_first = first == nullptr;
+    if (is_first) first = &op;
+    if (!is_first && op.first_collective == first->first_collective &&
+        op.collectives == first->collectives) {
+      return true;
+    }
+    const std::span<const PlannedCollective> mine = collectives_of(plan_, op);
+    const std::span<const PlannedCollective> theirs = collectives_of(plan_, *first);
+    if (!std::equal(mine.begin(), mine.end(), theirs.begin(), theirs.end())) {
+      return differ(mine, theirs, concat("the stage's first ", name_of(op.action)));
+    }
+    if (plan_.forward_only &&
+        std::any_of(mine.begin(), mine.end(), [](const PlannedCollective& each) {
+          return each.axis == CollectiveAxis::kReplica;
+        })) {
+      return refusal_.object("it makes collectives over the replicas in a forward-only plan");
+    }
+    return check_halves(stage);
+  }
+
+  bool check_halves(const Stage& stage) {
+    const auto of = [&](ActionKind kind) { return stage.firsts[at(kind)]; };
+    const PlanOp *const whole = of(ActionKind::kBackward), *input = of(ActionKind::kBackwardInput),
+                        *weight = of(ActionKind::kBackwardWeight);
+    if (whole == nullptr || input == nullptr || weight == nullptr) return true;
+    std::vector<PlannedCollective> halves;
+    for (const PlanOp* half : {input, weight}) {
+      const std::span<const PlannedCollective> list = collectives_of(plan_, *half);
+      halves.insert(halves.end(), list.begin(), list.end());
+    }
+    const std::span<const PlannedCollective> list = collectives_of(plan_, *whole);
+    if (std::equal(list.begin(), list.end(), halves.begin(), halves.end())) return true;
+    return differ(halves, list,
+                  concat("the stage's ", to_string(*whole), ", whose halves these are,"));
   }
 
   bool takes_part(std::size_t group) const {
@@ -427,9 +468,8 @@ class RankReplay {
       trace_.grouped = true;
     }
     after_issue_ = issues;
-    if (op.kind != OpKind::kCompute && (op.sums != 0 || op.tensor_sums != 0)) {
-      return refusal_.object("only F, B and I make sums over ",
-                             op.sums != 0 ? "replicas" : "tensor ranks");
+    if (op.kind != OpKind::kCompute && op.collectives != 0) {
+      return refusal_.object("it makes collectives; only F, B, I and W do");
     }
     switch (op.kind) {
       case OpKind::kPostRecv:

@@ -247,10 +247,10 @@ class LayerCheck {
   }
 
   // What a forward that runs again may not use.
-  class NoSum : public Collective {
+  class None : public Collective {
    public:
-    void sum(std::span<double> /*values*/) override {
-      throw_usage("makes a sum over replicas where LayerCall::again is set; legal: none");
+    void make(const CollectiveCall& /*call*/) override {
+      throw_usage("makes a collective where LayerCall::again is set; legal: none");
     }
   };
 
@@ -267,8 +267,8 @@ class LayerCheck {
     ctx.samples = x.shape()[0];
     ctx.first_sample = batch.number * ctx.samples;
     ctx.inputs = {&x, 1};
-    NoSum no_sum;
-    if (again_) ctx.collective = &no_sum;
+    None none;
+    if (again_) ctx.collective = ctx.tensor = &none;
     scratch_->soil();
     LayerCall made{.stage = ctx,
                    .x = x,

@@ -56,10 +56,14 @@ class BatchNormLayer final : public OwnLayer<kOnCpus> {
   [[nodiscard]] LayerNeeds needs(const TensorSpec& /*input*/,
                                  ComputeContext& /*compute*/) const override {
     const std::size_t pairs = static_cast<std::size_t>(channels_) * sizeof(Pair);
-    const int sums = synchronised() ? 1 : 0;
-    return {.memory = {.lasting = pairs + sizeof(double), .gradients = pairs},
-            .forward_sums = sums,
-            .backward_sums = sums};
+    LayerNeeds needs{.memory = {.lasting = pairs + sizeof(double), .gradients = pairs}};
+    if (!synchronised()) return needs;
+    const PlannedCollective sum{.axis = CollectiveAxis::kReplica,
+                                .kind = CollectiveKind::kSum,
+                                .bytes = exchanged_count() * sizeof(double),
+                                .type = DType::kF64};
+    needs.collectives = {.forward = {sum}, .backward_input = {sum}};
+    return needs;
   }
 
   void forward(LayerCall& call, const Tensor& y) override {
@@ -156,6 +160,8 @@ class BatchNormLayer final : public OwnLayer<kOnCpus> {
   [[nodiscard]] static std::size_t first_of(std::int64_t channel) {
     return 2 * static_cast<std::size_t>(channel);
   }
+  // Two numbers of each channel, and how many there are.
+  [[nodiscard]] std::size_t exchanged_count() const { return first_of(channels_) + 1; }
   // How many numbers a channel has, over all replicas where they are synchronised; behind the
   // pairs.
   [[nodiscard]] double* count_of(const LayerCall& call) const {
@@ -171,7 +177,7 @@ class BatchNormLayer final : public OwnLayer<kOnCpus> {
   void measure_all(const LayerCall& call) {
     if (seen_ == 0 && call.stage.first_batch)
       sums_.assign(static_cast<std::size_t>(channels_), Sums{});
-    exchanged_.resize(first_of(channels_) + 1);
+    exchanged_.resize(exchanged_count());
     for_channels(call, [&](const Channel& channel) {
       measure(call.x.as<float>(), channel, &exchanged_[first_of(channel.number)]);
     });

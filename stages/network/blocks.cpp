@@ -128,8 +128,8 @@ class ResidualBlock final : public Layer {
                    .lasting = sum_of_bytes({a.lasting, b.lasting}),
                    .gradients = sum_of_bytes({a.gradients, b.gradients}),
                    .scratch = sum_of_bytes({branch_bytes(input), std::max(a.scratch, b.scratch)})}};
-    add_needs(all, main);
-    add_needs(all, shortcut);
+    add_needs(all, main, /*backward_first=*/false);
+    add_needs(all, shortcut, /*backward_first=*/false);
     return all;
   }
 

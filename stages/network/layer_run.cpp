@@ -85,11 +85,17 @@ void add_note(std::string& notes, const std::string& note) {
 
 }  // namespace
 
-void add_needs(LayerNeeds& all, const LayerNeeds& part) {
+void add_needs(LayerNeeds& all, const LayerNeeds& part, bool backward_first) {
   all.operator_bytes = std::max(all.operator_bytes, part.operator_bytes);
   all.table_bytes = std::max(all.table_bytes, part.table_bytes);
-  all.forward_sums += part.forward_sums;
-  all.backward_sums += part.backward_sums;
+  StageCollectives& made = all.collectives;
+  const auto insert = [](auto& list, auto place, const auto& added) {
+    list.insert(place, added.begin(), added.end());
+  };
+  insert(made.forward, made.forward.end(), part.collectives.forward);
+  insert(made.backward_input,
+         backward_first ? made.backward_input.begin() : made.backward_input.end(),
+         part.collectives.backward_input);
   add_note(all.note, part.note);
 }
 
@@ -256,7 +262,7 @@ TensorSpec LayerRun::measure(std::size_t index, const TensorSpec& in, ComputeCon
   place.needs = naming(each, [&] { return each.layer->needs(in, compute); });
   place.again = recomputes_ && part.promises.recomputes;
   LayerNeeds& all = plan.needs;
-  add_needs(all, place.needs);
+  add_needs(all, place.needs, /*backward_first=*/true);
   // By kind: layers within others are counted from 0 again.
   if (recomputes_ && !place.again) {
     add_note(all.note, each.kind + " is not recomputed: it does not promise it");

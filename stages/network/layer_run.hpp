@@ -56,7 +56,7 @@ enum class ResidualPart : std::uint32_t { kMain, kShortcut };
                                                            int number, ResidualPart part);
 
 // Adds what a part needs besides its memory, of parts that run one after the other.
-void add_needs(LayerNeeds& all, const LayerNeeds& part);
+void add_needs(LayerNeeds& all, const LayerNeeds& part, bool backward_first);
 
 // Null stays null.
 inline std::byte* at(std::byte* base, std::size_t offset) {

@@ -65,8 +65,7 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
   description.table_bytes = needs.table_bytes;
   description.note = needs.note;
   description.model = model_;
-  description.forward_sums = needs.forward_sums;
-  description.backward_sums = needs.backward_sums;
+  description.collectives = needs.collectives;
   for (const TensorSpec& input : inputs) {
     description.input_gradients.push_back(is_float(input.dtype));
   }
@@ -272,8 +271,9 @@ StageDescription LossNetworkStage::describe(std::span<const TensorSpec> inputs,
   if (!loss_->runs_on_gpu() && compute.device().kind != DeviceKind::kCpu) {
     throw_usage("{} runs on CPUs alone; give its stage a CPU (--device)", kind_);
   }
-  description.operator_bytes =
-      std::max(description.operator_bytes, loss_->needs(outputs, compute).operator_bytes);
+  LayerNeeds needs = loss_->needs(outputs, compute);
+  description.operator_bytes = std::max(description.operator_bytes, needs.operator_bytes);
+  description.collectives.loss = std::move(needs.collectives.forward);
   return description;
 }
 

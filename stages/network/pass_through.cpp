@@ -20,9 +20,13 @@ void copy_all(ComputeContext& compute, Tensors from, Tensors to) {
   }
 }
 
-class SumOfOne : public Collective {
+class OfOne : public Collective {
  public:
-  void sum(std::span<double> /*values*/) override {}
+  void make(const CollectiveCall& call) override {
+    if (call.out.data() == call.in.data()) return;
+    const std::size_t bytes = std::min(call.in.size(), call.out.size());
+    std::copy_n(call.in.begin(), bytes, call.out.begin());
+  }
 };
 
 class CarryingBase : public Stage {
@@ -143,7 +147,7 @@ class WithLoss : public Base, public LossStage {
 }  // namespace
 
 Collective& Collective::alone() {
-  static SumOfOne one;
+  static OfOne one;
   return one;
 }
 

@@ -17,23 +17,16 @@ namespace sluice {
 namespace {
 
 struct ElementType {
-  const char* name;
   std::size_t bytes;
   bool is_float;
 };
-constexpr std::array<ElementType, kDTypes> kTypes = {{{"f32", 4, true},
-                                                      {"bf16", 2, true},
-                                                      {"i32", 4, false},
-                                                      {"u8", 1, false},
-                                                      {"f64", 8, true},
-                                                      {"f16", 2, true},
-                                                      {"i64", 8, false}}};
+constexpr std::array<ElementType, kDTypes> kTypes = {
+    {{4, true}, {2, true}, {4, false}, {1, false}, {8, true}, {2, true}, {8, false}}};
 const ElementType& type_of(DType dtype) { return kTypes.at(static_cast<std::size_t>(dtype)); }
 
 }  // namespace
 
 std::size_t size_of(DType dtype) { return type_of(dtype).bytes; }
-const char* name_of(DType dtype) { return type_of(dtype).name; }
 bool is_float(DType dtype) { return type_of(dtype).is_float; }
 
 float to_float(F16 value) {

@@ -30,6 +30,7 @@
 #include <string_view>
 #include <vector>
 
+#include <sluice/detail/planned_collective.hpp>
 #include <sluice/schedule.hpp>
 
 #pragma GCC visibility push(default)
@@ -89,9 +90,9 @@ struct PlanOp {
   std::int32_t stage = 0;
   std::int32_t micro_batch = -1;
   std::int32_t channel = -1;  // messages: index into Plan::channels; kReduceTied: group index
-  // kCompute of F, B or I: sums over the stage's replicas, and over the ranks that share the stage,
-  // which the stage makes within it. Each waits for the same op of all of these ranks.
-  std::int32_t sums = 0, tensor_sums = 0;
+  // kCompute: the collectives that the stage makes within it, a range of Plan::collectives. Each
+  // waits for the same op of all ranks of its group.
+  std::int32_t first_collective = 0, collectives = 0;
   // By BufferKind.
   std::array<std::int32_t, kBufferKinds> slots = {-1, -1, -1, -1, -1};
 
@@ -130,6 +131,7 @@ struct Plan {
   int fold_every = 0;
   std::vector<TiedStages> tied;
   std::vector<Channel> channels;
+  std::vector<PlannedCollective> collectives;  // within actions; each list once per stage
   std::vector<RankPlan> ranks;
 };
 
@@ -139,20 +141,13 @@ enum class MessageOrder : std::uint8_t {
   kGlobal,         // for in-order queues (NCCL): all ranks follow one order of all messages
 };
 
-// Sums that a stage makes within each F, and within each B or I: over its replicas, in training
-// alone, and over the ranks that share it.
-struct StageSums {
-  int forward = 0, backward = 0;
-  int forward_tensor = 0, backward_tensor = 0;
-};
-
 struct PlanOptions {
   int receive_ahead = 1;  // receives posted beyond what the schedule holds, per channel
   int send_slots = 2;     // slots per send pool; a send's wait comes when its slot is used again
   MessageOrder order = MessageOrder::kReceivesAhead;
   // kReceivesAhead: room for every receive under way where each action takes one unit of time.
   bool unit_time_depths = false;
-  std::vector<StageSums> sums = {};  // [stage]; empty: no stage makes any
+  std::vector<StageCollectives> collectives = {};  // [stage]; empty: no stage makes any
   int fold_every = 0;  // as Plan; divides the micro-batches. Not of a forward-only plan
 };
 
@@ -191,6 +186,13 @@ inline constexpr std::int64_t kMaxPlannedPairs = 2'000'000;
                                  const PlanOptions& options = {});
 
 [[nodiscard]] std::string to_string(const PlanOp& op);
+// The same with its collectives: "..., collectives: sum of 24 bytes of f64 over the replicas; ...".
+[[nodiscard]] std::string to_string(const Plan& plan, const PlanOp& op);
+
+[[nodiscard]] std::string_view name_of(CollectiveAxis axis);  // "the replicas", "the tensor ranks"
+[[nodiscard]] std::string_view name_of(CollectiveKind kind);  // "sum", "all-gather", ...
+// "sum of 24 bytes of f64 over the replicas".
+[[nodiscard]] std::string to_string(const PlannedCollective& collective);
 
 // What ends a wait, and when an op may be issued. A rank works through its list; kPostRecv and
 // kStartSend only issue, but for kBounded.
@@ -237,11 +239,12 @@ struct Verification {
 // a stricter one implies is therefore not replayed (kNccl before kNcclEdges before kRendezvous
 // before kEager, kBounded before kRendezvous). An engine that issues earlier than its list says,
 // from a host that runs ahead of its device, ends too.
-// Sums within F, B or I (PlanOp::sums, tensor_sums): every micro-batch of a stage makes as many, so
-// replicas, and the ranks that share a stage, make the same ones in the same order. They hold
-// nobody up for ever: all of these pipelines follow this one plan, so what one of them can do next,
-// with its messages of the same pipeline, all can, and each reaches every sum. Nearly linear in the
-// number of ops.
+// Collectives within actions: every micro-batch of a stage makes the same list in F, in I and in W,
+// and those of I and W in B; none is outside an action, or within a group of messages; none is over
+// replicas in a forward-only plan. So replicas, and the ranks that share a stage, make the same
+// ones at equal positions. They hold nobody up for ever: all of these pipelines follow this one
+// plan, so what one of them can do next, with its messages of the same pipeline, all can, and each
+// reaches every collective. Nearly linear in the number of ops.
 [[nodiscard]] Verification verify(const Plan& plan);
 
 // assemble_plan() with the options. Under kReceivesAhead, where ranks own several stages and

@@ -24,14 +24,19 @@
 // stage order; with overlap concurrently with its compute, each stage once its last W or B has
 // ended and earlier reductions have finished.
 //
+// The collectives within an action make it longer by their costs, one after the other, and count as
+// busy. A forward-only schedule makes none over replicas.
+//
 // Units of time and bytes are the caller's; bandwidth is bytes per unit of time.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include <sluice/detail/planned_collective.hpp>
 #include <sluice/schedule.hpp>
 
 #pragma GCC visibility push(default)
@@ -89,6 +94,9 @@ struct SimulationTimes {
   LinkCost between_nodes = {};
   std::vector<RankLink> links = {};  // links that differ from all that; of equal ones the last
   LinkCost reduce_link = {};         // for StageBytes::reduced
+  std::vector<StageCollectives> collectives = {};  // within actions; empty: none; else as `stages`
+  // [CollectiveAxis][CollectiveKind] What one takes, for PlannedCollective::bytes.
+  std::array<std::array<LinkCost, kCollectiveKinds>, kCollectiveAxes> collective_costs = {};
   bool reduce_overlap = false;
   MessageQueues queues = MessageQueues::kNone;
 };
@@ -148,7 +156,8 @@ struct Simulation {
 
 // The same model cut into another number of stages of equal extent each: what a stage gets of an
 // old one is its share of it. `times.stages` and `times.bytes` may have one entry (which is then
-// one of `old_stages` alike). A border within an old stage passes on what that stage does.
+// one of `old_stages` alike). A border within an old stage passes on what that stage does. What its
+// collectives cost becomes part of its times.
 // Throws Error(kUsage) as simulate() does.
 [[nodiscard]] SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stages);
 

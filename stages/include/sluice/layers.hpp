@@ -58,8 +58,10 @@ struct LayerNeeds {
   std::size_t operator_bytes = 0;
   // Of constants, such as rotary_table_bytes(); all layers of a rank share the largest.
   std::size_t table_bytes = 0;
-  // Sums over replicas in each forward of training, and in each backward_input; see Collective.
-  int forward_sums = 0, backward_sums = 0;
+  // Of a layer in forward() and backward_input(), of a loss in compute() as `forward`. The others
+  // stay empty. A layer whose backward_input() makes some has LayerMemory::gradients: it is called
+  // in any case then.
+  StageCollectives collectives = {};
   std::string note = {};  // one line or none for StageDescription::note
 };
 
@@ -86,8 +88,8 @@ struct LayerCall {
 // What may be asked of a layer. Where it promises nothing, a stage takes the safe way.
 struct LayerPromises {
   // forward() with LayerCall::again writes the same y and the same memory, moves no buffer and
-  // makes no sum over replicas: what it needs of those is in LayerMemory::lasting. Others keep all
-  // that they keep inside recompute() too.
+  // makes no collective: what it needs of those is in LayerMemory::lasting. Others keep all that
+  // they keep inside recompute() too.
   bool recomputes = false;
   // keep_again() needs no memory for y, which then has null data.
   bool keeps_alone = false;
@@ -362,7 +364,7 @@ class Loss {
   }
   // As Stage::graph_capturable(), of compute().
   [[nodiscard]] virtual bool capturable() const { return false; }
-  // memory.scratch, which compute() gets, and operator_bytes.
+  // memory.scratch, which compute() gets, operator_bytes, and collectives.forward.
   [[nodiscard]] virtual LayerNeeds needs(const TensorSpec& outputs,
                                          ComputeContext& /*compute*/) const {
     return {.operator_bytes = operator_bytes(outputs)};

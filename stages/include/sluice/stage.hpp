@@ -16,6 +16,7 @@
 // A Partition, at the end of this header, divides a model's layers into stages.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -24,6 +25,7 @@
 #include <vector>
 
 #include <sluice/compute.hpp>
+#include <sluice/detail/planned_collective.hpp>
 #include <sluice/parameter.hpp>
 #include <sluice/tensor.hpp>
 
@@ -57,13 +59,9 @@ struct StageDescription {
   // framework's. It counts in the memory table, but not in the rank's arena.
   // StageContext::state is empty then.
   bool own_memory = false;
-  // Calls of ctx.collective->sum() in each forward of training, and in each backward or
-  // backward_input; backward_weight makes none. As many for every size of micro-batch. They become
-  // part of the plan.
-  int forward_sums = 0, backward_sums = 0;
-  // The same of ctx.tensor->sum(), in each forward, of evaluation too, and in each backward or
-  // backward_input; loss() makes none.
-  int forward_tensor_sums = 0, backward_tensor_sums = 0;
+  // Calls of ctx.collective and ctx.tensor, which become part of the plan. For every size of
+  // micro-batch the same axes, kinds and types in the same order; for smaller ones no more bytes.
+  StageCollectives collectives = {};
   // One line or none for Pipeline::notes(), which `sluice train` prints at the start, such as
   // "attention: cuDNN". That of the largest micro-batch is used.
   std::string note = {};
@@ -76,18 +74,58 @@ struct StageDescription {
   std::vector<TensorSpec> targets = {};
 };
 
-// Sums over this stage's replicas, or over the ranks that share it, within one action: all of them
-// compute the same micro-batch. For batch statistics and partial results. The runtime implements
-// it.
+// A call of a Collective, for those who implement one: the runtime, and tests of a stage.
+struct CollectiveCall {
+  CollectiveKind kind = CollectiveKind::kSum;
+  DType type = DType::kF32;
+  std::span<const std::byte> in = {};  // PlannedCollective::bytes
+  std::span<std::byte> out = {};       // of a sum: `in`
+  // Set by the runtime: the action, and the place among its collectives, from 0.
+  int stage = -1, micro_batch = -1, index = -1;
+};
+
+// Collectives over this stage's replicas, or over the ranks that share it, within one action: all
+// of them compute the same micro-batch. For batch statistics and partial results. Values are in
+// host memory, and as many on every rank. Each call blocks the host, and keeps messages moving. It
+// throws Error(kUsage) for a call that is not the next one of the stage's description,
+// Error(kMismatch) where the ranks make different ones, and another rank's error.
+//
+// Sums add the ranks' values as a binary tree over the ranks in order, which splits at the largest
+// power of two below their number; up to three ranks that is from left to right.
 class Collective {
  public:
   virtual ~Collective() = default;
-  // By a tree over the ranks in their order, in place; `values` are in host memory, as many on every rank. Blocks the
-  // host, and keeps messages moving. One rank alone: nothing changes. Throws Error(kUsage) for a
-  // call that the stage's description does not have, and another rank's error.
-  virtual void sum(std::span<double> values) = 0;
-  // Of one rank alone: nothing changes.
+  virtual void make(const CollectiveCall& call) = 0;
+
+  // In place.
+  void sum(std::span<double> values) { sum(std::as_writable_bytes(values), DType::kF64); }
+  void sum(std::span<float> values) { sum(std::as_writable_bytes(values), DType::kF32); }
+  // `all` has a part like `mine` for each rank, in their order; `mine` may be one of them.
+  void all_gather(const Tensor& mine, const Tensor& all) {
+    make(CollectiveKind::kAllGather, mine, all);
+  }
+  // `all` has a part like `mine` for each rank; `mine` gets the sum of this rank's. f32 or f64.
+  void reduce_scatter(const Tensor& all, const Tensor& mine) {
+    make(CollectiveKind::kReduceScatter, all, mine);
+  }
+  // Both have an equal part for each rank: `receive` gets what each rank has for this one.
+  void all_to_all(const Tensor& send, const Tensor& receive) {
+    make(CollectiveKind::kAllToAll, send, receive);
+  }
+
+  // Of one rank alone: hands on what fits. For trial calls, too.
   [[nodiscard]] static Collective& alone();
+
+ private:
+  void sum(std::span<std::byte> values, DType type) {
+    make({.kind = CollectiveKind::kSum, .type = type, .in = values, .out = values});
+  }
+  void make(CollectiveKind kind, const Tensor& in, const Tensor& out) {
+    make({.kind = kind,
+          .type = in.spec.dtype,
+          .in = {in.as<const std::byte>(), in.spec.bytes()},
+          .out = {out.as<std::byte>(), out.spec.bytes()}});
+  }
 };
 
 // A stage reports which of its gradients are final. Their sum over replicas can then start before

@@ -13,15 +13,12 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/detail/planned_collective.hpp>
+
 #pragma GCC visibility push(default)
 namespace sluice {
 
-// Numbers travel in message headers and must not change.
-enum class DType : std::uint8_t { kF32, kBf16, kI32, kU8, kF64, kF16, kI64 };
-inline constexpr int kDTypes = 7;
-
 [[nodiscard]] std::size_t size_of(DType dtype);  // bytes per element
-[[nodiscard]] const char* name_of(DType dtype);  // "f32", "bf16", ...
 [[nodiscard]] bool is_float(DType dtype);
 
 // bfloat16: the upper half of an fp32. Conversion from fp32 rounds to nearest even; any NaN

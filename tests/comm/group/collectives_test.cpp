@@ -221,6 +221,26 @@ SLUICE_COMM_TEST(CollectivesTest, GathersLongSubtreesInPieces) {
   }
 }
 
+SLUICE_COMM_TEST(CollectivesTest, ExchangesEqualPartsAlsoInPieces) {
+  Collectives collectives(comm, 0, nullptr);
+  const std::size_t ranks = at(comm.size());
+  for (const std::size_t part : {0UL, 3UL, Collectives::kPieceBytes / sizeof(int) + 7}) {
+    if (part > 1000 && ranks > 8) continue;  // memory
+    std::vector<int> send(part * ranks), received(part * ranks, -1);
+    for (std::size_t i = 0; i < send.size(); ++i) {
+      send[i] = comm.rank() * 1000 + static_cast<int>(i / part);
+    }
+    collectives.all_to_all(std::as_bytes(std::span(send)), writable(received));
+    std::size_t wrong = 0;
+    for (std::size_t i = 0; i < received.size(); ++i) {
+      wrong += received[i] != static_cast<int>(i / part) * 1000 + comm.rank() ? 1 : 0;
+    }
+    EXPECT_EQ(wrong, 0U) << part;
+  }
+  std::vector<std::byte> more(ranks + 1), other(ranks);
+  EXPECT_THROW(collectives.all_to_all(more, other), Error);
+}
+
 SLUICE_COMM_TEST(CollectivesTest, GathersStringsOfDifferentLengths) {
   Collectives collectives(comm, 0, nullptr);
   // The longest needs several pieces; without a letter there is no second message.

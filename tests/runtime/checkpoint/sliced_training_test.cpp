@@ -45,7 +45,10 @@ class SharedStage : public Stage, public LossStage {
         last_bias_(add("last_bias", {kOut}, {})),
         seen_(set_.add_buffer("seen", {kHidden}, Init::constant(0), ReplicaRule::kMean, hidden_)) {}
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
-    return {.outputs = {{DType::kF32, {in[0].shape[0], kOut}}}, .forward_tensor_sums = 1};
+    StageDescription description{.outputs = {{DType::kF32, {in[0].shape[0], kOut}}}};
+    description.collectives.forward = {
+        {.bytes = at(in[0].shape[0] * kOut) * sizeof(double), .type = DType::kF64}};
+    return description;
   }
   ParameterSet* parameters() override { return &set_; }
   void forward(StageContext& ctx, std::span<const Tensor> in,

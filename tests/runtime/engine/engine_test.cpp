@@ -144,6 +144,16 @@ TEST(EngineTest, TakesPayloadsWhereTheyLieOverDirectLinks) {
 class SummingStage : public ArithmeticStage {
  public:
   explicit SummingStage(int forward) : ArithmeticStage(0), forward_(forward) {}
+  static StageCollectives described(std::uint64_t bytes = sizeof(double)) {
+    const PlannedCollective sum{.bytes = bytes, .type = DType::kF64};
+    return {.forward = {sum, sum}, .backward_input = {sum}};
+  }
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    StageDescription description = ArithmeticStage::describe(inputs, compute);
+    description.collectives = described();
+    return description;
+  }
   void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
     for (int i = 0; i < forward_; ++i) sum(ctx);
     ArithmeticStage::forward(ctx, x, y);
@@ -163,16 +173,25 @@ class SummingStage : public ArithmeticStage {
   int forward_;
 };
 
+// Two ranks that have the same numbers.
 class SumOfTwo : public Collective {
  public:
-  void sum(std::span<double> values) override {
-    for (double& value : values) value *= 2;
+  void make(const CollectiveCall& call) override {
+    places.push_back({call.stage, call.micro_batch, call.index});
+    ASSERT_EQ(call.kind, CollectiveKind::kSum);
+    auto* const values = reinterpret_cast<double*>(call.out.data());
+    for (std::size_t i = 0; i < call.out.size() / sizeof(double); ++i) values[i] *= 2;
   }
+  std::vector<std::array<int, 3>> places;  // stage, micro-batch, index
 };
 
-TEST(EngineTest, SumsOverTheRanksOfAStageAreThosePlanned) {
-  const Plan plan = plan_for(generate("1f1b", {1, 2, 1}), {.reduce_grad = false, .tied = {}},
-                             needs_of("loopback"), {{.forward_tensor = 2, .backward_tensor = 1}});
+Plan plan_with(const StageCollectives& collectives) {
+  return plan_for(generate("1f1b", {1, 2, 1}), {.reduce_grad = false, .tied = {}},
+                  needs_of("loopback"), {collectives});
+}
+
+TEST(EngineTest, CollectivesAreThosePlanned) {
+  const Plan plan = plan_with(SummingStage::described());
   run_loopback(1, [&](Communicator& comm) {
     ControlChannel control(comm);
     for (int forward = 1; forward <= 3; ++forward) {
@@ -180,12 +199,14 @@ TEST(EngineTest, SumsOverTheRanksOfAStageAreThosePlanned) {
       const SummingStage& stage = *made;
       Rig rig(plan, comm, control, RouteKind::kHost, std::move(made), unit_edges(1));
       if (forward != 2) {
-        expect_error(ErrorCode::kUsage,
-                     {fmt::format("forward of micro-batch 0: the stage sums over its tensor ranks "
-                                  "{} times and describes 2 (StageDescription's "
-                                  "forward_tensor_sums and backward_tensor_sums)",
-                                  forward)},
-                     [&] { rig.run(1); });
+        expect_error(
+            ErrorCode::kUsage,
+            {"forward of micro-batch 0: the stage ",
+             forward == 1 ? "does not make a sum of 8 bytes of f64 over the tensor ranks, "
+                            "which its description has (collective 2 of 2)"
+                          : "makes a sum of 8 bytes of f64 over the tensor ranks where its "
+                            "description has no more (2 in this action)"},
+            [&] { rig.run(1); });
         continue;
       }
       rig.run(1);
@@ -193,7 +214,72 @@ TEST(EngineTest, SumsOverTheRanksOfAStageAreThosePlanned) {
       rig.sum_with(two);
       rig.run(2);
       EXPECT_THAT(stage.sums, ::testing::ElementsAre(1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2));
+      const std::vector<std::array<int, 3>> places = {{0, 0, 0}, {0, 0, 1}, {0, 0, 0},
+                                                      {0, 1, 0}, {0, 1, 1}, {0, 1, 0}};
+      EXPECT_EQ(two.places, places);
     }
+  });
+}
+
+// A stage that calls another collective than its description has, on one rank: what it passes and
+// gets has the same size there.
+class OtherCollectiveStage : public SummingStage {
+ public:
+  using Call = std::function<void(StageContext&)>;
+  explicit OtherCollectiveStage(Call call) : SummingStage(2), call_(std::move(call)) {}
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    call_(ctx);
+    ArithmeticStage::forward(ctx, x, y);
+  }
+
+ private:
+  Call call_;
+};
+
+TEST(EngineTest, RefusesAnotherCollectiveThanPlannedBeforeAnyMessage) {
+  const Plan plan = plan_with(SummingStage::described());
+  run_loopback(1, [&](Communicator& comm) {
+    ControlChannel control(comm);
+    const auto refused = [&](const Plan& of, const OtherCollectiveStage::Call& call,
+                             const std::string& part) {
+      Rig rig(of, comm, control, RouteKind::kHost, std::make_unique<OtherCollectiveStage>(call),
+              unit_edges(1));
+      SumOfTwo two;
+      rig.sum_with(two);
+      expect_error(ErrorCode::kUsage, {"stage 0, forward of micro-batch 0: the stage ", part},
+                   [&] { rig.run(1); });
+      EXPECT_TRUE(two.places.empty());
+    };
+    std::vector<double> doubles(2), more(2);
+    std::vector<float> floats(2);
+    const Tensor in{doubles.data(), {DType::kF64, {1}}}, out{more.data(), {DType::kF64, {1}}};
+    const char* planned =
+        "where its description has a sum of 8 bytes of f64 over the tensor ranks "
+        "(collective 1 of 2)";
+    refused(
+        plan, [&](StageContext& ctx) { ctx.tensor->sum(doubles); },
+        fmt::format("makes a sum of 16 bytes of f64 over the tensor ranks {}", planned));
+    refused(
+        plan, [&](StageContext& ctx) { ctx.tensor->sum(floats); },
+        fmt::format("makes a sum of 8 bytes of f32 over the tensor ranks {}", planned));
+    refused(
+        plan, [&](StageContext& ctx) { ctx.collective->sum(std::span(doubles).first(1)); },
+        fmt::format("makes a sum of 8 bytes of f64 over the replicas {}", planned));
+    refused(
+        plan, [&](StageContext& ctx) { ctx.tensor->all_gather(in, out); },
+        fmt::format("makes an all-gather of 8 bytes of f64 over the tensor ranks {}", planned));
+    refused(
+        plan, [&](StageContext& ctx) { ctx.tensor->reduce_scatter(in, out); },
+        fmt::format("makes a reduce-scatter of 8 bytes of f64 over the tensor ranks {}", planned));
+    refused(
+        plan, [&](StageContext& ctx) { ctx.tensor->all_to_all(in, out); },
+        fmt::format("makes an all-to-all of 8 bytes of f64 over the tensor ranks {}", planned));
+    // A plan may have more bytes, which are those of the largest micro-batch.
+    const auto nothing = [](StageContext&) {};
+    refused(plan_with(SummingStage::described(16)), nothing, "does not make a sum of 8 bytes");
+    refused(plan_with(SummingStage::described(4)), nothing,
+            "describes other collectives than its plan has: collective 1 is a sum of 8 bytes of "
+            "f64 over the tensor ranks, not a sum of 4 bytes of f64 over the tensor ranks");
   });
 }
 

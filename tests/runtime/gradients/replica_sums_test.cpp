@@ -309,7 +309,11 @@ class PassingStage : public CopyingStage {
   using Act = std::function<void(StageContext&)>;
   PassingStage(int sums, Act act) : sums_(sums), act_(std::move(act)) {}
   StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
-    return {.outputs = {inputs[0]}, .forward_sums = sums_};
+    const PlannedCollective sum{
+        .axis = CollectiveAxis::kReplica, .bytes = sizeof(double), .type = DType::kF64};
+    StageDescription description{.outputs = {inputs[0]}};
+    description.collectives.forward.assign(static_cast<std::size_t>(sums_), sum);
+    return description;
   }
   void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
     act_(ctx);

@@ -81,9 +81,12 @@ class SlicedStage : public Stage, public SplitBackward, public LossStage {
   }
   [[nodiscard]] StageDescription describe(std::span<const TensorSpec> inputs,
                                           ComputeContext&) const override {
-    return {.outputs = {inputs[0]},
-            .forward_tensor_sums = 1,
-            .backward_tensor_sums = place_.stage > 0 ? 1 : 0};
+    StageDescription description{.outputs = {inputs[0]}};
+    const PlannedCollective sum{.bytes = index(inputs[0].shape.elements()) * sizeof(double),
+                                .type = DType::kF64};
+    description.collectives.forward = {sum};
+    if (place_.stage > 0) description.collectives.backward_input = {sum};
+    return description;
   }
   ParameterSet* parameters() override { return &set_; }
 
@@ -567,16 +570,16 @@ TEST(TensorMistakesTest, SumsThatAStageDoesNotDescribeAreNamedOnAllRanks) {
   for (const Layout& each : {Layout{}, Layout{.depth = 2, .tensor = 3}, kShared}) {
     expect_end(each, {.kind = Fault::Kind::kForwardSum, .tensor = each.tensor - 1, .step = 2},
                ErrorCode::kUsage,
-               {"stage 0, forward of micro-batch 1: the stage sums over its tensor ranks 2 times "
-                "and describes 1 (StageDescription's forward_tensor_sums and "
-                "backward_tensor_sums)"});
+               {"stage 0, forward of micro-batch 1: the stage makes a sum of ",
+                " bytes of f64 over the tensor ranks where its description has no more (1 in this "
+                "action)"});
     expect_end(each, {.kind = Fault::Kind::kBackwardSum, .step = 2}, ErrorCode::kUsage,
-               {"stage 0, backward of micro-batch 1: the stage sums over its tensor ranks 1 times "
-                "and describes 0"});
+               {"stage 0, backward of micro-batch 1: the stage makes a sum of 8 bytes of f64 over "
+                "the tensor ranks where its description has no more (0 in this action)"});
   }
   expect_end({.schedule = "zb-v", .chunks = 2, .depth = 2, .tensor = 2},
              {.kind = Fault::Kind::kBackwardSum, .step = 2}, ErrorCode::kUsage,
-             {"stage 0, weight gradient of micro-batch 1", "1 times and describes 0"});
+             {"stage 0, weight gradient of micro-batch 1", "no more (0 in this action)"});
 }
 
 // Every rank that has the parameter computes its gradient.
@@ -593,12 +596,13 @@ TEST(TensorMistakesTest, AGradientThatOneRankAloneHasNotFiniteChangesNothing) {
   }
 }
 
-TEST(TensorMistakesTest, SumsOfOtherLengthsAreNamedAndWriteNothing) {
+TEST(TensorMistakesTest, SumsOfOtherLengthsAreNamedBeforeAnyMessage) {
   for (const Layout& each : {Layout{.tensor = 2}, Layout{.depth = 2, .tensor = 4}, kShared}) {
     for (const int tensor : {0, each.tensor - 1}) {
       expect_end(each, {.kind = Fault::Kind::kLongSum, .tensor = tensor, .step = 2},
-                 ErrorCode::kMismatch,
-                 {"stage 0, forward of micro-batch 1", "ranks sums", "100000", "as many on all"});
+                 ErrorCode::kUsage,
+                 {"stage 0, forward of micro-batch 1: the stage makes a sum of 800000 bytes of f64 "
+                  "over the tensor ranks where its description has a sum of "});
     }
   }
 }

@@ -31,6 +31,7 @@ struct Parts {
   std::function<void(ParameterSet&, const StagePlace&)> add = {};
   std::function<std::int64_t(const StagePlace&)> width = {};
   StageDescription described = {};
+  std::function<StageCollectives(const StagePlace&)> collectives = {};
 };
 
 class PartStage : public Stage, public LossStage {
@@ -43,6 +44,7 @@ class PartStage : public Stage, public LossStage {
     description.outputs = {inputs[0]};
     if (parts_.width)
       description.outputs[0].shape = Shape{inputs[0].shape[0], parts_.width(place_)};
+    if (parts_.collectives) description.collectives = parts_.collectives(place_);
     description.workspace_bytes = at(1024 * (place_.tensor + 1));
     return description;
   }
@@ -258,7 +260,7 @@ TEST(TensorRanksTest, StagesThatDifferInMoreThanSlicesAreRefused) {
       "buffer 0 of stage 0: a0, [2]", "stage 0 of 0 buffers");
 }
 
-TEST(TensorRanksTest, OutputsAndSumsAreTheSameOnAll) {
+TEST(TensorRanksTest, OutputsAndCollectivesAreTheSameOnAll) {
   expect_refused(
       {.width =
            [](const StagePlace& place) { return place.stage == 1 && place.tensor == 1 ? 3 : 1; }},
@@ -266,9 +268,31 @@ TEST(TensorRanksTest, OutputsAndSumsAreTheSameOnAll) {
       {"tensor rank 0 has 'outputs of the last stage for a micro-batch of 1 samples", "[1, 1]",
        "[1, 3]"});
   Parts parts;
-  parts.described.forward_tensor_sums = -1;
+  parts.described.collectives.loss = {{.bytes = 6}};
   expect_refused(parts, ErrorCode::kUsage,
-                 {"stage 0 describes 0 and 0 sums over replicas and -1 and 0 over tensor ranks"});
+                 {"stage 0 describes a collective of its loss that cannot be: its bytes are no "
+                  "whole values"});
+  parts.described.collectives.loss = {{.bytes = 4, .type = DType::kI32}};
+  expect_refused(parts, ErrorCode::kUsage, {"legal are sums of f32 and of f64"});
+  const auto with = [](CollectiveAxis axis, bool other_kind) {
+    return Parts{.collectives = [=](const StagePlace& place) {
+      const bool second = place.stage == 1 && place.tensor == 1;
+      const PlannedCollective sum{.axis = axis, .bytes = second ? 16U : 24U};
+      PlannedCollective last = sum;
+      if (second && other_kind) last.kind = CollectiveKind::kAllGather;
+      return StageCollectives{.loss = {sum}, .backward_input = {last}};
+    }};
+  };
+  expect_refused(with(CollectiveAxis::kTensor, false), ErrorCode::kMismatch,
+                 {"tensor rank 0 has 'sum of 24 bytes of f32 over the tensor ranks in the loss of "
+                  "stage 1'",
+                  "has 'sum of 16 bytes of f32"});
+  expect_refused(
+      with(CollectiveAxis::kReplica, true), ErrorCode::kMismatch,
+      {"tensor rank 0 has 'sum of f32 over the replicas in the input gradient of stage 1'",
+       "has 'all-gather of f32 over the replicas"});
+  // Each group of replicas has its own parts.
+  (void)layout_of(options_of(2, 1, 2), factory_of(with(CollectiveAxis::kReplica, false)), false);
   // Between stages each pipeline has its own.
   EXPECT_EQ(layout_of(options_of(2, 1, 2),
                       factory_of({.width =

@@ -241,6 +241,49 @@ TEST(WatchRulesTest, SayAmongWhomARankWaits) {
   }
 }
 
+// Ranks 0 and 2 share a stage, and 1 and 3 as replicas of it another one.
+TEST(WatchRulesTest, SayWhoDidNotComeToACollective) {
+  Job job({"a", "a", "a", "a"});
+  const auto place = [&](std::size_t rank, int stage, int replica, int tensor) {
+    job.ranks[rank].stages = {stage};
+    job.ranks[rank].replica = replica;
+    job.ranks[rank].tensor = tensor;
+    job.activity(rank).stage = stage;
+  };
+  place(0, 4, 0, 0);
+  place(2, 4, 0, 1);
+  place(1, 7, 0, 0);
+  place(3, 7, 1, 0);
+  const auto make = [&](std::size_t rank, CollectiveAxis axis, std::int32_t index) {
+    Activity& now = job.activity(rank);
+    now.collective = {.axis = axis, .kind = CollectiveKind::kAllGather, .bytes = 24};
+    now.collective_index = index;
+    now.op = 9;
+    now.waits = true;
+    now.subject.what = WaitSubject::What::kCollectiveReceive;
+    now.subject.peer = 0;
+  };
+  const auto lines = [&] { return rank_lines(job.view(), kLimits); };
+  make(0, CollectiveAxis::kTensor, 1);
+  job.activity(2).op = 8;
+  const std::string text =
+      "the all-gather of 24 bytes of f32 over the tensor ranks in stage 4, forward of micro-batch "
+      "5 (its collective 2)";
+  EXPECT_THAT(lines(), HasSubstr(text + "; rank 2 did not come, it is in 4F5 of step 1207\n"));
+  make(2, CollectiveAxis::kTensor, 0);  // an earlier one of the same action
+  EXPECT_THAT(lines(), HasSubstr(text + "; rank 2 did not come, "));
+  make(2, CollectiveAxis::kTensor, 1);
+  EXPECT_THAT(lines(), HasSubstr(text + "\n"));
+  job.activity(2).op = 10;  // it has made it
+  EXPECT_THAT(lines(), HasSubstr(text + "\n"));
+  job.sightings[2].left = true;
+  EXPECT_THAT(lines(), HasSubstr(text + "; rank 2 did not come, its pipeline is destroyed"));
+  make(1, CollectiveAxis::kReplica, 0);
+  job.activity(3).run = 8;
+  EXPECT_THAT(lines(), HasSubstr("over the replicas in stage 7, forward of micro-batch 5 (its "
+                                 "collective 1); rank 3 did not come, it is in 7F5"));
+}
+
 TEST(WatchRulesTest, EndALongActionOnlyWithALimitForActions) {
   Job job(kOneHost);
   job.sightings[1].status.still = 1000;

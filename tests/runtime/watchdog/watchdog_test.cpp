@@ -70,6 +70,17 @@ TEST(ActivityBoardTest, ShowsWhatTheRankDoes) {
   board.end_wait();
   EXPECT_FALSE(board.read().waits);
   EXPECT_GT(board.read().moves, moves);
+  const PlannedCollective sum{.axis = CollectiveAxis::kReplica,
+                              .kind = CollectiveKind::kReduceScatter,
+                              .bytes = std::uint64_t{1} << 40,
+                              .type = DType::kF64};
+  EXPECT_FALSE(board.read().collective);
+  {
+    const CollectiveScope scope(&board, sum, 300);
+    EXPECT_EQ(board.read().collective, sum);
+    EXPECT_EQ(board.read().collective_index, 300);
+  }
+  EXPECT_FALSE(board.read().collective);
 }
 
 TEST(ActivityBoardTest, HasRoomForMoreKinds) {

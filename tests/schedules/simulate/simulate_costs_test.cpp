@@ -159,6 +159,63 @@ TEST(SimulateReductionTest, TakesWhatItsBytesTakeOnItsLink) {
   EXPECT_DOUBLE_EQ(simulate(generate("forward-only", {1, 1, 1}), times).makespan, 1);
 }
 
+// A gather of 8 bytes over tensor ranks takes 1 + 8 / 4, a sum of 6 over replicas 0.5 + 6 / 2.
+SimulationTimes with_collectives() {
+  SimulationTimes times = unit_times();
+  const PlannedCollective gather{.kind = CollectiveKind::kAllGather, .bytes = 8};
+  const PlannedCollective sum{.axis = CollectiveAxis::kReplica, .bytes = 6, .type = DType::kF64};
+  times.collectives = {{.forward = {gather, sum},
+                        .loss = {gather},
+                        .backward_input = {sum},
+                        .backward_weight = {gather}}};
+  const auto cost = [&](CollectiveAxis axis, CollectiveKind kind) -> LinkCost& {
+    return times.collective_costs[static_cast<std::size_t>(axis)][static_cast<std::size_t>(kind)];
+  };
+  cost(CollectiveAxis::kTensor, CollectiveKind::kAllGather) = {.latency = 1, .bandwidth = 4};
+  cost(CollectiveAxis::kReplica, CollectiveKind::kSum) = {.latency = 0.5, .bandwidth = 2};
+  return times;
+}
+
+TEST(SimulateCollectivesTest, MakeTheirActionsLonger) {
+  const SimulationTimes times = with_collectives();
+  const auto makespan = [&](const char* name, const SimulationTimes& of) {
+    const Simulation simulation = simulate(generate(name, {1, 1, 1}), of);
+    EXPECT_DOUBLE_EQ(simulation.busy[0], simulation.makespan);
+    return simulation.makespan;
+  };
+  EXPECT_DOUBLE_EQ(makespan("forward-only", times), 1 + 3 + 3) << "none over replicas";
+  EXPECT_DOUBLE_EQ(makespan("1f1b", times), (1 + 3 + 3.5 + 3) + (1 + 3.5) + (1 + 3));
+  EXPECT_DOUBLE_EQ(makespan("zb-h1", times), makespan("1f1b", times));
+  SimulationTimes free = times;
+  free.collective_costs = {};
+  EXPECT_DOUBLE_EQ(makespan("1f1b", free), 3);
+  // Ranks of another stage have none.
+  SimulationTimes second = times;
+  second.collectives.emplace(second.collectives.begin());
+  const Simulation two = simulate(generate("forward-only", {2, 1, 1}), second);
+  EXPECT_THAT(two.busy, ElementsAre(1, 7));
+}
+
+TEST(SimulateCollectivesTest, ArePartOfTheTimesOfACutModel) {
+  const SimulationTimes half = recut(with_collectives(), 1, 2);
+  EXPECT_THAT(half.collectives, IsEmpty());
+  ASSERT_EQ(half.stages.size(), 2U);
+  for (const StageTimes& each : half.stages) {
+    EXPECT_DOUBLE_EQ(each.forward, 10.5 / 2);
+    EXPECT_DOUBLE_EQ(each.backward_input, 4.5 / 2);
+    EXPECT_DOUBLE_EQ(each.backward_weight, 4.0 / 2);
+  }
+}
+
+TEST(SimulateCollectivesTest, RefusesCostsThatCannotBe) {
+  SimulationTimes times = with_collectives();
+  times.collective_costs[1][1].latency = -1;
+  EXPECT_THROW((void)simulate(generate("1f1b", {1, 1, 1}), times), Error);
+  times = with_collectives();
+  times.collectives.resize(3);
+  EXPECT_THROW((void)simulate(generate("1f1b", {2, 1, 1}), times), Error);
+}
+
 TEST(SimulateMemoryTest, WhatWNeedsStaysUntilW) {
   StageBytes bytes;
   bytes.until_input = 10;

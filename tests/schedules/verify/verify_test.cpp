@@ -3,12 +3,17 @@
 
 #include <algorithm>
 #include <array>
-#include <stdexcept>
+#include <cstdint>
+#include <cstdio>
+#include <ctime>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <sluice/error.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
+#include <sluice/simulate.hpp>
 
 #include "tests/schedules/hand_made.hpp"
 
@@ -18,6 +23,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsSupersetOf;
+using ::testing::Not;
 using testing::plan_of;
 
 constexpr std::array kTagged = {TransportModel::kEager, TransportModel::kRendezvous,
@@ -351,86 +357,215 @@ TEST(VerifyTest, NamesTiedGroupsThatAreReducedInAnotherOrder) {
                                HasSubstr("(reduce-tied 0REDUCE_TIED group 0) waits for rank 1")));
 }
 
-// [stage] in each F, and in each B or I.
-Plan plan_with_sums(const std::string& name) {
-  PlanOptions options;
-  options.sums = {{1, 2, 2, 1}, {0, 0, 0, 4}, {3, 1, 1, 0}};
-  return make_plan(lower(generate(name, {3, 4, 1}), {}), {}, options);
+constexpr PlannedCollective kStatistics{.axis = CollectiveAxis::kReplica,
+                                        .kind = CollectiveKind::kSum,
+                                        .bytes = 24,
+                                        .type = DType::kF64};
+constexpr PlannedCollective kGather{.kind = CollectiveKind::kAllGather, .bytes = 32};
+constexpr PlannedCollective kScatter{.kind = CollectiveKind::kReduceScatter, .bytes = 64};
+constexpr PlannedCollective kExchange{
+    .kind = CollectiveKind::kAllToAll, .bytes = 8, .type = DType::kI32};
+
+// Of three stages.
+std::vector<StageCollectives> some_collectives() {
+  std::vector<StageCollectives> all(3);
+  all[0] = {.forward = {kGather, kStatistics},
+            .backward_input = {kStatistics},
+            .backward_weight = {kScatter, kExchange}};
+  all[2] = {.forward = {kExchange}, .loss = {kStatistics, kGather}};
+  return all;
 }
 
-TEST(VerifyTest, SumsStandInTheActionsThatMakeThem) {
+Plan plan_with_collectives(const std::string& name) {
+  return make_plan(lower(generate(name, {3, 4, 1}), {}), {}, {.collectives = some_collectives()});
+}
+
+std::vector<PlannedCollective> list_of(const Plan& plan, const PlanOp& op) {
+  const auto first = plan.collectives.begin() + op.first_collective;
+  return {first, first + op.collectives};
+}
+
+// What verify() says of a plan that it refuses; empty: it does not.
+std::string refusal_of(const Plan& plan) {
+  const Verification verification = verify(plan);
+  return verification.ok() ? "" : verification.violation->message;
+}
+
+TEST(VerifyTest, CollectivesStandInTheActionsThatMakeThem) {
   for (const char* name : {"1f1b", "zb-h1", "forward-only"}) {
-    const Plan plan = plan_with_sums(name);
+    const Plan plan = plan_with_collectives(name);
     EXPECT_TRUE(progresses_tagged(plan));
     for (int rank = 0; rank < 3; ++rank) {
       for (const PlanOp& op : plan.ranks[static_cast<std::size_t>(rank)].ops) {
-        const bool forward = op.kind == OpKind::kCompute && op.action == ActionKind::kForward;
-        const bool backward =
-            op.kind == OpKind::kCompute &&
-            (op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardInput);
-        const auto expected = [&](std::array<int, 3> in_forward, std::array<int, 3> in_backward) {
-          const auto stage = static_cast<std::size_t>(op.stage);
-          return forward ? in_forward[stage] : backward ? in_backward[stage] : 0;
-        };
-        const bool trains = !plan.forward_only;
-        EXPECT_EQ(op.sums, trains ? expected({1, 0, 3}, {2, 0, 1}) : 0) << to_string(op);
-        EXPECT_EQ(op.tensor_sums, expected({2, 0, 1}, {1, 4, 0})) << to_string(op);
+        std::vector<PlannedCollective> expected;
+        if (op.kind == OpKind::kCompute && op.stage == 0) {
+          expected = op.action == ActionKind::kForward ? std::vector{kGather, kStatistics}
+                     : op.action == ActionKind::kBackward
+                         ? std::vector{kStatistics, kScatter, kExchange}
+                     : op.action == ActionKind::kBackwardInput ? std::vector{kStatistics}
+                                                               : std::vector{kScatter, kExchange};
+        } else if (op.kind == OpKind::kCompute && op.stage == 2 &&
+                   op.action == ActionKind::kForward) {
+          expected = {kExchange, kStatistics, kGather};
+        }
+        if (plan.forward_only) std::erase(expected, kStatistics);
+        EXPECT_EQ(list_of(plan, op), expected) << to_string(plan, op);
       }
     }
   }
-  const auto refused = [](std::vector<StageSums> sums, int stages, const std::string& part) {
-    try {
-      (void)make_plan(lower(generate("1f1b", {stages, 4, 1}), {}), {}, {.sums = std::move(sums)});
-      ADD_FAILURE() << part;
-    } catch (const Error& error) {
-      EXPECT_THAT(error.what(), HasSubstr(part));
-    }
-  };
-  refused({{1, 1}}, 3, "sums of 1 stages, there are 3");
-  refused({{-1, 1}}, 1, "a stage makes -1 and 1 sums; the nearest legal value is 0");
-  refused({{1, 1, 0, -2}}, 1,
-          "a stage makes 0 and -2 sums over tensor ranks; the nearest legal value is 0");
+  try {
+    (void)make_plan(lower(generate("1f1b", {2, 4, 1}), {}), {},
+                    {.collectives = some_collectives()});
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("collectives of 3 stages, there are 2"));
+  }
 }
 
-TEST(VerifyTest, AnActionsTextSaysItsSums) {
-  Plan plan = plan_with_sums("1f1b");
+TEST(VerifyTest, AnActionsTextSaysItsCollectives) {
+  Plan plan = plan_with_collectives("1f1b");
   const auto forward = [&](int rank) {
-    return to_string(*find_op(plan, rank, OpKind::kCompute, ActionKind::kForward, 2));
+    return to_string(plan, *find_op(plan, rank, OpKind::kCompute, ActionKind::kForward, 2));
   };
-  EXPECT_THAT(forward(0), HasSubstr(" sums 1 tensor-sums 2 "));
-  EXPECT_THAT(forward(1), Not(HasSubstr("sums")));
+  EXPECT_THAT(forward(0), HasSubstr(" collectives 2 "));
+  EXPECT_THAT(forward(0), ::testing::EndsWith(
+                              ", collectives: all-gather of 32 bytes of f32 over the tensor ranks; "
+                              "sum of 24 bytes of f64 over the replicas"));
+  EXPECT_THAT(forward(1), Not(HasSubstr("collectives")));
 }
 
-TEST(VerifyTest, RefusesSumsThatDifferBetweenMicroBatchesOrStandElsewhere) {
-  const auto refused = [](const char* name, OpKind kind, ActionKind action,
-                          std::int32_t PlanOp::*which, int sums, const std::string& part) {
-    Plan plan = plan_with_sums(name);
-    find_op(plan, 0, kind, action, 2)->*which = sums;
-    const Verification verification = verify(plan);
-    ASSERT_FALSE(verification.ok());
-    EXPECT_THAT(verification.violation->message, HasSubstr(part));
+// Every micro-batch makes one list: a plan in which one does not is refused.
+TEST(VerifyTest, RefusesListsThatDifferBetweenMicroBatches) {
+  const auto refused = [](const char* name, ActionKind action, auto change) {
+    Plan plan = plan_with_collectives(name);
+    PlanOp& op = *find_op(plan, 0, OpKind::kCompute, action, 2);
+    const std::vector<PlannedCollective> before = list_of(plan, op);
+    op.first_collective = static_cast<std::int32_t>(plan.collectives.size());
+    plan.collectives.insert(plan.collectives.end(), before.begin(), before.end());
+    EXPECT_EQ(refusal_of(plan), "") << "an equal list at another place is legal";
+    change(plan, op);
+    return refusal_of(plan);
   };
-  const auto both = [&](const char* name, OpKind kind, ActionKind action, int sums,
-                        const std::string& part, const std::string& tensor_part) {
-    refused(name, kind, action, &PlanOp::sums, sums, part);
-    refused(name, kind, action, &PlanOp::tensor_sums, sums, tensor_part);
+  const auto last = [](Plan& plan) -> PlannedCollective& { return plan.collectives.back(); };
+  EXPECT_THAT(
+      refused("1f1b", ActionKind::kForward, [&](Plan& plan, PlanOp&) { last(plan).bytes = 16; }),
+      HasSubstr("collective 2 of 2 is a sum of 16 bytes of f64 over the replicas, that of "
+                "the stage's first F a sum of 24 bytes of f64 over the replicas"));
+  EXPECT_THAT(refused("1f1b", ActionKind::kForward,
+                      [&](Plan& plan, PlanOp&) { last(plan).axis = CollectiveAxis::kTensor; }),
+              HasSubstr("is a sum of 24 bytes of f64 over the tensor ranks, that of"));
+  EXPECT_THAT(refused("1f1b", ActionKind::kBackward,
+                      [&](Plan& plan, PlanOp&) { last(plan).kind = CollectiveKind::kAllGather; }),
+              HasSubstr("collective 3 of 3 is an all-gather of 8 bytes of i32"));
+  EXPECT_THAT(refused("zb-h1", ActionKind::kBackwardInput,
+                      [&](Plan& plan, PlanOp&) { last(plan).type = DType::kF32; }),
+              HasSubstr("collective 1 of 1 is a sum of 24 bytes of f32"));
+  EXPECT_THAT(refused("zb-h1", ActionKind::kBackwardWeight,
+                      [&](Plan& plan, PlanOp&) { std::swap(last(plan), *(&last(plan) - 1)); }),
+              HasSubstr("collective 1 of 2 is an all-to-all"));
+  EXPECT_THAT(refused("1f1b", ActionKind::kForward, [&](Plan&, PlanOp& op) { op.collectives = 1; }),
+              HasSubstr("it makes 1 collectives, the stage's first F makes 2"));
+}
+
+TEST(VerifyTest, RefusesABackwardWhoseHalvesMakeOthers) {
+  // Stage 0 of one rank: micro-batch 0 has B, micro-batch 1 I and W.
+  Schedule schedule = generate("zb-h1", {1, 2, 1});
+  std::vector<Step>& steps = schedule.ranks[0];
+  const auto is = [](ActionKind kind) {
+    return
+        [=](const Step& step) { return step.action.kind == kind && step.action.micro_batch == 0; };
   };
-  both("1f1b", OpKind::kCompute, ActionKind::kForward, 3,
-       "it makes 3 sums over replicas, this stage's earlier ones make 1",
-       "it makes 3 sums over tensor ranks, this stage's earlier ones make 2");
-  both("1f1b", OpKind::kCompute, ActionKind::kBackward, 0, "it makes 0 sums over replicas",
-       "it makes 0 sums over tensor ranks");
-  both("zb-h1", OpKind::kCompute, ActionKind::kBackwardWeight, 1,
-       "it makes 1 sums over replicas; legal are 0, and more in F, B and I of training",
-       "it makes 1 sums over tensor ranks; legal are 0, and more in F, B and I");
-  both("1f1b", OpKind::kCompute, ActionKind::kForward, -1, "it makes -1 sums over replicas",
-       "it makes -1 sums over tensor ranks");
-  both("1f1b", OpKind::kStartSend, ActionKind::kSendForward, 1,
-       "only F, B and I make sums over replicas", "only F, B and I make sums over tensor ranks");
-  refused("forward-only", OpKind::kCompute, ActionKind::kForward, &PlanOp::sums, 1,
-          "it makes 1 sums over replicas; legal are 0, and more in F, B and I of training");
-  refused("forward-only", OpKind::kCompute, ActionKind::kForward, &PlanOp::tensor_sums, 1,
-          "it makes 1 sums over tensor ranks, this stage's earlier ones make 2");
+  std::erase_if(steps, is(ActionKind::kBackwardWeight));
+  std::find_if(steps.begin(), steps.end(), is(ActionKind::kBackwardInput))->action.kind =
+      ActionKind::kBackward;
+  Plan plan = make_plan(
+      lower(schedule, {}), {},
+      {.collectives = {{.backward_input = {kGather}, .backward_weight = {kScatter, kExchange}}}});
+  EXPECT_EQ(refusal_of(plan), "");
+  PlanOp& whole = *find_op(plan, 0, OpKind::kCompute, ActionKind::kBackward, 0);
+  --whole.collectives;
+  EXPECT_THAT(refusal_of(plan), HasSubstr("it makes 3 collectives, the stage's compute 0B0"));
+}
+
+TEST(VerifyTest, RefusesCollectivesThatStandElsewhere) {
+  const auto with = [](const char* name, OpKind kind, ActionKind action, int first, int count) {
+    Plan plan = plan_with_collectives(name);
+    PlanOp& op = *find_op(plan, 0, kind, action, 2);
+    op.first_collective = first;
+    op.collectives = count;
+    return refusal_of(plan);
+  };
+  const auto forward = [&](int first, int count) {
+    return with("1f1b", OpKind::kCompute, ActionKind::kForward, first, count);
+  };
+  EXPECT_THAT(with("1f1b", OpKind::kStartSend, ActionKind::kSendForward, 0, 1),
+              HasSubstr("it makes collectives; only F, B, I and W do"));
+  EXPECT_THAT(with("1f1b", OpKind::kRelease, ActionKind::kBackward, 0, 1),
+              HasSubstr("it makes collectives; only F, B, I and W do"));
+  EXPECT_THAT(forward(-1, 2), HasSubstr("it names 2 collectives from -1 on; the plan has 8"));
+  EXPECT_THAT(forward(0, -1), HasSubstr("it names -1 collectives from 0 on; the plan has 8"));
+  EXPECT_THAT(forward(7, 2), HasSubstr("it names 2 collectives from 7 on; the plan has 8"));
+  EXPECT_THAT(forward(9, 0), HasSubstr("it names 0 collectives from 9 on; the plan has 8"));
+  Plan plan = plan_with_collectives("forward-only");
+  for (PlannedCollective& each : plan.collectives) each.axis = CollectiveAxis::kReplica;
+  EXPECT_THAT(refusal_of(plan),
+              HasSubstr("it makes collectives over the replicas in a forward-only plan"));
+  plan = plan_with_collectives("1f1b");
+  plan.collectives[1].type = DType::kBf16;
+  EXPECT_THAT(refusal_of(plan), HasSubstr("collective 1 of the plan cannot be: legal are sums of "
+                                          "f32 and of f64"));
+}
+
+// A queue's group has all of its messages at its head at once: an action within it may wait for
+// ranks that wait for one of these messages.
+TEST(VerifyTest, RefusesCollectivesWithinAGroupOfMessages) {
+  std::vector<StageCollectives> collectives(3);
+  for (StageCollectives& each : collectives) each.backward_weight = {kGather};
+  Plan plan = make_plan(lower(generate("zb-h1", {3, 4, 1}), {}), {},
+                        {.order = MessageOrder::kGlobal, .collectives = collectives});
+  ASSERT_EQ(refusal_of(plan), "");
+  std::vector<std::string> refusals;
+  for (RankPlan& rank : plan.ranks) {
+    const std::vector<PlanOp> before = rank.ops;
+    for (std::size_t i = 1; i < before.size(); ++i) {
+      if (!before[i].with_previous) continue;
+      for (std::size_t later = i + 1; later < before.size(); ++later) {
+        if (before[later].collectives == 0) continue;
+        const auto place = rank.ops.begin() + static_cast<std::ptrdiff_t>(i);
+        const auto moved = rank.ops.begin() + static_cast<std::ptrdiff_t>(later);
+        std::rotate(place, moved, moved + 1);
+        refusals.push_back(refusal_of(plan));
+        rank.ops = before;
+      }
+    }
+  }
+  EXPECT_THAT(refusals, Not(::testing::Contains("")));
+  EXPECT_THAT(refusals, ::testing::Contains(HasSubstr("can be in a group with the op before")));
+}
+
+// Aim: below 1 s in all. Lists are kept once per stage, so they take little beside the ops.
+TEST(VerifyTest, ProvesAndSimulatesALargePlanWithManyCollectives) {
+  const int ranks = 64, stages = 2 * ranks;
+  const std::vector<PlannedCollective> list(16, kGather);
+  const std::vector<StageCollectives> collectives(static_cast<std::size_t>(stages),
+                                                  {.forward = list, .backward_input = list});
+  const std::clock_t start = std::clock();
+  const Schedule schedule = generate("interleaved", {ranks, 256, 2});
+  const Plan plan = make_plan(lower(schedule, {}), {}, {.collectives = collectives});
+  EXPECT_TRUE(progresses_tagged(plan));
+  SimulationTimes times;
+  times.stages = {StageTimes{}};
+  times.collectives = collectives;
+  for (auto& axis : times.collective_costs) axis.fill({.latency = 0.01});
+  const Simulation simulation = simulate(schedule, times, {.timeline = false});
+  EXPECT_NEAR(simulation.busy[0], 2 * 256 * (3 + 2 * 16 * 0.01), 1e-6);
+  EXPECT_EQ(plan.collectives.size(), static_cast<std::size_t>(stages) * 2 * 16);
+  std::size_t ops = 0;
+  for (const RankPlan& rank : plan.ranks) ops += rank.ops.size();
+  std::printf("%.0f ms; %zu ops, %zu KiB; %zu collectives, %zu KiB\n",
+              1e3 * static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC, ops,
+              ops * sizeof(PlanOp) / 1024, plan.collectives.size(),
+              plan.collectives.size() * sizeof(PlannedCollective) / 1024);
 }
 
 }  // namespace

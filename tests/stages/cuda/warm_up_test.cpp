@@ -77,7 +77,10 @@ class Overwriting : public nn::Layer {
   TensorSpec output(const TensorSpec& input) const override { return input; }
   bool runs_on_gpu() const override { return true; }
   nn::LayerNeeds needs(const TensorSpec&, ComputeContext&) const override {
-    return {.forward_sums = 1};
+    nn::LayerNeeds needs;
+    needs.collectives.forward = {
+        {.axis = CollectiveAxis::kReplica, .bytes = sizeof(double), .type = DType::kF64}};
+    return needs;
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     buffer_ = &set.add_buffer(name + "buffer", {1}, Init::constant(5));

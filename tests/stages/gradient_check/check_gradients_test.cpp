@@ -289,7 +289,7 @@ TEST(CheckGradientsTest, PromisesThatDoNotHoldAreFound) {
   expect_fault({.promises = kAgain, .moves_buffer = true},
                {"forward moves a buffer where LayerCall::again is set"});
   expect_fault({.promises = kAgain, .sums_again = true},
-               {"makes a sum over replicas where LayerCall::again is set"});
+               {"makes a collective where LayerCall::again is set"});
   passes({.counts_again = true, .keeps_too_little = true, .moves_buffer = true});
   passes({.promises = {.in_place = true}});
   expect_fault({.dx_cleared = true, .promises = {.in_place = true}},

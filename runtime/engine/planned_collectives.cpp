@@ -1,0 +1,95 @@
+#include "runtime/engine/planned_collectives.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include <sluice/tensor.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "runtime/group/activity.hpp"
+#include "runtime/layout/edge_route.hpp"
+#include "schedules/plan/collectives.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr std::array kActions = {ActionKind::kForward, ActionKind::kBackward,
+                                 ActionKind::kBackwardInput, ActionKind::kBackwardWeight};
+
+void copy_of_one(const CollectiveCall& call) {
+  if (call.in.size() != call.out.size()) {
+    throw_usage("one rank alone takes {} bytes and gives {}; legal: as many", call.in.size(),
+                call.out.size());
+  }
+  Collective::alone().make(call);
+}
+
+}  // namespace
+
+PlannedCollectives::PlannedCollectives(const EngineConfig& config)
+    : config_(config),
+      axes_{OfAxis(*this, CollectiveAxis::kReplica, config.collective),
+            OfAxis(*this, CollectiveAxis::kTensor, config.tensor)} {}
+
+const PlannedCollectives::Lists& PlannedCollectives::lists_of(const StageBinding& binding,
+                                                              UnitShape shape) {
+  const auto found = std::find_if(lists_.begin(), lists_.end(), [&](const Lists& each) {
+    return each.stage == binding.index && each.shape == shape;
+  });
+  if (found != lists_.end()) return *found;
+  std::vector<TensorSpec> inputs;
+  for (const EdgeTensor& tensor : config_.edges->inputs(shape, binding.index)) {
+    inputs.push_back(tensor.spec);
+  }
+  StageCollectives stage = binding.stage->describe(inputs, *config_.compute).collectives;
+  Lists lists{.stage = binding.index, .shape = shape};
+  const bool forward_only = config_.plan->forward_only;
+  for (std::size_t i = 0; i < kActions.size(); ++i) {
+    lists.of[i] = collectives_of(stage, kActions[i], forward_only);
+  }
+  stage.loss.clear();
+  lists.of.back() = collectives_of(stage, ActionKind::kForward, forward_only);
+  return lists_.emplace_back(std::move(lists));
+}
+
+void PlannedCollectives::begin(const StageBinding& binding, const PlanOp& op, UnitShape shape,
+                               bool loss) {
+  made_ = 0;
+  planned_ = {};
+  stage_ = op.stage;
+  micro_batch_ = op.micro_batch;
+  const std::span<const PlannedCollective> plan = collectives_of(*config_.plan, op);
+  if (plan.empty()) return;
+  const Lists& lists = lists_of(binding, shape);
+  const std::vector<PlannedCollective>& now = lists.of[at(static_cast<int>(op.action))];
+  if (const std::string why = why_unlike(plan, now); !why.empty()) {
+    throw_usage("the stage describes other collectives than its plan has: {}", why);
+  }
+  planned_ = op.action == ActionKind::kForward && !loss ? lists.of.back() : now;
+}
+
+void PlannedCollectives::make(CollectiveAxis axis, Collective* group, CollectiveCall call) {
+  const PlannedCollective made{axis, call.kind, call.in.size(), call.type};
+  if (made_ == planned_.size()) {
+    throw_usage("the stage makes {} where its description has no more ({} in this action)",
+                in_sentence(made), planned_.size());
+  }
+  if (made != planned_[made_]) {
+    throw_usage("the stage makes {} where its description has {} (collective {} of {})",
+                in_sentence(made), in_sentence(planned_[made_]), made_ + 1, planned_.size());
+  }
+  call.stage = stage_;
+  call.micro_batch = micro_batch_;
+  call.index = static_cast<int>(made_++);
+  if (group == nullptr) return copy_of_one(call);
+  const CollectiveScope scope(config_.activity, made, call.index);
+  group->make(call);
+}
+
+void PlannedCollectives::end() const {
+  if (made_ == planned_.size()) return;
+  throw_usage("the stage does not make {}, which its description has (collective {} of {})",
+              in_sentence(planned_[made_]), made_ + 1, planned_.size());
+}
+
+}  // namespace sluice

@@ -1,0 +1,68 @@
+// The collectives of this rank's actions, held to what the stage describes and the plan has.
+// Internal to the engine.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <sluice/plan.hpp>
+#include <sluice/stage.hpp>
+
+#include "comm/base/index.hpp"
+#include "runtime/engine/engine_config.hpp"
+
+namespace sluice {
+
+class PlannedCollectives {
+ public:
+  // `config` outlives this.
+  explicit PlannedCollectives(const EngineConfig& config);
+
+  // Before the stage's part of a compute op, which computes a micro-batch of this shape; `loss`:
+  // loss() is a part of it. The first time for a shape, asks the stage for its description. Throws
+  // Error(kUsage) where that is not like the plan's.
+  void begin(const StageBinding& binding, const PlanOp& op, UnitShape shape, bool loss);
+  // After it. Other ranks would wait for a collective that is missing.
+  void end() const;
+
+  [[nodiscard]] Collective& over(CollectiveAxis axis) {
+    return axes_[static_cast<std::size_t>(axis)];
+  }
+
+ private:
+  class OfAxis final : public Collective {
+   public:
+    OfAxis(PlannedCollectives& all, CollectiveAxis axis, Collective* group)
+        : all_(all), axis_(axis), group_(group) {}
+    void make(const CollectiveCall& call) override { all_.make(axis_, group_, call); }
+
+   private:
+    PlannedCollectives& all_;
+    CollectiveAxis axis_;
+    Collective* group_;  // null: one rank
+  };
+
+  // [F, B, I, W, F without the loss] of a stage for one shape of micro-batches.
+  struct Lists {
+    int stage = 0;
+    UnitShape shape;
+    std::array<std::vector<PlannedCollective>, 5> of = {};
+  };
+
+  [[nodiscard]] const Lists& lists_of(const StageBinding& binding, UnitShape shape);
+  void make(CollectiveAxis axis, Collective* group, CollectiveCall call);
+
+  const EngineConfig& config_;
+  std::array<OfAxis, kCollectiveAxes> axes_;
+  std::vector<Lists> lists_;
+  // Of the action that runs.
+  std::span<const PlannedCollective> planned_;
+  std::size_t made_ = 0;
+  int stage_ = -1, micro_batch_ = -1;
+};
+
+}  // namespace sluice

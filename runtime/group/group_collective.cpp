@@ -1,0 +1,186 @@
+#include "runtime/group/group_collective.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <string>
+
+#include <sluice/error.hpp>
+#include <sluice/tensor.hpp>
+
+#include "comm/base/byte_sums.hpp"
+#include "comm/base/index.hpp"
+#include "comm/base/sum_tree.hpp"
+#include "comm/base/throw_error.hpp"
+#include "schedules/plan/collectives.hpp"
+
+namespace sluice {
+namespace {
+
+bool adds(CollectiveKind kind) {
+  return kind == CollectiveKind::kSum || kind == CollectiveKind::kReduceScatter;
+}
+
+void copy(std::span<const std::byte> from, std::span<std::byte> to) {
+  std::copy(from.begin(), from.end(), to.begin());
+}
+
+template <typename T>
+void add_values(std::byte* into, const std::byte* from, std::size_t bytes) {
+  T* const sum = reinterpret_cast<T*>(into);
+  const T* const term = reinterpret_cast<const T*>(from);
+  for (std::size_t i = 0; i < bytes / sizeof(T); ++i) sum[i] += term[i];
+}
+
+// The sum of `terms(rank)` is in terms(0).
+template <typename Terms>
+void add_all(DType type, std::size_t ranks, std::size_t bytes, const Terms& terms) {
+  add_leaves(ranks, [&](std::size_t into, std::size_t from) {
+    if (type == DType::kF64) return add_values<double>(terms(into), terms(from), bytes);
+    add_values<float>(terms(into), terms(from), bytes);
+  });
+}
+
+}  // namespace
+
+std::size_t GroupCollective::me() const { return at(group_.communicator().rank()); }
+std::size_t GroupCollective::ranks() const { return at(group_.communicator().size()); }
+
+void GroupCollective::make(const CollectiveCall& call) {
+  require_legal(call);
+  First mine{.made = {.bytes = call.in.size(),
+                      .stage = call.stage,
+                      .micro_batch = call.micro_batch,
+                      .index = call.index,
+                      .kind = call.kind,
+                      .type = call.type}};
+  const bool is_short = call.in.size() <= First::kValues;
+  if (is_short) copy(call.in, mine.values);
+  firsts_.resize(is_first() ? ranks() : 0);
+  group_.gather(object_bytes(mine), std::as_writable_bytes(std::span(firsts_)), 0);
+  if (is_first()) require_same();
+  if (is_short) return make_short(call);
+  group_.broadcast(object_bytes(mine.made), 0);  // they are the same
+  make_long(call);
+}
+
+void GroupCollective::require_legal(const CollectiveCall& call) const {
+  const std::size_t in = call.in.size(), out = call.out.size(), count = ranks();
+  const bool splits =
+      call.kind == CollectiveKind::kReduceScatter || call.kind == CollectiveKind::kAllToAll;
+  const std::size_t legal = call.kind == CollectiveKind::kAllGather       ? in * count
+                            : call.kind == CollectiveKind::kReduceScatter ? in / count
+                                                                          : in;
+  const std::size_t unit = size_of(call.type) * (splits ? count : 1);
+  if (in % unit != 0) {
+    throw_usage("a rank passes {} bytes of {} for {} ranks; legal: a multiple of {}", in,
+                name_of(call.type), count, unit);
+  }
+  if (out != legal) {
+    throw_usage("{} bytes for {} ranks become {} there; legal: {}", in, count, out, legal);
+  }
+}
+
+void GroupCollective::require_same() const {
+  const auto text = [](const Made& made, bool place) {
+    const std::string one = in_sentence(made.kind, made.bytes, made.type);
+    return place ? fmt::format("{}, its collective {} in micro-batch {} of stage {}", one,
+                               made.index + 1, made.micro_batch, made.stage)
+                 : one;
+  };
+  const Made& first = firsts_.front().made;
+  for (std::size_t r = 1; r < firsts_.size(); ++r) {
+    const Made& made = firsts_[r].made;
+    if (made == first) continue;
+    const bool alike =
+        made.kind == first.kind && made.bytes == first.bytes && made.type == first.type;
+    throw_error(ErrorCode::kMismatch, "{0} {1} makes {2}, {0} 0 {3}; legal: the same on all",
+                member_, r, text(made, alike), text(first, alike));
+  }
+}
+
+void GroupCollective::make_short(const CollectiveCall& call) {
+  const std::size_t bytes = call.in.size(), part = bytes / ranks();
+  common_.resize(adds(call.kind) ? bytes : bytes * ranks());
+  if (is_first() && adds(call.kind)) {
+    add_all(call.type, ranks(), bytes, [&](std::size_t r) { return firsts_[r].values.data(); });
+  }
+  for (std::size_t r = 0; is_first() && r * bytes < common_.size(); ++r) {
+    std::copy_n(firsts_[r].values.begin(), bytes, common_.data() + r * bytes);
+  }
+  group_.broadcast(common_, 0);
+  const std::span<const std::byte> all(common_);
+  switch (call.kind) {
+    case CollectiveKind::kSum:
+    case CollectiveKind::kAllGather:
+      return copy(all, call.out);
+    case CollectiveKind::kReduceScatter:
+      return copy(all.subspan(me() * part, part), call.out);
+    case CollectiveKind::kAllToAll:
+      for (std::size_t r = 0; r < ranks(); ++r) {
+        copy(all.subspan(r * bytes + me() * part, part), call.out.subspan(r * part));
+      }
+  }
+}
+
+void GroupCollective::make_long(const CollectiveCall& call) {
+  const std::size_t bytes = call.in.size(), count = ranks();
+  switch (call.kind) {
+    case CollectiveKind::kSum: {
+      const std::size_t part = round_up((bytes + count - 1) / count, sizeof(double));
+      sum_parts(call, part);
+      group_.all_gather_parts(floats(), ends_, buffer_);
+      return copy(buffer(0).first(bytes), call.out);
+    }
+    case CollectiveKind::kReduceScatter:
+      sum_parts(call, bytes / count);
+      return copy(buffer(0).subspan(me() * call.out.size(), call.out.size()), call.out);
+    case CollectiveKind::kAllGather: {
+      const std::size_t part = round_up(bytes, sizeof(float));
+      renew_buffer(part);
+      copy(call.in, buffer(0).subspan(me() * part));
+      group_.all_gather_parts(floats(), ends_, buffer_);
+      for (std::size_t r = 0; r < count; ++r) {
+        copy(buffer(0).subspan(r * part, bytes), call.out.subspan(r * bytes));
+      }
+      return;
+    }
+    case CollectiveKind::kAllToAll:
+      renew_buffer(bytes / count);
+      copy(call.in, buffer(0));
+      group_.all_to_all(buffer(0), buffer(1), buffer_);
+      copy(buffer(1), call.out);
+  }
+}
+
+// The sum of this rank's part is at its place in the first half.
+void GroupCollective::sum_parts(const CollectiveCall& call, std::size_t part) {
+  renew_buffer(part);
+  copy(call.in, buffer(0));
+  std::fill(buffer(0).begin() + static_cast<std::ptrdiff_t>(call.in.size()), buffer(0).end(),
+            std::byte{});
+  if (call.type == DType::kF32) return group_.ordered_reduce_scatter(floats(), ends_, buffer_);
+  const std::span<std::byte> terms = buffer(1);
+  group_.all_to_all(buffer(0), terms, buffer_);
+  add_all(call.type, ranks(), part, [&](std::size_t r) { return terms.data() + r * part; });
+  copy(terms.first(part), buffer(0).subspan(me() * part));
+}
+
+void GroupCollective::renew_buffer(std::size_t part) {
+  half_ = part * ranks();
+  if (buffer_.use_count() > 1 || buffer_->size() < 2 * half_) {
+    buffer_ = std::make_shared<std::vector<std::byte>>(2 * half_);
+  }
+  ends_.resize(ranks());
+  for (std::size_t r = 0; r < ranks(); ++r) ends_[r] = (r + 1) * part / sizeof(float);
+}
+
+std::span<std::byte> GroupCollective::buffer(std::size_t half) const {
+  return std::span(*buffer_).subspan(half * half_, half_);
+}
+
+std::span<float> GroupCollective::floats() const {
+  return {reinterpret_cast<float*>(buffer_->data()), half_ / sizeof(float)};
+}
+
+}  // namespace sluice
