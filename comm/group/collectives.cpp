@@ -3,17 +3,15 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <array>
 #include <numeric>
 #include <utility>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
-#include "comm/base/joined.hpp"
-#include "comm/base/sum_tree.hpp"
 #include "comm/group/binomial_tree.hpp"
 #include "comm/group/communicator.hpp"
+#include "comm/group/open_requests.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace sluice {
@@ -28,6 +26,7 @@ enum TagOffset : int {
   kScatterTag,
   kPartTag,
   kExchangeTag,
+  kSecondHandTag,
 };
 
 WaitSubject sends(int peer, int tag, std::size_t bytes) {
@@ -40,76 +39,7 @@ WaitSubject receives(int peer, int tag, std::size_t bytes) {
 
 constexpr std::size_t kFirstCopy = 4096;  // bytes
 
-// Elements of a part per block: two blocks per peer fit a core's L2 cache.
-constexpr std::size_t kBlock = 32 * 1024;
-
-struct Range {
-  std::size_t begin = 0;
-  std::size_t size = 0;
-};
-
-// The part of `rank` of the values that are divided at `ends`.
-Range part_of(std::span<const std::size_t> ends, int rank) {
-  const std::size_t begin = rank == 0 ? 0 : ends[at(rank) - 1];
-  return {begin, ends[at(rank)] - begin};
-}
-
-// Block `block` of the part of `rank`; empty beyond the end.
-Range block_of(std::span<const std::size_t> ends, int rank, std::size_t block) {
-  const Range part = part_of(ends, rank);
-  const std::size_t before = std::min(part.size, block * kBlock);
-  return {part.begin + before, std::min(kBlock, part.size - before)};
-}
-
-// Of the largest part.
-std::size_t block_count(std::span<const std::size_t> ends) {
-  std::size_t largest = 0;
-  for (int rank = 0; rank < static_cast<int>(ends.size()); ++rank) {
-    largest = std::max(largest, part_of(ends, rank).size);
-  }
-  return (largest + kBlock - 1) / kBlock;
-}
-
-void add(float* __restrict sum, const float* __restrict term, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
-    sum[i] += term[i];
-  }
-}
-
 }  // namespace
-
-// Cancels the requests of a call that ends by an exception; the communicator keeps the memory of
-// both owners, either of which may be null.
-class Collectives::OpenRequests {
- public:
-  OpenRequests(Communicator& comm, std::span<Request> requests, KeepAlive owner,
-               KeepAlive other = nullptr)
-      : comm_(comm), requests_(requests), owners_{std::move(owner), std::move(other)} {}
-  ~OpenRequests() {
-    bool any = false;
-    for (Request& request : requests_) {
-      if (request.index == Request::kNone) {
-        continue;
-      }
-      any = true;
-      try {
-        comm_.cancel(request);
-      } catch (...) {  // the request is lost with its communicator
-        request.index = Request::kNone;
-      }
-    }
-    for (KeepAlive& owner : owners_) {
-      if (any && owner != nullptr) comm_.keep(std::move(owner));
-    }
-  }
-  OpenRequests(const OpenRequests&) = delete;
-  OpenRequests& operator=(const OpenRequests&) = delete;
-
- private:
-  Communicator& comm_;
-  std::span<Request> requests_;
-  std::array<KeepAlive, 2> owners_;
-};
 
 // Where the ranks' parts lie in the result of a gather.
 class Collectives::Parts {
@@ -141,23 +71,20 @@ Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
       base_tag_(base_tag),
       interrupt_(interrupt),
       waiter_(comm.local_size()),
-      open_(4 * at(comm.size())),
-      even_ends_(at(comm.size())),
+      open_(at(comm.size())),
       copy_(std::make_shared<std::vector<std::byte>>(kFirstCopy)),
-      blocks_(std::make_shared<std::vector<float>>()) {}
+      sums_(comm,
+            {.addends = base_tag + kScatterTag,
+             .parts = base_tag + kPartTag,
+             .second_hand = base_tag + kSecondHandTag},
+            interrupt) {}
 
 // `expected_bytes`: of a receive; 0 for a send.
 void Collectives::wait(Request& request, std::size_t expected_bytes, const WaitSubject& subject) {
   Arrival arrival;
   arrival.bytes = expected_bytes;
   wait_until(waiter_, interrupt_, subject, [&] { return comm_.test(request, &arrival); });
-  if (arrival.bytes != expected_bytes) {
-    throw Error(ErrorCode::kMismatch,
-                fmt::format("rank {} expected {} bytes from rank {}, got {}: the ranks disagree "
-                            "about the size of a collective",
-                            comm_.rank(), expected_bytes, arrival.source, arrival.bytes),
-                comm_.rank());
-  }
+  require_size(comm_, expected_bytes, arrival);
 }
 
 void Collectives::renew_copy(std::size_t bytes) {
@@ -323,141 +250,18 @@ std::vector<std::string> Collectives::all_gather_strings(const std::string& mine
   return all;
 }
 
-void Collectives::reserve_sum(std::size_t count) {
-  if (comm_.size() == 1) return;
-  const std::size_t needed = 2 * at(comm_.size()) * std::min(kBlock, count);
-  if (blocks_.use_count() > 1 || blocks_->size() < needed) {
-    blocks_ = std::make_shared<std::vector<float>>(needed);
-  }
-}
-
-void Collectives::require_parts(std::span<const float> values,
-                                std::span<const std::size_t> ends) const {
-  if (ends.size() == at(comm_.size()) && std::is_sorted(ends.begin(), ends.end()) &&
-      ends.back() == values.size()) {
-    return;
-  }
-  throw Error(ErrorCode::kInternal,
-              fmt::format("{} values in parts that end at {}; legal: {} ends that ascend to {}",
-                          values.size(), joined(ends, ", "), comm_.size(), values.size()),
-              comm_.rank());
-}
-
 void Collectives::ordered_sum(std::span<float> values, const KeepAlive& owner) {
-  const std::size_t ranks = at(comm_.size());
-  const std::size_t part = (values.size() + ranks - 1) / ranks;
-  for (std::size_t rank = 0; rank < ranks; ++rank) {
-    even_ends_[rank] = std::min(values.size(), (rank + 1) * part);
-  }
-  ordered_reduce_scatter(values, even_ends_, owner);
-  all_gather_parts(values, even_ends_, owner);
+  sums_.wait(sums_.start_sum(values, owner));
 }
 
 void Collectives::ordered_reduce_scatter(std::span<float> values, std::span<const std::size_t> ends,
                                          const KeepAlive& owner) {
-  require_parts(values, ends);
-  if (comm_.size() == 1) return;
-  reserve_sum(values.size());
-  const OpenRequests guard(comm_, open_, owner, blocks_);
-  reduce_scatter(values, ends);
+  sums_.wait(sums_.start_reduce_scatter(values, ends, owner));
 }
 
 void Collectives::all_gather_parts(std::span<float> values, std::span<const std::size_t> ends,
                                    const KeepAlive& owner) {
-  require_parts(values, ends);
-  if (comm_.size() == 1) return;
-  const OpenRequests guard(comm_, open_, owner);
-  gather_blocks(values, ends);
-}
-
-Request& Collectives::block_receive(int rank, std::size_t block) {
-  return open_[block % 2 * 2 * at(comm_.size()) + at(rank)];
-}
-
-Request& Collectives::block_send(int rank, std::size_t block) {
-  return open_[(block % 2 * 2 + 1) * at(comm_.size()) + at(rank)];
-}
-
-// Every rank sends its block of each part to the part's rank, one block ahead of the sum.
-// blocks_: [2 halves, rank, block].
-void Collectives::reduce_scatter(std::span<float> values, std::span<const std::size_t> ends) {
-  const int size = comm_.size();
-  const int me = comm_.rank();
-  const std::size_t blocks = block_count(ends);
-  const std::size_t stride = block_of(ends, me, 0).size;
-  const auto slot = [&](int rank, std::size_t block) {
-    return blocks_->data() + (block % 2 * at(size) + at(rank)) * stride;
-  };
-  const auto start = [&](std::size_t block) {
-    const Range mine = block_of(ends, me, block);
-    for (int peer = 0; peer < size; ++peer) {
-      if (peer == me) continue;
-      if (mine.size > 0) {
-        block_receive(peer, block) =
-            comm_.post_recv(peer, base_tag_ + kScatterTag,
-                            std::as_writable_bytes(std::span(slot(peer, block), mine.size)));
-      }
-      const Range theirs = block_of(ends, peer, block);
-      if (theirs.size > 0) {
-        block_send(peer, block) =
-            comm_.start_send(peer, base_tag_ + kScatterTag,
-                             std::as_bytes(values.subspan(theirs.begin, theirs.size)));
-      }
-    }
-  };
-  if (blocks > 0) start(0);
-  for (std::size_t block = 0; block < blocks; ++block) {
-    if (block + 1 < blocks) start(block + 1);
-    const Range mine = block_of(ends, me, block);
-    const auto term = [&](std::size_t rank) {
-      return rank == at(me) ? values.data() + mine.begin : slot(static_cast<int>(rank), block);
-    };
-    for (int rank = 0; rank < size && mine.size > 0; ++rank) {
-      const std::size_t bytes = mine.size * sizeof(float);
-      if (rank != me) {
-        wait(block_receive(rank, block), bytes, receives(rank, base_tag_ + kScatterTag, bytes));
-      }
-      add_leaf(at(rank), at(size),
-               [&](std::size_t into, std::size_t from) { add(term(into), term(from), mine.size); });
-    }
-    if (me != 0) std::copy_n(term(0), mine.size, term(at(me)));
-    for (int rank = 0; rank < size; ++rank) {
-      if (block_send(rank, block).index == Request::kNone) continue;
-      wait(block_send(rank, block), 0,
-           sends(rank, base_tag_ + kScatterTag, block_of(ends, rank, block).size * sizeof(float)));
-    }
-  }
-}
-
-// Every rank sends its part to all, in blocks.
-void Collectives::gather_blocks(std::span<float> values, std::span<const std::size_t> ends) {
-  const int size = comm_.size();
-  const std::size_t blocks = block_count(ends);
-  for (std::size_t block = 0; block < blocks; ++block) {
-    const Range mine = block_of(ends, comm_.rank(), block);
-    for (int peer = 0; peer < size; ++peer) {
-      if (peer == comm_.rank()) continue;
-      const Range theirs = block_of(ends, peer, block);
-      if (theirs.size > 0) {
-        block_receive(peer, 0) =
-            comm_.post_recv(peer, base_tag_ + kPartTag,
-                            std::as_writable_bytes(values.subspan(theirs.begin, theirs.size)));
-      }
-      if (mine.size > 0) {
-        block_send(peer, 0) = comm_.start_send(
-            peer, base_tag_ + kPartTag, std::as_bytes(values.subspan(mine.begin, mine.size)));
-      }
-    }
-    for (int peer = 0; peer < size; ++peer) {
-      if (block_receive(peer, 0).index != Request::kNone) {
-        const std::size_t bytes = block_of(ends, peer, block).size * sizeof(float);
-        wait(block_receive(peer, 0), bytes, receives(peer, base_tag_ + kPartTag, bytes));
-      }
-      if (block_send(peer, 0).index != Request::kNone) {
-        wait(block_send(peer, 0), 0, sends(peer, base_tag_ + kPartTag, mine.size * sizeof(float)));
-      }
-    }
-  }
+  sums_.wait(sums_.start_gather(values, ends, owner));
 }
 
 void Collectives::all_to_all(std::span<const std::byte> send, std::span<std::byte> receive,

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "comm/group/communicator.hpp"
+#include "comm/group/host_sums.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace sluice {
@@ -50,27 +51,19 @@ class Collectives {
   void send(int peer, std::span<const std::byte> bytes, const KeepAlive& owner = nullptr);
   void recv(int peer, std::span<std::byte> bytes, const KeepAlive& owner = nullptr);
 
-  // In place: values[i] = the sum of all ranks' in fp32, by the tree of comm/base/sum_tree.hpp: a
-  // function of the number of ranks alone. These are the two halves below, over size() parts of one
-  // size. Without an `owner` of the values, the caller passes their memory to
-  // communicator().keep() after a throw; likewise below.
+  // HostSums' calls, each waited for.
   void ordered_sum(std::span<float> values, const KeepAlive& owner = nullptr);
-  // The parts of `values` belong to ranks: that of rank r is [ends[r - 1], ends[r]), from 0 on, and
-  // may be empty; the last one ends with the values. All ranks pass the same ends, [rank]. Throws
-  // Error(kInternal), before any message, for ends that are not so.
-  // The sum of each part, for its rank alone: other elements have any content after it.
   void ordered_reduce_scatter(std::span<float> values, std::span<const std::size_t> ends,
                               const KeepAlive& owner = nullptr);
-  // Each rank's part, to all ranks.
   void all_gather_parts(std::span<float> values, std::span<const std::size_t> ends,
                         const KeepAlive& owner = nullptr);
   // Both have an equal part for each rank: `receive` gets what each rank has for this one. Without
-  // an `owner` of both, as above.
+  // an `owner` of both, the caller keeps their memory as HostSums says.
   void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive,
                   const KeepAlive& owner = nullptr);
-  // Allocates what sums of up to `count` values need, of parts of any sizes; without it, their
-  // first one does.
-  void reserve_sum(std::size_t count);
+  void reserve_sum(std::size_t count) { sums_.reserve(count); }
+  // The same without waiting, over this object's ranks and interrupt.
+  [[nodiscard]] HostSums& sums() { return sums_; }
 
   [[nodiscard]] Communicator& communicator() { return comm_; }
 
@@ -78,7 +71,6 @@ class Collectives {
   static constexpr std::size_t kPieceBytes = std::size_t{4} << 20;
 
  private:
-  class OpenRequests;
   class Parts;
 
   void wait(Request& request, std::size_t expected_bytes, const WaitSubject& subject);
@@ -89,24 +81,17 @@ class Collectives {
   void renew_copy(std::size_t bytes);
   void gather_parts(std::span<const std::byte> mine, const Parts& parts, std::span<std::byte> all,
                     int root);
-  void require_parts(std::span<const float> values, std::span<const std::size_t> ends) const;
-  // Of open_: what block `block` of the running sum exchanges with `rank`; two blocks at a time.
-  Request& block_receive(int rank, std::size_t block);
-  Request& block_send(int rank, std::size_t block);
-  void reduce_scatter(std::span<float> values, std::span<const std::size_t> ends);
-  void gather_blocks(std::span<float> values, std::span<const std::size_t> ends);
 
   Communicator& comm_;
   int base_tag_;
   Interrupt* interrupt_;
   Waiter waiter_;
-  std::vector<Request> open_;           // of the running call; sized once
-  std::vector<Request> exchanged_;      // of the running all_to_all(); sized by the first
-  std::vector<std::size_t> even_ends_;  // [rank] of the running ordered_sum()
-  // Of the piece that is being sent or received, or of a gather's subtree; and the received blocks
-  // of a sum. The communicator shares them after a throw.
+  std::vector<Request> open_;       // of the running gather; sized once
+  std::vector<Request> exchanged_;  // of the running all_to_all(); sized by the first
+  // Of the piece that is being sent or received, or of a gather's subtree. The communicator shares
+  // it after a throw.
   std::shared_ptr<std::vector<std::byte>> copy_;
-  std::shared_ptr<std::vector<float>> blocks_;
+  HostSums sums_;
 };
 
 }  // namespace sluice

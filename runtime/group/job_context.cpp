@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
+#include <map>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -51,6 +52,17 @@ int planned_ranks(const PipelineOptions::Shape& shape) {
   throw_usage("a pipeline of {} x {} replicas{} cannot be planned; legal are 1 to {} ranks",
               shape.pipeline, shape.replicas,
               shape.tensor == 1 ? "" : fmt::format(" x {} tensor ranks", shape.tensor), kMost);
+}
+
+// [member] the first member on the same machine.
+std::vector<int> hosts_of(const std::vector<RankDevice>& job, const std::vector<int>& members) {
+  std::map<std::string, int> first;
+  std::vector<int> hosts;
+  for (const int rank : members) {
+    hosts.push_back(
+        first.try_emplace(job[at(rank)].machine, static_cast<int>(hosts.size())).first->second);
+  }
+  return hosts;
 }
 
 }  // namespace
@@ -109,6 +121,7 @@ void JobContext::make_groups() {
     groups_[static_cast<std::size_t>(axis)] = RankGroup(
         world.ranks->split(place.topology.group_number(axis, place.here), place.here[axis]),
         std::make_unique<JobWatch>(*waits, axis, members));
+    if (!planned) group(axis).collectives->sums().set_hosts(hosts_of(devices.ranks, members));
   }
   const std::vector<int> pipeline = place.topology.group(Axis::kPipeline, place.here);
   for (const int rank : pipeline) place.devices.push_back(devices.ranks[at(rank)]);

@@ -27,6 +27,7 @@ run mpirun -n 2 "$programs/save_benchmark" --directory "$saves"
 rm -r "$saves"
 for ranks in 2 4; do run mpirun -n "$ranks" "$programs/shard_benchmark"; done
 run mpirun -n 2 "$programs/transport_benchmark"
+for ranks in 2 4; do run mpirun -n "$ranks" "$programs/collective_benchmark"; done
 run "$programs/operator_benchmark"
 run "$programs/step_benchmark"
 run "$programs/planning_benchmark"

@@ -125,6 +125,66 @@ SLUICE_COMM_TEST(OrderedSumTest, HasItsBitsInTwoHalvesOverPartsOfAnySizes) {
   }
 }
 
+SLUICE_COMM_TEST(OrderedSumTest, HasItsBitsOverAnyHosts) {
+  Collectives collectives(comm, 0, nullptr);
+  const std::size_t count = comm.size() > 8 ? 500 : 32768UL * 2 * at(comm.size()) + 77;
+  std::vector<float> expected(count);
+  for (std::size_t i = 0; i < count; ++i) expected[i] = addend(comm.rank(), i);
+  const std::vector<float> mine = expected;
+  collectives.ordered_sum(expected);
+  // Neighbours on a host, one host with more, ranks in turns, a host each.
+  for (const auto& host_of : std::vector<std::function<int(int)>>{
+           [](int rank) { return rank / 2; }, [](int rank) { return rank < 3 ? 0 : 1; },
+           [](int rank) { return rank % 2; }, [](int rank) { return rank; }}) {
+    std::vector<int> hosts;
+    for (int rank = 0; rank < comm.size(); ++rank) hosts.push_back(host_of(rank));
+    collectives.sums().set_hosts(hosts);
+    for (std::size_t number = 0; number < 3; ++number) {
+      const std::vector<std::size_t> ends = uneven_ends(comm.size(), count, number);
+      std::vector<float> values = mine;
+      collectives.ordered_reduce_scatter(values, ends);
+      collectives.all_gather_parts(values, ends);
+      EXPECT_TRUE(std::memcmp(values.data(), expected.data(), count * sizeof(float)) == 0);
+    }
+    std::vector<float> values = mine;
+    collectives.ordered_sum(values);
+    EXPECT_TRUE(std::memcmp(values.data(), expected.data(), count * sizeof(float)) == 0);
+  }
+  EXPECT_THROW(collectives.sums().set_hosts(std::vector<int>(at(comm.size() + 1))), Error);
+}
+
+SLUICE_COMM_TEST(OrderedSumTest, GoesOnBesideOtherCallsUntilItIsDone) {
+  Collectives collectives(comm, 0, nullptr);
+  HostSums& sums = collectives.sums();
+  const std::vector<std::size_t> counts = {5, 70'001, 0, 1};
+  std::vector<std::vector<float>> values, expected;
+  for (const std::size_t count : counts) {
+    for (auto* made : {&values, &expected}) {
+      std::vector<float>& mine = made->emplace_back(count);
+      for (std::size_t i = 0; i < count; ++i) mine[i] = addend(comm.rank(), i);
+    }
+    collectives.ordered_sum(expected.back());
+  }
+  std::vector<HostSums::Ticket> tickets;
+  for (std::vector<float>& each : values) tickets.push_back(sums.start_sum(each));
+  int number = comm.rank();
+  collectives.broadcast(object_bytes(number), 0);  // while they have not been touched
+  EXPECT_EQ(number, 0);
+  if (comm.rank() % 2 == 0) {
+    for (Waiter waiter(comm.local_size()); !sums.done(tickets.back()); waiter.pause()) {
+      sums.progress();
+    }
+  }
+  sums.wait(tickets[1]);
+  EXPECT_TRUE(sums.done(tickets[0]));
+  sums.wait(tickets.back());
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    EXPECT_TRUE(sums.done(tickets[i]));
+    EXPECT_TRUE(counts[i] == 0 ||
+                std::memcmp(values[i].data(), expected[i].data(), counts[i] * sizeof(float)) == 0);
+  }
+}
+
 SLUICE_COMM_TEST(OrderedSumTest, RefusesPartsThatAreNone) {
   Collectives collectives(comm, 0, nullptr);
   std::vector<float> values(10);
