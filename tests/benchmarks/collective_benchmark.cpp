@@ -1,7 +1,7 @@
 // Gathers and ordered sums of the library against MPI_Sendrecv of the same bytes by all ranks at
 // once, in one run:
 //
-//   mpirun -n 2 collective_benchmark [--rounds 31] [--hosts 1] [--json FILE]
+//   mpirun -n 2 collective_benchmark [--rounds 31] [--mib 64] [--hosts 1] [--json FILE]
 //
 // A gather of B bytes over n ranks brings each rank B (n - 1) / n bytes, an ordered sum twice as
 // many. Bare: one MPI_Sendrecv of as many bytes in a ring of the ranks, two for a sum. Both take
@@ -116,13 +116,14 @@ int main(int argc, char** argv) try {
   }
   const int rounds = std::stoi(argument(argc, argv, "--rounds", "31"));
   const int hosts = std::stoi(argument(argc, argv, "--hosts", "1"));
+  const std::size_t most = std::stoul(argument(argc, argv, "--mib", "64"));
   Collectives collectives(*world, 0, nullptr);
   collectives.sums().set_hosts(in_blocks(world->size(), hosts));
   Report report("Collectives against MPI_Sendrecv of the same bytes",
                 {"collective", "ranks", "MiB", "bare us", "ours us", "GB/s", "share"});
   report.fact("hosts", hosts);
   for (const bool sum : {false, true}) {
-    for (const std::size_t mib : {1, 4, 16, 64}) {
+    for (std::size_t mib = 1; mib <= most; mib *= 4) {
       Turns(*world, collectives, mib * kMiB).measure(sum, rounds, report);
     }
   }

@@ -488,6 +488,21 @@ struct Watch : Interrupt {
   std::chrono::steady_clock::time_point end = std::chrono::steady_clock::time_point::max();
 };
 
+SLUICE_COMM_TEST(CollectivesTest, ASumNamesWhomItWaitsFor) {
+  if (comm.size() == 1) return;
+  const auto copy = comm.duplicate();
+  const int last = comm.size() - 1;
+  if (comm.rank() == last) return copy->leave_open(/*by_all=*/true);
+  Watch watch(last);
+  Collectives collectives(*copy, 0, &watch);
+  const auto values = std::make_shared<std::vector<float>>(at(comm.size()));
+  EXPECT_THROW(collectives.ordered_sum(*values, values), Error);
+  EXPECT_EQ(watch.subject.what, WaitSubject::What::kCollectiveReceive);
+  EXPECT_EQ(watch.subject.peer, last);
+  EXPECT_EQ(watch.subject.bytes, sizeof(float));
+  copy->leave_open(/*by_all=*/true);
+}
+
 // Whoever looks at the ranks follows peer by peer to the one that does not come.
 SLUICE_COMM_TEST(CollectivesTest, AGatherNamesWhomItWaitsFor) {
   if (comm.size() == 1) return;

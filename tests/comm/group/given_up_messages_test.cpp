@@ -115,6 +115,25 @@ TEST(GivenUpSendsTest, OfASumReadMemoryWhoseOwnerIsNamed) {
   others.barrier();  // no rank ever receives it
 }
 
+TEST(GivenUpSendsTest, OfAGatherThatNobodyWaitsForReadMemoryWhoseOwnerIsNamed) {
+  const auto comm = testing::world().duplicate();
+  Collectives others(testing::world(), 0, nullptr);
+  if (comm->size() < 2) return;
+  if (comm->rank() == 0) {
+    auto values = std::make_shared<std::vector<float>>(kLong);
+    const std::weak_ptr<std::vector<float>> kept = values;
+    {
+      Collectives collectives(*comm, 0, nullptr);
+      const std::vector<std::size_t> ends(static_cast<std::size_t>(comm->size()), kLong);
+      collectives.sums().start_gather(*values, ends, values);
+      collectives.sums().progress();
+    }
+    values.reset();
+    EXPECT_FALSE(kept.expired());
+  }
+  others.barrier();  // no rank ever receives it
+}
+
 // The number of MPI's handle of a new communicator: the lowest that is free.
 int next_handle() {
   MPI_Comm copy = MPI_COMM_NULL;
