@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstddef>
 #include <map>
+#include <utility>
 
 #include "comm/base/index.hpp"
 #include "comm/base/sum_tree.hpp"
