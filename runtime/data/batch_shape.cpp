@@ -36,7 +36,7 @@ bool fits(const BatchShape& batch) {
 }
 
 std::string over_replicas(const BatchShape& batch) {
-  return batch.replicas == 1 ? "" : fmt::format(" over {} replicas", batch.replicas);
+  return batch.replicas == 1 ? "" : fmt::format(" over {} {}", batch.replicas, batch.name);
 }
 
 // Within this bound no product of sizes overflows.
@@ -100,10 +100,10 @@ void derive_count(BatchShape& batch) {
   // The shares straddle a multiple of the size: the smaller one would leave a micro-batch empty.
   const std::int64_t whole = (batch.micro_batches - 1) * batch.micro_batch_size * batch.replicas;
   throw_usage(
-      "batch size {}{} in micro-batches of {} leaves some replicas {} micro-batches and others {}; "
+      "batch size {}{} in micro-batches of {} leaves some {} {} micro-batches and others {}; "
       "nearest legal: batch size {} or {}",
-      batch.batch_size, over_replicas(batch), batch.micro_batch_size, batch.micro_batches,
-      batch.micro_batches - 1, whole, whole + batch.replicas);
+      batch.batch_size, over_replicas(batch), batch.micro_batch_size, batch.name,
+      batch.micro_batches, batch.micro_batches - 1, whole, whole + batch.replicas);
 }
 
 void require_positive(const char* number, std::int64_t value) {
@@ -112,9 +112,12 @@ void require_positive(const char* number, std::int64_t value) {
 
 }  // namespace
 
-SampleRange share_of(std::int64_t samples, std::int64_t replicas, std::int64_t replica) {
-  const std::int64_t small = samples / replicas, larger = samples % replicas;
-  return {replica * small + std::min(replica, larger), small + (replica < larger ? 1 : 0)};
+SampleRange share_of(std::int64_t samples, std::int64_t replicas, std::int64_t replica,
+                     std::int64_t count) {
+  const auto begin = [small = samples / replicas, larger = samples % replicas](std::int64_t r) {
+    return r * small + std::min(r, larger);
+  };
+  return {begin(replica), begin(replica + count) - begin(replica)};
 }
 
 void cut_samples(SampleRange samples, std::int64_t size, std::int64_t pieces,
@@ -126,9 +129,8 @@ void cut_samples(SampleRange samples, std::int64_t size, std::int64_t pieces,
 
 BatchShape complete_batch_shape(BatchShape batch, std::int64_t max_micro_batches) {
   if (batch.batch_size > 0 && batch.batch_size < batch.replicas) {
-    throw_usage(
-        "batch size {} cannot serve {} replicas; nearest legal: batch size {} or {} replicas",
-        batch.batch_size, batch.replicas, batch.replicas, batch.batch_size);
+    throw_usage("batch size {0} cannot serve {1} {2}; nearest legal: batch size {1} or {0} {2}",
+                batch.batch_size, batch.replicas, batch.name);
   }
   if (batch.batch_size > 0 && batch.micro_batches > 0) {
     if (batch.micro_batch_size == 0) derive_size(batch);

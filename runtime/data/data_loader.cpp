@@ -73,7 +73,8 @@ void require_sensible(const LoaderOptions& options) {
   require(options.workers, 0, kMostWorkers, "workers");
   require(options.ahead, 0, kMostAhead, "ahead");
   require(options.share.replicas, 1, INT32_MAX, "share.replicas");
-  require(options.share.replica, 0, options.share.replicas - 1, "share.replica");
+  require(options.share.count, 1, options.share.replicas, "share.count");
+  require(options.share.replica, 0, options.share.replicas - options.share.count, "share.replica");
 }
 
 std::shared_ptr<const Dataset> require_items(std::shared_ptr<const Dataset> data) {
@@ -125,25 +126,27 @@ struct DataLoader::Impl {
     return std::min(options.batch_size, size - at.first);
   }
 
-  // Every replica needs a sample of every batch from sample `first` of an epoch on.
+  // Every virtual replica needs a sample of every batch from sample `first` of an epoch on.
   void require_shares(std::int64_t first) const {
     const std::int64_t replicas = options.share.replicas;
+    const char* const name = options.share.count > 1 ? "virtual replicas" : "replicas";
     if (options.batch_size < replicas) {
-      throw_usage("batches of {} samples for {} replicas; legal: at least one sample for each",
-                  options.batch_size, replicas);
+      throw_usage("batches of {} samples for {} {}; legal: at least one sample for each",
+                  options.batch_size, replicas, name);
     }
     const std::int64_t rest = (size - first) % options.batch_size;
     if (options.drop_last || rest == 0 || rest >= replicas) return;
     throw_usage(
-        "the last batch of an epoch has {} of {} items for {} replicas; drop_last leaves it out, "
+        "the last batch of an epoch has {} of {} items for {} {}; drop_last leaves it out, "
         "or take another batch size than {}",
-        rest, size, replicas, options.batch_size);
+        rest, size, replicas, name, options.batch_size);
   }
 
   void allocate() {
     const BatchSpec spec = spec_of(*data);
     const std::int64_t most =
-        share_of(std::min(options.batch_size, size), options.share.replicas, 0).count;
+        share_of(std::min(options.batch_size, size), options.share.replicas, 0, options.share.count)
+            .count;
     const auto add = [](const std::vector<TensorSpec>& ones, std::vector<TensorSpec>& batches,
                         std::vector<Tensor>& items) {
       for (const TensorSpec& one : ones) {
@@ -204,7 +207,8 @@ struct DataLoader::Impl {
     batch.epoch = reading.epoch;
     batch.first = reading.first;
     batch.samples = samples_at(reading);
-    const SampleRange mine = share_of(batch.samples, options.share.replicas, options.share.replica);
+    const BatchShare& share = options.share;
+    const SampleRange mine = share_of(batch.samples, share.replicas, share.replica, share.count);
     for (Tensor& tensor : batch.inputs) tensor.spec = with_samples(tensor.spec, mine.count);
     for (Tensor& tensor : batch.targets) tensor.spec = with_samples(tensor.spec, mine.count);
     const std::int64_t items = passes_something() ? mine.count : 0;

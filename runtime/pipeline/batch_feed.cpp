@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "comm/base/index.hpp"
+#include "comm/base/sum_tree.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/sample_specs.hpp"
@@ -155,7 +156,7 @@ BatchFeed::BatchFeed(JobContext& job, const JobLayout& layout, const DataSource&
       one_target_(shapes.target_specs(1)),
       dimension_(shapes.position_dimension()),
       headers_(at(job.world.ranks->size())),
-      shares_(at(layout.place.topology.size.replica)) {
+      shares_(at(layout.place.virtual_replicas())) {
   received_.resize(one_input_.size() + one_target_.size());
 }
 
@@ -201,8 +202,10 @@ BatchShare BatchFeed::passed() const {
     const bool all = job_.world.ranks->rank() == 0;
     return {.inputs = all, .targets = all};
   }
-  return {.replica = layout_.place.here.replica,
-          .replicas = layout_.place.topology.size.replica,
+  const int count = layout_.place.shares;
+  return {.replica = layout_.place.here.replica * count,
+          .replicas = layout_.place.virtual_replicas(),
+          .count = count,
           .inputs = first_,
           .targets = last_};
 }
@@ -320,30 +323,43 @@ void BatchFeed::compare_samples(Call call) {
     for (int t = 0; t < topology.size.tensor; ++t) compare_passed(call, r, t);
     const int first = passer(layout_.plans.first_rank(), r, 0);
     const std::int64_t samples = headers_[at(first)].inputs.samples;
-    shares_[at(r)] = whole ? share_of(samples, topology.size.replica, r).count : samples;
+    const int count = layout_.place.shares, before = r * count;
+    for (int v = before; v < before + count; ++v) {
+      shares_[at(v)] = whole ? share_of(samples, layout_.place.virtual_replicas(), v).count
+                             : share_of(samples, count, v - before).count;
+    }
   }
   if (std::accumulate(shares_.begin(), shares_.end(), std::int64_t{0}) == 0) {
     refuse(ErrorCode::kUsage, 0, "{}: the batch has no sample", name_of(call));
   }
-  for (int r = 0; r < topology.size.replica; ++r) {
-    if (shares_[at(r)] > 0 || !trains(call)) continue;
-    refuse(ErrorCode::kUsage, 0, "{}: replica {} gets no sample; each needs at least 1",
-           name_of(call), r);
+  for (std::size_t v = 0; v < shares_.size(); ++v) {
+    if (shares_[v] > 0 || !trains(call)) continue;
+    refuse(ErrorCode::kUsage, 0, "{}: {} {} gets no sample; each needs at least 1", name_of(call),
+           layout_.place.name_of_part(), v);
   }
 }
 
-SampleRange BatchFeed::share() const {
-  const auto mine = shares_.begin() + layout_.place.here.replica;
+SampleRange BatchFeed::share(int index) const {
+  const auto mine =
+      shares_.begin() + std::ptrdiff_t{layout_.place.here.replica} * layout_.place.shares + index;
   return {std::accumulate(shares_.begin(), mine, std::int64_t{0}), *mine};
 }
 
-double BatchFeed::targets() const {
-  const int last = layout_.plans.last_rank();
-  double total = 0;
+SampleRange BatchFeed::share_of_replica(int replica) const {
+  const auto first = shares_.begin() + std::ptrdiff_t{replica} * layout_.place.shares;
+  return {std::accumulate(shares_.begin(), first, std::int64_t{0}),
+          std::accumulate(first, first + layout_.place.shares, std::int64_t{0})};
+}
+
+double BatchFeed::targets() {
+  counted_.clear();
   for (int r = 0; r < layout_.place.topology.size.replica; ++r) {
-    total += headers_[at(layout_.place.topology.rank_of({.pipeline = last, .replica = r}))].counted;
+    const Place place = {.pipeline = layout_.plans.last_rank(), .replica = r};
+    counted_.push_back(headers_[at(layout_.place.topology.rank_of(place))].counted);
   }
-  return total;
+  add_leaves(counted_.size(),
+             [&](std::size_t to, std::size_t from) { counted_[to] += counted_[from]; });
+  return counted_.front();
 }
 
 void BatchFeed::hand_share(const std::vector<Tensor>& whole, bool targets, SampleRange share,
@@ -386,9 +402,8 @@ void BatchFeed::distribute(const Batch& batch, bool targets) {
     return;
   }
   const Topology& topology = layout_.place.topology;
-  SampleRange share{};
-  for (int r = 0; r < topology.size.replica; ++r, share.first += share.count) {
-    share.count = shares_[at(r)];
+  for (int r = 0; r < topology.size.replica; ++r) {
+    const SampleRange share = share_of_replica(r);
     for (const bool of_targets : {false, true}) {
       if (of_targets && !targets) continue;
       Place user{.pipeline = of_targets ? layout_.plans.last_rank() : layout_.plans.first_rank(),

@@ -43,15 +43,17 @@ class BatchFeed {
   // Collective over the job. Throws Refused for what all ranks refuse. `check` throws, in any type,
   // what this rank finds wrong by itself; it calls no other rank, and may be empty.
   void agree(const Asked& asked, const std::function<void()>& check);
-  // [replica] samples, after agree() of a call with a batch.
+  // [virtual replica] samples, after agree() of a call with a batch.
   [[nodiscard]] std::span<const std::int64_t> shares() const { return shares_; }
   // Of each sample, as UnitShape has them, after agree() of a call with a batch.
   [[nodiscard]] std::int64_t positions() const { return positions_; }
-  // The first sample of this replica's share in the batch, and their number.
-  [[nodiscard]] SampleRange share() const;
-  // Asked::targets of the last agree(), added in the order of replicas. Ranks that share the last
-  // stage count the same: the first one's.
-  [[nodiscard]] double targets() const;
+  // Of the shares of this replica's virtual replicas: one of them, by its number in the replica,
+  // and all together. The first sample in the batch, and the number of samples.
+  [[nodiscard]] SampleRange share(int index) const;
+  [[nodiscard]] SampleRange share() const { return share_of_replica(layout_.place.here.replica); }
+  // Asked::targets of the last agree(), added over virtual replicas by their tree. Ranks that share
+  // the last stage count the same: the first one's.
+  [[nodiscard]] double targets();
 
   // What this rank passes of each batch.
   [[nodiscard]] BatchShare passed() const;
@@ -85,6 +87,7 @@ class BatchFeed {
   void count_samples(const Asked& asked, Header& header) const;
   // Throw Refused for what differs between all ranks' headers.
   void compare_calls(Call call) const;
+  [[nodiscard]] SampleRange share_of_replica(int replica) const;
   // The rank that passes what the ranks of this place use.
   [[nodiscard]] int passer(int pipeline, int replica, int tensor) const;
   // What the first and the last stage's ranks of these coordinates pass.
@@ -104,6 +107,7 @@ class BatchFeed {
   std::int64_t positions_ = 0;
   std::vector<Header> headers_;  // [rank of the job]
   std::vector<std::int64_t> shares_;
+  std::vector<double> counted_;  // [replica]
   // This rank's share, where it is used; views of the caller's memory, or of received_.
   std::vector<Tensor> inputs_, targets_;
   std::vector<std::vector<std::byte>> received_;  // inputs, then targets

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/base/index.hpp"
+#include "comm/base/sum_tree.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/named_calls.hpp"
@@ -179,20 +180,30 @@ LossResult ForwardCalls::run_rounds(Phase phase, SampleRange samples, std::int64
   return total;
 }
 
-EvaluationReport ForwardCalls::run_evaluation(const std::string& who, SampleRange samples,
-                                              std::int64_t least_rounds, const Load& load) {
+EvaluationReport ForwardCalls::run_evaluation(
+    const std::string& who, const std::function<SampleRange(int index)>& share_of_index,
+    std::int64_t least_rounds, const Load& load) {
   EvaluationReport report;
+  const auto joined = [](std::vector<LossResult>& losses) {
+    add_leaves(losses.size(), [&](std::size_t to, std::size_t from) {
+      losses[to].sum += losses[from].sum;
+      losses[to].weight += losses[from].weight;
+    });
+    return losses.front();
+  };
   calls_.refusable(who, [&] {
-    const LossResult loss = run_rounds(Phase::kEvaluate, samples, 0, load, {}, least_rounds);
-    std::vector<LossResult> all(at(parts_.job.world.ranks->size()));
-    parts_.job.world.collectives->all_gather(loss, all);
-    LossResult total;
-    for (int r = 0; r < parts_.layout.place.topology.size.replica; ++r) {
-      const int rank = parts_.layout.place.topology.rank_of(
-          {.pipeline = parts_.layout.plans.last_rank(), .replica = r});
-      total.sum += all[at(rank)].sum;
-      total.weight += all[at(rank)].weight;
+    const RankPlace& place = parts_.layout.place;
+    std::vector<LossResult> mine, all(at(parts_.job.world.ranks->size())), replicas;
+    for (int i = 0; i < place.shares; ++i) {
+      mine.push_back(run_rounds(Phase::kEvaluate, share_of_index(i), 0, load, {}, least_rounds));
     }
+    parts_.job.world.collectives->all_gather(joined(mine), all);
+    for (int r = 0; r < place.topology.size.replica; ++r) {
+      const int rank =
+          place.topology.rank_of({.pipeline = parts_.layout.plans.last_rank(), .replica = r});
+      replicas.push_back(all[at(rank)]);
+    }
+    const LossResult total = joined(replicas);
     report = {.loss = total.sum / total.weight, .targets = total.weight};
   });
   return report;
@@ -212,11 +223,13 @@ EvaluationReport ForwardCalls::evaluate(const DataSource& other, std::int64_t sa
     if (samples >= 1 && samples <= kMost) return;
     throw_usage("an evaluation of {} samples; legal are 1 to {}", samples, kMost);
   });
-  // All ranks agree before each round, also those of replicas with fewer.
-  const int replicas = parts_.layout.place.topology.size.replica;
-  const std::int64_t most = share_of(samples, replicas, 0).count;
-  return run_evaluation(fmt::format("evaluation of {} samples", samples),
-                        share_of(samples, replicas, parts_.layout.place.here.replica),
+  // All ranks agree before each round, also those of virtual replicas with fewer.
+  const RankPlace& place = parts_.layout.place;
+  const std::int64_t most = share_of(samples, place.virtual_replicas(), 0).count;
+  const auto share_of_index = [&](int index) {
+    return share_of(samples, place.virtual_replicas(), place.here.replica * place.shares + index);
+  };
+  return run_evaluation(fmt::format("evaluation of {} samples", samples), share_of_index,
                         (most + round_samples() - 1) / round_samples(),
                         [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
                           parts_.feed->agree({.call = Call::kValues}, [&] {
@@ -234,11 +247,11 @@ EvaluationReport ForwardCalls::evaluate(const Batch& batch) {
   calls_.agree(Call::kEvaluate, &batch, 0, [&] { require_loss(); });
   calls_.guarded("a batch", [&] { parts_.feed->distribute(batch, /*targets=*/true); });
   calls_.agree(Call::kValues, nullptr, 0, [this] { check_share(/*targets=*/true); });
-  const SampleRange share = parts_.feed->share();
-  return run_evaluation("evaluation of a batch", share, 0,
-                        [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
-                          return parts_.feed->cut(ranges, share.first);
-                        });
+  return run_evaluation(
+      "evaluation of a batch", [&](int i) { return parts_.feed->share(i); }, 0,
+      [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
+        return parts_.feed->cut(ranges, parts_.feed->share().first);
+      });
 }
 
 void ForwardCalls::check_share(bool targets) {

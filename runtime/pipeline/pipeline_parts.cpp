@@ -308,16 +308,19 @@ void PipelineParts::need_size(UnitShape shape) {
 
 double PipelineParts::check_batch(const BatchLoader::Batch& batch,
                                   std::span<const SampleRange> ranges, std::int64_t before,
-                                  bool targets) const {
-  double counted = 0;
+                                  bool targets, int shares) {
+  counted.assign(at(shares), 0);
   for (std::size_t m = 0; m < ranges.size(); ++m) {
     const SampleRange samples{ranges[m].first - before, ranges[m].count};
     if (layout.owns(0)) check_inputs(bindings.front(), batch.inputs[m], samples);
     if (targets && layout.owns(layout.plans.num_stages() - 1)) {
-      counted += check_targets(bindings.back(), batch.targets[m], samples);
+      counted[m * at(shares) / ranges.size()] +=
+          check_targets(bindings.back(), batch.targets[m], samples);
     }
   }
-  return counted;
+  add_leaves(counted.size(),
+             [&](std::size_t to, std::size_t from) { counted[to] += counted[from]; });
+  return counted.front();
 }
 
 }  // namespace sluice

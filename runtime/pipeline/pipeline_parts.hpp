@@ -70,9 +70,10 @@ struct PipelineParts {
   // Collective over the pipeline: micro-batches of this shape may come.
   void need_size(UnitShape shape);
   // Throws what this rank's stages find in a batch before its first message. `before`: samples of
-  // the step's earlier batches. Returns how many targets count here.
+  // the step's earlier batches. Returns how many targets count here: the sums over the
+  // micro-batches of each of `shares`, which have equally many, joined by their tree.
   double check_batch(const BatchLoader::Batch& batch, std::span<const SampleRange> ranges,
-                     std::int64_t before, bool targets) const;
+                     std::int64_t before, bool targets, int shares = 1);
 
   PipelineOptions options;
   JobContext job;
@@ -96,6 +97,7 @@ struct PipelineParts {
   std::unique_ptr<BatchFeed> feed;
   std::unique_ptr<TiedUses> tied;
   StepState step;
+  std::vector<double> counted;         // targets of each share: check_batch()
   std::unique_ptr<Watchdog> watchdog;  // null: options.watch is off
 
  private:

@@ -60,15 +60,10 @@ void TrainingSteps::require_no_gradients() const {
 
 void TrainingSteps::cut_step() {
   const RankPlace& place = parts_.layout.place;
+  const std::span<const std::int64_t> shares = parts_.feed->shares();
   const std::int64_t size = parts_.layout.wires.edges.largest().samples;
   const std::int64_t planned = parts_.layout.plans.train.micro_batches / place.shares;
-  std::vector<std::int64_t> counts;  // [virtual replica] samples
-  for (const std::int64_t share : parts_.feed->shares()) {
-    for (int j = 0; j < place.shares; ++j) {
-      counts.push_back(share_of(share, place.shares, j).count);
-    }
-  }
-  const std::int64_t most = *std::max_element(counts.begin(), counts.end());
+  const std::int64_t most = *std::max_element(shares.begin(), shares.end());
   const std::int64_t pieces = (most + size - 1) / size;
   if (pieces > planned) {
     throw_usage(
@@ -77,22 +72,24 @@ void TrainingSteps::cut_step() {
         most, place.name_of_part(), planned * size, planned, size,
         place.shares == 1 ? "; accumulate() takes several batches a step" : "");
   }
-  const auto least = std::min_element(counts.begin(), counts.end());
+  const auto least = std::min_element(shares.begin(), shares.end());
   if (*least < pieces) {
     throw_usage(
         "{0} {1} has {2} samples, but another one's {3} make {4} micro-batches of {5}; all need "
         "the same number of micro-batches",
-        place.name_of_part(), least - counts.begin(), *least, most, pieces, size);
+        place.name_of_part(), least - shares.begin(), *least, most, pieces, size);
   }
-  SampleRange share = parts_.feed->share();
-  share.first += step_.earlier.samples;
   step_.ranges.clear();
-  for (int j = 0; j < place.shares; ++j) {
-    SampleRange part = share_of(share.count, place.shares, j);
-    part.first += share.first;
-    cut_samples(part, size, pieces, step_.ranges);
+  for (int i = 0; i < place.shares; ++i) {
+    const SampleRange share = parts_.feed->share(i);
+    cut_samples({step_.earlier.samples + share.first, share.count}, size, pieces, step_.ranges);
   }
-  parts_.training.plan(static_cast<int>(pieces) * place.shares);
+  parts_.training.plan(static_cast<int>(step_.ranges.size()));
+}
+
+double TrainingSteps::count_targets(const BatchLoader::Batch& batch) {
+  return parts_.check_batch(batch, step_.ranges, step_.earlier.samples, /*targets=*/true,
+                            parts_.layout.place.shares);
 }
 
 // Each call brings samples of all virtual replicas, whose gradients stay apart until the step ends.
@@ -122,8 +119,7 @@ StepReport TrainingSteps::train_step() {
   for (SampleRange& range : step_.ranges) range.first += step_.earlier.samples;
   calls_.agree(Call::kTrainSource, nullptr, 0, [this, batch] {
     require_rate();
-    step_.targets_here =
-        parts_.check_batch(*batch, step_.ranges, step_.earlier.samples, /*targets=*/true);
+    step_.targets_here = count_targets(*batch);
   });
   return run_batch(*batch, BatchEnd::kUpdate);
 }
@@ -140,10 +136,8 @@ StepReport TrainingSteps::train_on(Call call, const Batch& batch) {
     parts_.feed->distribute(batch, /*targets=*/true);
     mine = &parts_.feed->cut(step_.ranges, step_.ranges.front().first);
   });
-  calls_.agree(Call::kValues, nullptr, 0, [this, mine] {
-    step_.targets_here =
-        parts_.check_batch(*mine, step_.ranges, step_.earlier.samples, /*targets=*/true);
-  });
+  calls_.agree(Call::kValues, nullptr, 0,
+               [this, mine] { step_.targets_here = count_targets(*mine); });
   const BatchEnd end = call == Call::kTrain        ? BatchEnd::kUpdate
                        : call == Call::kAccumulate ? BatchEnd::kAccumulate
                                                    : BatchEnd::kGradients;

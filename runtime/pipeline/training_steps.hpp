@@ -40,6 +40,8 @@ class TrainingSteps {
   void require_rate() const;
   // Divides the shares of a step's batch into micro-batches. All ranks throw the same.
   void cut_step();
+  // As PipelineParts::check_batch(), of this rank's part of the step's batch.
+  [[nodiscard]] double count_targets(const BatchLoader::Batch& batch);
   // Runs this rank's part of a batch, of step.ranges.
   StepReport run_batch(const BatchLoader::Batch& batch, BatchEnd end);
   StepReport end_batch(BatchEnd end, double started);

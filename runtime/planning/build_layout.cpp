@@ -166,25 +166,25 @@ struct Division {
 
 // `plans` gets this replica's micro-batches of the largest step.
 Division divide_samples(const PipelineOptions& options, const RankPlace& place, StepPlans& plans) {
-  const int replicas = place.topology.size.replica, parts = place.virtual_replicas();
+  const int parts = place.virtual_replicas();
   const std::int64_t size = options.shape.micro_batch_size;
   const BatchShape batch{.batch_size = largest_batch(options, parts),
                          .micro_batch_size = size,
                          .micro_batches = options.shape.micro_batches,
-                         .replicas = parts};
+                         .replicas = parts,
+                         .name = place.shares == 1 ? "replicas" : "virtual replicas"};
   std::set<std::int64_t, std::greater<>> sizes;
   Division division;
   for (int part = 0; part < parts; ++part) {
     const std::vector<SampleRange> training = micro_batches_of(batch, part);
     for (const SampleRange& range : training) sizes.insert(range.count);
-    if (part / place.shares != place.here.replica) continue;
-    plans.micro_batches.insert(plans.micro_batches.end(), training.begin(), training.end());
-  }
-  for (int r = 0; r < replicas; ++r) {
+    if (part / place.shares == place.here.replica) {
+      plans.micro_batches.insert(plans.micro_batches.end(), training.begin(), training.end());
+    }
     for (const std::int64_t samples : options.expert.evaluations) {
       if (samples < 0)
         throw_usage("an evaluation of {} samples; legal are numbers from 0", samples);
-      const std::int64_t share = share_of(samples, replicas, r).count;
+      const std::int64_t share = share_of(samples, parts, part).count;
       if (share >= size) sizes.insert(size);
       if (share % size > 0) sizes.insert(share % size);
       division.round =

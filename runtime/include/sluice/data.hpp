@@ -48,8 +48,8 @@ enum class Feed {
   // replica's share of the batch. All ranks that share such a stage pass the same. Other ranks pass
   // nothing; what they pass is not read.
   kPerStage,
-  // The whole batch on rank 0, which sends each replica a contiguous share. Shares differ by at
-  // most one sample, larger ones first.
+  // The whole batch on rank 0, which sends each replica a contiguous share: those of its virtual
+  // replicas, which differ by at most one sample, larger ones first.
   kRank0,
 };
 
@@ -106,7 +106,8 @@ class Dataset {
 // Which part of each batch a rank passes to its pipeline: Pipeline::share(). Ranks that share a
 // stage have the same.
 struct BatchShare {
-  int replica = 0, replicas = 1;  // samples of this replica alone
+  // Of as many virtual replicas as `replicas`, the samples of `count` from `replica` on.
+  int replica = 0, replicas = 1, count = 1;
   bool inputs = true, targets = true;
 };
 
@@ -142,8 +143,8 @@ struct LoadedBatch : Batch {
 // and set_state() within Dataset::get().
 class DataLoader {
  public:
-  // Throws Error(kUsage) for options that cannot work, and for a share of several replicas that
-  // leaves one of them without a sample.
+  // Throws Error(kUsage) for options that cannot work, and for a share of several virtual replicas
+  // that leaves one of them without a sample.
   DataLoader(std::shared_ptr<const Dataset> data, const LoaderOptions& options);
   ~DataLoader();  // waits for the items that workers are reading
   DataLoader(DataLoader&&) noexcept;

@@ -110,26 +110,28 @@ class Pipeline {
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // A loader of what this rank passes of each batch: samples of its replica, inputs on the ranks of
-  // first stages, targets on those of last ones, or all of it on rank 0. options.share is ignored.
-  // The pipeline may go before it. Throws Error(kMismatch) where ranks have options or data sets
-  // that differ in size, and Error(kUsage) where items are unlike the pipeline's samples, on all
-  // ranks.
+  // A loader of what this rank passes of each batch: samples of its virtual replicas, inputs on the
+  // ranks of first stages, targets on those of last ones, or all of it on rank 0. options.share is
+  // ignored. The pipeline may go before it. Throws Error(kMismatch) where ranks have options or
+  // data sets that differ in size, and Error(kUsage) where items are unlike the pipeline's samples,
+  // on all ranks.
   [[nodiscard]] DataLoader loader(std::shared_ptr<const Dataset> data, LoaderOptions options);
 
-  // What this rank passes of each batch, and with Feed::kPerStage of which replica it is; all ranks
-  // that share a stage pass the same. Not collective.
+  // What this rank passes of each batch, and with Feed::kPerStage of which virtual replicas; all
+  // ranks that share a stage pass the same. Not collective.
   [[nodiscard]] BatchShare share() const;
 
   // --- one step in one call ---
-  // Trains on `batch`, which has at least one sample for each replica. It has fewer samples than
-  // the largest batch if the caller likes: the last micro-batch of a replica may be smaller, and
-  // there may be fewer micro-batches. A size of micro-batches that did not occur before, or a
-  // number of them that is neither the largest nor one of the last eight, is planned and verified
-  // first; after that a step allocates no memory. With options.order.given all steps have its
-  // number of micro-batches; a batch that makes fewer is Error(kUsage). The loss is the mean over
-  // the counted targets of the whole batch, and of all batches since the last step that went to
-  // accumulate().
+  // Trains on `batch`, which has at least one sample for each virtual replica. With
+  // Feed::kPerStage each replica's share of it is divided among its virtual replicas, larger parts
+  // first; share() gives shares with which that is the same for every number of replicas. It has
+  // fewer samples than the largest batch if the caller likes: the last micro-batch of a virtual
+  // replica may be smaller, and there may be fewer micro-batches. A size of micro-batches that did
+  // not occur before, or a number of them that is neither the largest nor one of the last eight, is
+  // planned and verified first; after that a step allocates no memory. With options.order.given all
+  // steps have its number of micro-batches; a batch that makes fewer is Error(kUsage). The loss is
+  // the mean over the counted targets of the whole batch, and of all batches since the last step
+  // that went to accumulate().
   //
   // Where the loss or a gradient is not finite, parameters and optimizer state stay as they are.
   // With options.training.skip_nonfinite the step counts as done, and the report says `skipped`.

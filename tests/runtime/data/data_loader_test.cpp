@@ -173,6 +173,9 @@ TEST(DataLoaderTest, ReplicasShareEachBatchAndRanksReadWhatTheyPass) {
   DataLoader whole(numbers(12), {.batch_size = 5, .shuffle = true});
   DataLoader first(numbers(12), share(0, true, true)), second(numbers(12), share(1, true, true));
   DataLoader targets(numbers(12), share(1, false, true));
+  LoaderOptions of_both = share(0, true, true);
+  of_both.share.count = 2;
+  DataLoader joint(numbers(12), of_both);
   const auto unread = numbers(12);
   DataLoader nothing(unread, share(0, false, false));
   while (const LoadedBatch* batch = whole.next()) {
@@ -184,6 +187,7 @@ TEST(DataLoaderTest, ReplicasShareEachBatchAndRanksReadWhatTheyPass) {
     EXPECT_EQ(last->indices, other->indices);
     both.insert(both.end(), other->indices.begin(), other->indices.end());
     EXPECT_EQ(both, batch->indices);
+    EXPECT_EQ(checked(*joint.next()), batch->indices);
     const LoadedBatch* none = nothing.next();
     EXPECT_TRUE(none->inputs.empty() && none->targets.empty() && none->indices.empty());
     EXPECT_EQ(none->samples, batch->samples);
@@ -412,6 +416,10 @@ TEST(DataLoaderTest, OptionsThatCannotWorkAreRefused) {
   refused(5, {.ahead = 5000}, "LoaderOptions::ahead is 5000");
   refused(5, {.share = {.replicas = 0}}, "share.replicas is 0");
   refused(5, {.batch_size = 4, .share = {.replica = 2, .replicas = 2}}, "share.replica is 2");
+  refused(5, {.batch_size = 4, .share = {.replicas = 2, .count = 3}}, "share.count is 3");
+  refused(5, {.batch_size = 4, .share = {.replica = 1, .replicas = 2, .count = 2}},
+          "share.replica is 1; legal: 0 to 0");
+  refused(5, {.batch_size = 4, .share = {.replicas = 8, .count = 8}}, "for 8 virtual replicas");
   refused(5, {.share = {.replicas = 2}}, "batches of 1 samples for 2 replicas");
   refused(5, {.batch_size = 4, .share = {.replicas = 2}},
           "the last batch of an epoch has 1 of 5 items for 2 replicas; drop_last leaves it out");

@@ -65,6 +65,25 @@ TEST(MicroBatchesTest, ReplicasTakeContiguousSharesThatCoverTheBatchLargerOnesFi
   EXPECT_EQ(next, 11);
 }
 
+// What a replica gets for several virtual replicas, cut again, is what each of them has.
+TEST(MicroBatchesTest, AJointShareIsCutIntoTheSharesThatItJoins) {
+  for (const int parts : {1, 2, 3, 4, 6, 8}) {
+    for (int count = 1; count <= parts; count += 1) {
+      if (parts % count != 0) continue;
+      for (std::int64_t samples = 0; samples < 30; ++samples) {
+        for (int first = 0; first < parts; first += count) {
+          const SampleRange joint = share_of(samples, parts, first, count);
+          for (int i = 0; i < count; ++i) {
+            SampleRange part = share_of(joint.count, count, i);
+            part.first += joint.first;
+            EXPECT_EQ(part, share_of(samples, parts, first + i)) << samples << " of " << parts;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(MicroBatchesTest, EveryShapeIsCutAsAskedOrRefusedWithAShapeThatWorks) {
   for (int replicas = 1; replicas <= 3; ++replicas) {
     for (int micro_batches = 1; micro_batches <= 4; ++micro_batches) {

@@ -31,6 +31,7 @@
 #include "stages/operators/optimizer.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/engine/copying_stage.hpp"
+#include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {
@@ -73,14 +74,17 @@ struct Job {
   std::string schedule = "1f1b";
   int chunks = 1;
   Feed feed = Feed::kPerStage;
+  int virtual_replicas = 0;
+  [[nodiscard]] int shares() const { return std::max(replicas, virtual_replicas) / replicas; }
 };
 
 PipelineOptions options_of(const Job& job) {
   PipelineOptions options;
   options.shape = {.pipeline = job.pipeline,
                    .replicas = job.replicas,
+                   .virtual_replicas = job.virtual_replicas,
                    .rank_order = RankOrder::kPipelineFirst,
-                   .micro_batches = 6 / job.replicas,
+                   .micro_batches = job.virtual_replicas > 0 ? 2 : 6 / job.replicas,
                    .micro_batch_size = 2};
   options.order.schedule = job.schedule;
   options.order.chunks = job.chunks;
@@ -106,10 +110,12 @@ BatchSpec spec(Feed feed) {
 // What each rank passes: with Feed::kPerStage its replica's share.
 Batch passed(const Samples& samples, const Job& job, Communicator& comm) {
   if (job.feed == Feed::kRank0) return comm.rank() == 0 ? samples.batch() : Batch{};
-  const std::int64_t share = samples.count / job.replicas, more = samples.count % job.replicas;
-  const std::int64_t replica = comm.rank() / job.pipeline;
-  return samples.part(
-      {replica * share + std::min(replica, more), share + (replica < more ? 1 : 0)});
+  const std::int64_t parts = job.replicas * job.shares(), replica = comm.rank() / job.pipeline;
+  const auto begin = [&](std::int64_t of_replica) {
+    const std::int64_t part = of_replica * job.shares();
+    return part * (samples.count / parts) + std::min(part, samples.count % parts);
+  };
+  return samples.part({begin(replica), begin(replica + 1) - begin(replica)});
 }
 
 // Runs `body` with a pipeline over all ranks, and with one over this rank alone.
@@ -120,7 +126,8 @@ void on_all_and_alone(Communicator& comm, const Job& job, const Body& body) {
     body(pipeline, [&](const Samples& samples) { return passed(samples, job, comm); });
   }
   const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
-  Pipeline pipeline(*self, factory(), spec(Feed::kPerStage), options_of({}));
+  Pipeline pipeline(*self, factory(), spec(Feed::kPerStage),
+                    options_of({.virtual_replicas = job.virtual_replicas}));
   body(pipeline, [](const Samples& samples) { return samples.batch(); });
 }
 
@@ -267,6 +274,56 @@ TEST_P(BatchTest, EachSampleOfAStepCountsTheSame) {
         ASSERT_NEAR(have, want, 1e-6 + 1e-3 * std::abs(want)) << mine[i].parameter->name;
       }
     }
+  });
+}
+
+// Of which each replica computes one, two or all.
+TEST_P(BatchTest, VirtualReplicasHaveTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    for (const int replicas : {1, 2, 4}) {
+      if (comm.size() % replicas != 0) continue;
+      for (const Feed feed : {Feed::kPerStage, Feed::kRank0}) {
+        const Job job{.pipeline = comm.size() / replicas,
+                      .replicas = replicas,
+                      .feed = feed,
+                      .virtual_replicas = 4};
+        std::vector<std::vector<double>> numbers;
+        std::vector<std::string> digests;
+        on_all_and_alone(comm, job, [&](Pipeline& pipeline, const auto& mine) {
+          std::vector<double>& seen = numbers.emplace_back();
+          std::uint64_t step = 0;
+          for (const std::int64_t count : {16, 13, 5, 12}) {
+            const Samples samples(*source, ++step, {0, count}, /*all_count=*/false);
+            const StepReport report = pipeline.train_step(mine(samples));
+            seen.insert(seen.end(), {report.loss, report.grad_norm, report.targets});
+          }
+          for (const std::int64_t count : {3, 11, 600}) {  // a replica without samples, rounds
+            const Samples samples(*source, 9, {0, count});
+            seen.push_back(pipeline.evaluate(mine(samples)).loss);
+            seen.push_back(pipeline.evaluate(*source, count).loss);
+          }
+          digests.push_back(digest_of(pipeline));
+        });
+        EXPECT_EQ(numbers[0], numbers[1]) << replicas;
+        EXPECT_EQ(digests[0], digests[1]) << replicas;
+      }
+    }
+  });
+}
+
+TEST_P(BatchTest, EachVirtualReplicaNeedsASample) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const Job job{.pipeline = comm.size(), .feed = Feed::kRank0, .virtual_replicas = 4};
+    Pipeline pipeline(comm, factory(), spec(job.feed), options_of(job));
+    const auto refused = [&](std::int64_t count, const std::string& part) {
+      const Samples samples(*synthetic_tokens(model_of()), 1, {0, count});
+      expect_error(ErrorCode::kUsage, {part},
+                   [&] { (void)pipeline.train_step(passed(samples, job, comm)); });
+      EXPECT_TRUE(pipeline.usable());
+    };
+    refused(3, "virtual replica 3 gets no sample");
+    refused(17, "a batch of 5 samples for a virtual replica; this pipeline was made for at most 4");
   });
 }
 

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -54,10 +55,11 @@ StageFactory factory() {
   return Transformer(model);
 }
 
-PipelineOptions options_of(int pipeline, int replicas) {
+PipelineOptions options_of(int pipeline, int replicas, int virtual_replicas = 0) {
   PipelineOptions options;
   options.shape = {.pipeline = pipeline,
                    .replicas = replicas,
+                   .virtual_replicas = virtual_replicas,
                    .rank_order = RankOrder::kPipelineFirst,
                    .micro_batches = 2,
                    .micro_batch_size = 2};
@@ -77,9 +79,11 @@ LoaderOptions shuffled(int replicas, int workers) {
 
 // Losses of two epochs and the digest of the parameters.
 std::pair<std::vector<double>, std::string> trained(Communicator& comm, int pipeline, int replicas,
-                                                    Feed feed, int workers) {
-  Pipeline job(comm, factory(), spec(feed), options_of(pipeline, replicas));
-  DataLoader loader = job.loader(std::make_shared<Tokens>(18), shuffled(replicas, workers));
+                                                    Feed feed, int workers,
+                                                    int virtual_replicas = 0) {
+  Pipeline job(comm, factory(), spec(feed), options_of(pipeline, replicas, virtual_replicas));
+  DataLoader loader = job.loader(std::make_shared<Tokens>(18),
+                                 shuffled(std::max(replicas, virtual_replicas), workers));
   std::vector<double> losses;
   for (int epoch = 0; epoch < 2; ++epoch) {
     while (const LoadedBatch* batch = loader.next()) {
@@ -102,6 +106,7 @@ TEST_P(PipelineLoaderTest, EveryLayoutAndFeedTrainsOnTheSameBatches) {
     const auto pairs = trained(comm, comm.size() / 2, 2, Feed::kPerStage, 2);
     EXPECT_EQ(pairs.first.size(), 6U);
     EXPECT_EQ(trained(comm, comm.size() / 2, 2, Feed::kRank0, 0), pairs);
+    EXPECT_EQ(trained(comm, comm.size(), 1, Feed::kPerStage, 1, 2), pairs);
   });
 }
 
