@@ -308,6 +308,7 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
   loaded.options = std::move(chosen.state.options);
   loaded.data = std::move(chosen.state.data);
   loaded.skipped = std::move(chosen.state.skipped);
+  loaded.virtual_replicas = chosen.state.virtual_replicas();
   loaded.arithmetic = arithmetic_change(chosen.state.arithmetic, layout.arithmetic);
   loaded.notes = std::move(chosen.notes);
   loaded.passed_over = std::move(chosen.passed_over);

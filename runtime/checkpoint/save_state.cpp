@@ -272,6 +272,13 @@ bool is_save_file_name(std::string_view name) {
   return false;
 }
 
+int SaveState::virtual_replicas() const {
+  for (const char* name : {"virtual_replicas", "replicas"}) {
+    if (const auto found = layout.find(name); found != layout.end()) return found->second;
+  }
+  return 0;
+}
+
 std::string arithmetic_change(const std::vector<std::string>& saved,
                               const std::map<std::string, std::vector<int>>& now) {
   std::vector<std::string> ours;

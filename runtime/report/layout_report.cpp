@@ -137,14 +137,16 @@ std::string describe_empty_stages(const Partition& partition) {
 std::string describe_layout(const JobLayout& layout, const Partition& partition) {
   const AxisSizes& size = layout.place.topology.size;
   const bool shared = size.tensor > 1;  // by tensor ranks
+  const RankPlace& where = layout.place;
+  const int micro_batches = layout.plans.train.micro_batches / where.shares;
   std::string text = fmt::format(
-      "{} rank{}: pipeline of {} x {} replica{}{}, schedule {}, {} micro-batch{} per replica and "
-      "step\n",
-      layout.place.topology.ranks(), layout.place.topology.ranks() == 1 ? "" : "s", size.pipeline,
-      size.replica, size.replica == 1 ? "" : "s",
+      "{} rank{}: pipeline of {} x {} {}{}{}{}, schedule {}, {} micro-batch{} per {} and step\n",
+      where.topology.ranks(), where.topology.ranks() == 1 ? "" : "s", size.pipeline,
+      where.virtual_replicas(), where.name_of_part(), where.virtual_replicas() == 1 ? "" : "s",
+      where.shares > 1 ? fmt::format(" on {}", size.replica) : "",
       shared ? fmt::format(" x {} tensor ranks", size.tensor) : "",
-      layout.plans.train.schedule_name, layout.plans.train.micro_batches,
-      layout.plans.train.micro_batches == 1 ? "" : "es");
+      layout.plans.train.schedule_name, micro_batches, micro_batches == 1 ? "" : "es",
+      where.name_of_part());
   if (!layout.plans.train.exact) {
     text +=
         "  (not exact: weight gradients do not accumulate in ascending order, so the bits are this "

@@ -3,7 +3,7 @@
 
     tests/hosts/supervised_test.py [--case NAME] [--build DIR]
 
-The watchdog reports a dead host, here after three seconds. Replicas stay, so the bits do too.
+The watchdog reports a dead host, here after three seconds. Virtual replicas stay, so the bits do too.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Supervised:
                                self.directory, "--save-every", 2, "--resume", "auto", "--metrics", self.metrics, *options)
         with open(self.log, "wb") as sink:
             self.process = setup.hosts.start(
-                1, setup.sluice, "run", "--hosts", setup.folder / f"{name}.hosts", "--layouts", "3x2,2x2,1x2", "--pause",
+                1, setup.sluice, "run", "--hosts", setup.folder / f"{name}.hosts", "--layouts", "3x2,2x2,2x1", "--pause",
                 0, "--", "mpirun", *CONNECT, *mpi, "-n", "{ranks}", "--hostfile", "{hostfile}", *training, stdout=sink)
 
     def output(self):
@@ -70,7 +70,7 @@ def one_by_one(setup):
     output = job.ends_with_the_bits()
     for host in (2, 3):
         setup.hosts.boot(host)
-    for part in ("layout 2x2 instead of 3x2: the same bits", "layout 1x2 instead of 2x2: the same bits", "4 restarts in"):
+    for part in ("layout 2x2 instead of 3x2: the same bits", "layout 2x1 instead of 2x2: other replicas", "4 restarts in"):
         require(part in output, f"the output lacks '{part}'\n{output}")
     return re.findall(r"sluice run: (4 restarts.*)", output)[0]
 

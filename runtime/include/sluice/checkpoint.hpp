@@ -140,6 +140,9 @@ struct LoadedCheckpoint {
   // A line where CPUs that saved computed otherwise than these: with other kernels, another matrix
   // library, other threads or blocks of rows. The bits of an uninterrupted run may differ then.
   std::string arithmetic;
+  // Of the pipeline that saved; 0: not recorded. With another number than
+  // PipelineOptions::Shape has, the bits of an uninterrupted run differ from the next step on.
+  int virtual_replicas = 0;
   std::vector<std::string> notes;        // saves that were broken and passed over: why
   std::vector<std::string> passed_over;  // the directories' names of those with a state.json
 };

@@ -182,11 +182,11 @@ class Supervisor {
     if (!places_.leave_out(hosts)) return false;
     const std::optional<Layout>& now = places_.layout();
     if (now && *now != *before) {
-      out_.say(fmt::format("layout {} instead of {}: {}", to_string(*now), to_string(*before),
-                           now->replicas == before->replicas
-                               ? "the same bits"
-                               : "other replicas, so results equal those to rounding, not to the "
-                                 "bit"));
+      out_.say(fmt::format(
+          "layout {} instead of {}: {}", to_string(*now), to_string(*before),
+          now->replicas == before->replicas
+              ? "the same bits"
+              : "other replicas: the same bits where they can divide the run's virtual ones"));
     }
     return true;
   }

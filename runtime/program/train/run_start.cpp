@@ -32,7 +32,9 @@ void compare_with_saved(RunStart& start, const TrainOptions& options, const Opti
   start.changes = {changes_since(*start.resumed, options),
                    data_changes_since(*start.resumed, options, data), arithmetic_change};
   std::erase(start.changes, "");
-  start.rate_jump = rate_jump_since(*start.resumed, options);
+  start.remarks = {bits_change_since(*start.resumed, options),
+                   rate_jump_since(*start.resumed, options)};
+  std::erase(start.remarks, "");
 }
 
 // The directory of --weights, or of the newest save in it as rank 0 sees it.
@@ -101,6 +103,7 @@ RunStart load_start(Pipeline& pipeline, const TrainOptions& options, const Optio
   start.resumed = options.resume.from;
   start.resumed->directory = loaded.directory;
   start.resumed->step = loaded.step;
+  start.resumed->virtual_replicas = loaded.virtual_replicas;
   if (!loaded.run.empty()) {
     start.resumed->run = std::move(loaded.run);
     start.resumed->options = std::move(loaded.options);
@@ -147,7 +150,7 @@ std::string describe_start(const RunStart& start, const TrainOptions& options) {
   for (const std::string& change : start.changes) {
     lines += fmt::format("changed since step {}: {}\n", start.resumed->step, change);
   }
-  if (!start.rate_jump.empty()) lines += start.rate_jump + "\n";
+  for (const std::string& remark : start.remarks) lines += remark + "\n";
   return lines;
 }
 

@@ -24,7 +24,7 @@ struct RunStart {
   std::vector<std::string> passed_over;  // why newer saves were not
   std::vector<std::string> damaged;      // names of saves in resumed->root
   std::vector<std::string> changes;      // since that save
-  std::string rate_jump;                 // rate_jump_since()
+  std::vector<std::string> remarks;      // bits_change_since(), rate_jump_since()
   std::vector<std::uint64_t> skipped;    // steps of earlier runs whose loss was not finite
 };
 

@@ -50,7 +50,8 @@ std::optional<SavedRun> find_saved_run(const fs::path& path) {
                   .options = state.options,
                   .data = state.data,
                   .arithmetic = state.arithmetic,
-                  .ranks = ranks != state.layout.end() ? ranks->second : 0};
+                  .ranks = ranks != state.layout.end() ? ranks->second : 0,
+                  .virtual_replicas = state.virtual_replicas()};
 }
 
 void with_newest_save(const fs::path& path, Communicator& world,

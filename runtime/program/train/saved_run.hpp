@@ -24,7 +24,7 @@ struct SavedRun {
   OptionValues options;  // as saved; empty where a program other than `sluice train` saved
   OptionValues data;     // data_identity() at the save; may be empty
   std::vector<std::string> arithmetic;  // SaveState's
-  int ranks = 0;                        // of the job that saved; 0: not known
+  int ranks = 0, virtual_replicas = 0;  // of the job that saved; 0: not known
 };
 
 // The newest save of `path`, which is a directory of saves or one step's directory. Nothing where

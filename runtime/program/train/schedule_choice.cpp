@@ -12,6 +12,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/json_text.hpp"
+#include "runtime/layout/virtual_replicas.hpp"
 
 namespace sluice {
 namespace {
@@ -28,10 +29,15 @@ std::vector<double> layer_work(const TransformerConfig& model) {
   return work;
 }
 
+// Of a replica, in a step.
+int micro_batches_of(const PipelineOptions::Shape& shape) {
+  return shape.micro_batches * shares_of(shape.virtual_replicas, shape.replicas);
+}
+
 SearchRequest request_of(const TrainOptions& options, int ranks) {
   SearchRequest request;
   request.ranks = ranks;
-  request.micro_batches = options.pipeline.shape.micro_batches;
+  request.micro_batches = micro_batches_of(options.pipeline.shape);
   request.model.stages = layer_times(options.model);
   request.whole_layers = true;
   if (options.pipeline.order.chunks > 0) request.chunks = {options.pipeline.order.chunks};
@@ -156,9 +162,9 @@ ScheduleChoice choose_schedule(const TrainOptions& options, int ranks, Collectiv
     return search(options, ranks, world);
   }
   if (options.pipeline.order.given != nullptr) return given_order(options);
-  const int stages = stages_of(
-      options.pipeline.order.schedule,
-      {ranks, std::max(options.pipeline.shape.micro_batches, 1), options.pipeline.order.chunks});
+  const int stages = stages_of(options.pipeline.order.schedule,
+                               {ranks, std::max(micro_batches_of(options.pipeline.shape), 1),
+                                options.pipeline.order.chunks});
   require_layers_for_chunks(options, ranks);
   return {.partition = parse_partition(options.partition, layer_work(options.model), stages)};
 }

@@ -122,7 +122,7 @@ void require_same_data(const TrainOptions& options, const TrainData& data) {
 
 std::int64_t validation_part(const PipelineOptions::Shape& shape) {
   constexpr std::int64_t kMicroBatches = 16;
-  return kMicroBatches * shape.micro_batch_size * shape.replicas;
+  return kMicroBatches * shape.micro_batch_size * std::max(shape.virtual_replicas, shape.replicas);
 }
 
 std::vector<std::int64_t> validation_sizes(std::int64_t samples, std::int64_t part) {

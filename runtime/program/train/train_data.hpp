@@ -37,8 +37,8 @@ struct TrainData {
 // A save says what it was trained on: Error(kData) where the file has changed since the start.
 void require_same_data(const TrainOptions& options, const TrainData& data);
 
-// Samples of one part, over all replicas. It does not depend on the depth or the schedule, so that
-// sums do not either.
+// Samples of one part, over all virtual replicas. It does not depend on the depth, the schedule or
+// the replicas, so that sums do not either.
 [[nodiscard]] std::int64_t validation_part(const PipelineOptions::Shape& shape);
 // The sizes of the parts of a validation of `samples`, for PipelineOptions::Expert::evaluations.
 [[nodiscard]] std::vector<std::int64_t> validation_sizes(std::int64_t samples, std::int64_t part);

@@ -17,6 +17,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/data/batch_shape.hpp"
+#include "runtime/layout/virtual_replicas.hpp"
 #include "runtime/models/model_config.hpp"
 #include "runtime/program/explore/schedule_costs.hpp"
 #include "runtime/program/explore/schedule_report.hpp"
@@ -35,9 +36,10 @@ constexpr RealRange kNotNegative = {.low = 0, .high = std::numeric_limits<double
 
 constexpr const char* kAboutTrain =
     R"(Trains a transformer as a pipeline of stages over the ranks of an MPI job (one rank without
-mpirun). ranks = pipeline x replicas. Batches: samples per step = replicas x micro-batches x
-micro-batch size; give any two, the last micro-batch may be smaller. Results depend on neither
-schedule nor pipeline depth, to the last bit, at equal micro-batches and replicas.
+mpirun). ranks = pipeline x replicas. Batches: samples per step = virtual replicas (as many as
+replicas, unless told) x micro-batches x micro-batch size; give any two, the last micro-batch may be
+smaller. Results depend on neither schedule nor pipeline depth nor replicas, to the last bit, at
+equal micro-batches and virtual replicas.
 
   mpirun -n 4 sluice train --data text.txt --pipeline 2 --replicas 2 --save run
 
@@ -233,6 +235,12 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
                    "ranks of one pipeline; auto: ranks / replicas", "auto")
       .mark(kLayout);
   table.add_integer("replicas", shape.replicas, 1, kMaxInt, "pipelines that share each batch");
+  table.add_integer(
+      "virtual-replicas", shape.virtual_replicas, 1, kMaxInt,
+      "parts of each batch, on which results depend in place of --replicas: that times "
+      "a power of two, or any number for one replica; auto: as many as replicas, or "
+      "those of the save",
+      "auto");
   table
       .add_choice("shard", shape.shard,
                   {{"none", ShardLevel::kNone}, {"optimizer", ShardLevel::kOptimizer}},
@@ -255,12 +263,11 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
   table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage")
       .mark(kLayout);
   table.add_integer("micro-batches", shape.micro_batches, 1, kMaxMicroBatches,
-                    "per step and replica; auto: from the next two", "auto");
+                    "per step and virtual replica; auto: from the next two", "auto");
   table.add_integer("micro-batch-size", shape.micro_batch_size, 1, kMaxInt,
                     "samples; auto: from batch-size and micro-batches, else 1", "auto");
   table.add_integer("batch-size", shape.batch_size, 1, kMaxSamples,
-                    "samples per step over all replicas; auto: from the other two, else at least 4",
-                    "auto");
+                    "samples per step; auto: from the other two, else at least 4", "auto");
   table.add_integer("threads", devices.threads, 1, ComputeContext::kMostThreads,
                     "per rank; results depend on it");
   add_devices(table, devices.choices,
@@ -456,6 +463,10 @@ void take_saved_options(TrainTable& train, const SavedRun& saved, int ranks) {
     }
     values.emplace_back(name, name == "save" && !value.empty() ? saved.root.string() : value);
   }
+  // Earlier versions did not list them.
+  if (value_of(values, "virtual-replicas").empty() && saved.virtual_replicas > 0) {
+    values.emplace_back("virtual-replicas", std::to_string(saved.virtual_replicas));
+  }
   train.table.lay_under(values, saved.directory.string());
 }
 
@@ -575,14 +586,40 @@ void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
   rate.steps = options.constant_learning_rate ? 0 : options.steps;
 }
 
-// Where all three numbers of the batch are given, and one of them, or the replicas, by a source
-// that wins over that of another, the number of the lowest source is computed anew. A schedule from
-// a file keeps its micro-batches.
-void yield_to_higher_source(const OptionTable& table, bool fixed_micro_batches, BatchShape& batch) {
+// Sets the virtual replicas; returns who chose them. Where replicas of a source that wins over
+// theirs, as of a save's, cannot divide them, there are as many.
+Source resolve_replicas(const OptionTable& table, PipelineOptions& options) {
+  PipelineOptions::Shape& shape = options.shape;
+  const Source chosen = table.source_of("virtual-replicas");
+  const bool fits = options.devices.all_reduce ? shape.virtual_replicas == shape.replicas
+                                               : can_divide(shape.virtual_replicas, shape.replicas);
+  if (shape.virtual_replicas == 0 || (!fits && chosen < table.source_of("replicas"))) {
+    shape.virtual_replicas = shape.replicas;
+    return table.source_of("replicas");
+  }
+  try {
+    (void)shares_of(shape.virtual_replicas, shape.replicas);
+  } catch (const Error& error) {
+    throw_usage("option --virtual-replicas: {}", error.what());
+  }
+  if (!fits) {
+    throw_usage(
+        "option --all-reduce: its sums depend on the replicas, but --virtual-replicas is {} with "
+        "--replicas {}; leave one of the two out",
+        shape.virtual_replicas, shape.replicas);
+  }
+  return chosen;
+}
+
+// Where all three numbers of the batch are given, and one of them, or the virtual replicas
+// (`replicas`), by a source that wins over that of another, the number of the lowest source is
+// computed anew. A schedule from a file keeps its micro-batches.
+void yield_to_higher_source(const OptionTable& table, Source replicas, bool fixed_micro_batches,
+                            BatchShape& batch) {
   const std::array numbers = {std::pair("micro-batches", &batch.micro_batches),
                               std::pair("batch-size", &batch.batch_size),
                               std::pair("micro-batch-size", &batch.micro_batch_size)};
-  Source highest = table.source_of("replicas");
+  Source highest = replicas;
   for (const auto& [name, value] : numbers) {
     if (!table.given(name)) return;
     highest = std::max(highest, table.source_of(name));
@@ -630,7 +667,14 @@ void resolve_schedule(const OptionTable& table, TrainOptions& options) {
     }
     value = from_file;
   };
-  take("micro-batches", shape.micro_batches, loaded.micro_batches);
+  const int shares = shape.virtual_replicas / shape.replicas;
+  if (loaded.micro_batches % shares != 0) {
+    throw_usage(
+        "option --schedule-file: '{}' is for {} micro-batches, but each replica computes those of "
+        "{} virtual replicas; legal is a multiple of {}",
+        file, loaded.micro_batches, shares, shares);
+  }
+  take("micro-batches", shape.micro_batches, loaded.micro_batches / shares);
   take("pipeline", shape.pipeline, loaded.placement.ranks());
   if (loaded.forward_only) {
     throw_usage("option --schedule-file: '{}' has no backward actions, so it cannot train", file);
@@ -638,12 +682,14 @@ void resolve_schedule(const OptionTable& table, TrainOptions& options) {
   order.given = std::make_shared<const Schedule>(std::move(loaded));
 }
 
-void resolve_batch(const OptionTable& table, PipelineOptions& options) {
+void resolve_batch(const OptionTable& table, Source replicas, PipelineOptions& options) {
   PipelineOptions::Shape& shape = options.shape;
   BatchShape batch = {shape.batch_size, shape.micro_batch_size, shape.micro_batches,
-                      shape.replicas};
-  yield_to_higher_source(table, options.order.given != nullptr, batch);
-  batch = complete_batch_shape(batch, kMaxMicroBatches);
+                      shape.virtual_replicas};
+  if (shape.virtual_replicas != shape.replicas) batch.name = "virtual replicas";
+  yield_to_higher_source(table, replicas, options.order.given != nullptr, batch);
+  const int shares = shape.virtual_replicas / shape.replicas;
+  batch = complete_batch_shape(batch, std::max(kMaxMicroBatches / shares, 1));
   shape.batch_size = batch.batch_size;
   shape.micro_batch_size = batch.micro_batch_size;
   shape.micro_batches = static_cast<int>(batch.micro_batches);
@@ -760,8 +806,9 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   options.pipeline.devices.tf32 = options.precision == MatmulPrecision::kTf32;
   resolve_learning_rate(table, options);
   validate(options.model);
+  const Source replicas = resolve_replicas(table, options.pipeline);
   resolve_schedule(table, options);
-  resolve_batch(table, options.pipeline);
+  resolve_batch(table, replicas, options.pipeline);
   require_effect(train);
   if (options.data.empty() && !options.dry_run) {
     throw_usage("option --data is missing: give a text or token file to train on (or --dry-run)");
@@ -809,6 +856,13 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
         joined(refused, ", "), saved.directory.string(), joined(keys, ","));
   }
   return joined(changes, ", ");
+}
+
+std::string bits_change_since(const SavedRun& saved, const TrainOptions& options) {
+  const int now = options.pipeline.shape.virtual_replicas;
+  if (saved.virtual_replicas == 0 || saved.virtual_replicas == now) return "";
+  return fmt::format("other bits from step {} on: {} virtual replicas, the save has {}",
+                     saved.step + 1, now, saved.virtual_replicas);
 }
 
 std::string rate_jump_since(const SavedRun& saved, const TrainOptions& options) {

@@ -130,10 +130,7 @@ class Training {
 // the gradients.
 void set_traffic(PipelineOptions& options, const TransformerConfig& model, int ranks) {
   const PipelineOptions::Shape& shape = options.shape;
-  const double samples =
-      shape.batch_size > 0
-          ? static_cast<double>(shape.batch_size) / shape.replicas
-          : static_cast<double>(shape.micro_batches) * static_cast<double>(shape.micro_batch_size);
+  const double samples = static_cast<double>(shape.batch_size) / shape.replicas;
   options.expert.edge_bytes = 2 * static_cast<double>(size_of(model.stream_precision)) * samples *
                               model.context * model.width;
   options.expert.gradient_bytes =

@@ -148,6 +148,46 @@ TEST_F(SavingTest, AResumedRunHasTheBitsOfOneThatWasNotCut) {
   EXPECT_EQ(digest("third"), whole);
 }
 
+TEST_F(SavingTest, VirtualReplicasHaveTheSameBitsOnFewerRanks) {
+  const auto job = [&](int ranks, const std::string& more) {
+    const Outcome outcome = mpirun(
+        ranks, SLUICE_PROGRAM,
+        train("--warmup 0 --learning-rate-decay constant --micro-batches 3 --metrics metrics " +
+              more));
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.out;
+  };
+  const auto validation = [&] {
+    const std::string lines = read_file(path("metrics"));
+    return lines.substr(lines.rfind("\"val_loss\""));
+  };
+  job(4, "--replicas 4 --steps 6 --save four");
+  const std::string whole = digest("four"), loss = validation();
+  EXPECT_EQ(lines_with(sluice("digest four").err, "computed with 4 virtual replicas"), 1);
+
+  const std::string two = job(2, "--replicas 2 --virtual-replicas 4 --steps 6 --save two");
+  EXPECT_EQ(lines_with(two, "pipeline of 1 x 4 virtual replicas on 2, schedule 1f1b, 3 micro-"), 1)
+      << two;
+  EXPECT_EQ(validation(), loss);
+  EXPECT_EQ(digest("two"), whole);
+  job(2, "--pipeline 2 --virtual-replicas 4 --steps 6 --save one");
+  EXPECT_EQ(validation(), loss);
+  EXPECT_EQ(digest("one"), whole);
+
+  job(4, "--replicas 4 --steps 2 --save chain");
+  EXPECT_EQ(lines_with(job(2, "--replicas 2 --steps 4 --save chain --resume auto"), "other bits"),
+            0);
+  job(1, "--replicas 1 --steps 6 --save chain --resume auto");
+  EXPECT_EQ(validation(), loss);
+  EXPECT_EQ(digest("chain"), whole);
+
+  const std::string third = "--replicas 3 --resume four --save three --steps 7 --micro-batches 4 ";
+  EXPECT_EQ(
+      lines_with(job(3, third), "other bits from step 7 on: 3 virtual replicas, the save has 4"),
+      1);
+  expect_refusal(sluice(train(third + "--virtual-replicas 4")), 2, "option --virtual-replicas: 4");
+}
+
 TEST_F(SavingTest, AResumeOnAnotherProcessorIsSaid) {
   const std::string other = "env ONEDNN_MAX_CPU_ISA=SSE41 " SLUICE_PROGRAM;
   EXPECT_EQ(lines_with(trained("--steps 2 --save run").out, "arithmetic: "), 1);

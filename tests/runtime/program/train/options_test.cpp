@@ -342,6 +342,31 @@ TEST_F(ConfigFileTest, ABatchOptionOnTheCommandLineChangesASavedRun) {
   EXPECT_EQ(parse({"--config", path, "--replicas", "2"}).pipeline.shape.micro_batches, 2);
 }
 
+TEST(OptionsTest, VirtualReplicasCutABatchInPlaceOfReplicas) {
+  EXPECT_EQ(parse({"--replicas", "3"}).pipeline.shape.virtual_replicas, 3);
+  for (const char* replicas : {"1", "2", "4"}) {
+    const TrainOptions options = parse({"--replicas", replicas, "--virtual-replicas", "4",
+                                        "--micro-batches", "3", "--micro-batch-size", "2"});
+    EXPECT_EQ(options.pipeline.shape.batch_size, 24);
+    EXPECT_EQ(options.pipeline.shape.virtual_replicas, 4);
+    EXPECT_THAT(options.checkpoint.options, Contains(Pair("virtual-replicas", "4")));
+  }
+  EXPECT_THAT(refusal({"--replicas", "2", "--virtual-replicas", "6"}),
+              AllOf(HasSubstr("option --virtual-replicas: 6"), HasSubstr("here 4 or 8")));
+  EXPECT_THAT(refusal({"--virtual-replicas", "4", "--batch-size", "3"}),
+              HasSubstr("batch size 3 cannot serve 4 virtual replicas"));
+  EXPECT_THAT(refusal({"--virtual-replicas", "4", "--all-reduce"}),
+              AllOf(HasSubstr("option --all-reduce:"), HasSubstr("--virtual-replicas is 4")));
+}
+
+TEST_F(ConfigFileTest, VirtualReplicasOfAFileGiveWayToReplicasOnTheCommandLine) {
+  const std::string path = write("replicas = 4\nvirtual-replicas = 4\nbatch-size = 12\n");
+  EXPECT_EQ(parse({"--config", path, "--replicas", "2"}).pipeline.shape.virtual_replicas, 4);
+  EXPECT_EQ(parse({"--config", path, "--replicas", "3"}).pipeline.shape.virtual_replicas, 3);
+  EXPECT_THAT(refusal({"--config", path, "--replicas", "3", "--virtual-replicas", "4"}),
+              HasSubstr("option --virtual-replicas: 4"));
+}
+
 // --- a schedule from a file ---
 
 const std::string kTwoRanks = SLUICE_SCHEDULE_SAMPLES "/older_alphabet.csv";  // 2 micro-batches
@@ -352,6 +377,13 @@ TEST(ScheduleFileOptionTest, TheFileFixesDepthAndMicroBatches) {
   EXPECT_EQ(options.pipeline.shape.pipeline, 2);
   EXPECT_EQ(options.pipeline.shape.micro_batches, 2);
   EXPECT_EQ(options.pipeline.shape.batch_size, 6);
+}
+
+TEST(ScheduleFileOptionTest, TheFileHasTheMicroBatchesOfAReplica) {
+  const TrainOptions options = parse({"--schedule-file", kTwoRanks, "--virtual-replicas", "2"});
+  EXPECT_EQ(options.pipeline.shape.micro_batches, 1);
+  EXPECT_THAT(refusal({"--schedule-file", kTwoRanks, "--virtual-replicas", "4"}),
+              HasSubstr("is for 2 micro-batches"));
 }
 
 TEST(ScheduleFileOptionTest, RefusalsNameTheOptionAndWhatIsLegal) {

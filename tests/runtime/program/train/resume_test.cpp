@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -31,7 +32,8 @@ using Arguments = std::vector<std::string>;
 class ResumeOptionsTest : public ::testing::Test {
  protected:
   // What `sluice train --save run <arguments>` on `ranks` ranks leaves at `step`.
-  void save(std::uint64_t step, Arguments arguments, int ranks = 1) {
+  void save(std::uint64_t step, Arguments arguments, int ranks = 1,
+            const std::function<void(SaveState&)>& change = {}) {
     arguments.insert(arguments.end(), {"--dry-run", "--save", run()});
     const TrainOptions options = parse_train_options(arguments, ranks);
     SaveState state;
@@ -40,10 +42,14 @@ class ResumeOptionsTest : public ::testing::Test {
     state.step = step;
     state.time = "2026-01-31T12:00:00Z";
     state.weights_only = options.checkpoint.weights_only;
-    state.layout = {{"ranks", ranks}};
+    const PipelineOptions::Shape& shape = options.pipeline.shape;
+    state.layout = {{"ranks", ranks},
+                    {"replicas", shape.replicas},
+                    {"virtual_replicas", shape.virtual_replicas}};
     state.options = options.checkpoint.options;
     state.model = model_config_text(options.model);
     state.data = {{"tokens", "4000"}, {"sha256", "00ff"}};
+    if (change) change(state);
     fs::create_directories(directory_.path() / "run");
     std::vector<std::string> lines;
     publish_save(run(), begin_save(run(), step, lines), state, lines);
@@ -237,6 +243,37 @@ TEST_F(ResumeOptionsTest, TheLayoutIsTakenWhereTheNumberOfRanksIsTheSame) {
   const TrainOptions deeper = resume({"--pipeline", "4", "--replicas", "1"}, 4);
   EXPECT_EQ(deeper.partition, "auto");
   EXPECT_EQ(deeper.pipeline.shape.batch_size, 4);
+}
+
+TEST_F(ResumeOptionsTest, VirtualReplicasStayWhereTheReplicasCanDivideThem) {
+  save(4, {"--steps", "10", "--replicas", "4", "--micro-batches", "3"}, 4);
+  for (const char* replicas : {"1", "2", "4"}) {
+    const TrainOptions options = resume({"--replicas", replicas});
+    EXPECT_EQ(options.pipeline.shape.virtual_replicas, 4);
+    EXPECT_EQ(options.pipeline.shape.micro_batches, 3);
+    EXPECT_EQ(options.pipeline.shape.batch_size, 12);
+    EXPECT_EQ(bits_change_since(*options.resume.from, options), "");
+  }
+  const TrainOptions other = resume({"--replicas", "3"});
+  EXPECT_EQ(other.pipeline.shape.virtual_replicas, 3);
+  EXPECT_EQ(other.pipeline.shape.batch_size, 12);
+  EXPECT_EQ(bits_change_since(*other.resume.from, other),
+            "other bits from step 5 on: 3 virtual replicas, the save has 4");
+  EXPECT_EQ(changes(other), "replicas 4 -> 3, virtual-replicas 4 -> 3, micro-batches 3 -> 4");
+  EXPECT_THAT(refusal({"--replicas", "3", "--virtual-replicas", "4"}),
+              HasSubstr("option --virtual-replicas: 4"));
+}
+
+// They had as many as replicas.
+TEST_F(ResumeOptionsTest, SavesOlderThanVirtualReplicasHaveSome) {
+  save(4, {"--steps", "10", "--replicas", "4"}, 4, [](SaveState& state) {
+    std::erase_if(state.options, [](const auto& each) { return each.first == "virtual-replicas"; });
+    state.layout.erase("virtual_replicas");
+  });
+  const TrainOptions options = resume({"--replicas", "2"}, 2);
+  EXPECT_EQ(options.pipeline.shape.virtual_replicas, 4);
+  EXPECT_EQ(changes(options), "replicas 4 -> 2");
+  EXPECT_EQ(bits_change_since(*options.resume.from, options), "");
 }
 
 // In both directions, and from saves older than the option. Without a new value the save's counts.
