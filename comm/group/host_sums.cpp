@@ -50,12 +50,20 @@ std::size_t largest_part(std::span<const std::size_t> ends) {
   return largest;
 }
 
+void add_to(float* __restrict sum, const float* __restrict term, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) sum[i] += term[i];
+}
+
+void add_both(const float* __restrict left, const float* __restrict right, float* __restrict sum,
+              std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) sum[i] = left[i] + right[i];
+}
+
 // The sum may be in the place of an addend.
 void add(const float* left, const float* right, float* sum, std::size_t count) {
-#pragma GCC ivdep
-  for (std::size_t i = 0; i < count; ++i) {
-    sum[i] = left[i] + right[i];
-  }
+  if (sum == left) return add_to(sum, right, count);
+  if (sum == right) return add_to(sum, left, count);
+  add_both(left, right, sum, count);
 }
 
 }  // namespace
