@@ -13,7 +13,9 @@
 
 namespace sluice {
 
-int TreeSum::levels(int leaves) { return std::bit_width(static_cast<unsigned>(leaves - 1)); }
+int TreeSum::levels(int leaves) {
+  return static_cast<int>(std::bit_width(static_cast<unsigned>(leaves - 1)));
+}
 
 TreeSum::TreeSum(ComputeContext& compute, std::size_t floats, int leaves)
     : compute_(compute), leaves_(leaves) {

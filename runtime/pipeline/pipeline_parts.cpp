@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "comm/base/index.hpp"
+#include "comm/base/sum_tree.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/edge_probe.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
