@@ -7,9 +7,9 @@
 //
 // Asynchronous: what has started goes on in progress() and wait() alone, one call after the other,
 // so all ranks of the communicator start the same calls in the same order, with the same ends.
-// Ranks that disagree about sizes are Error(kMismatch). A call that throws has cancelled all that
-// has started. `owner` keeps the values' memory while cancelled messages use it; without one, the
-// caller passes it to the communicator's keep() after a throw. One thread.
+// Ranks that disagree about sizes may get Error(kMismatch). A call that throws has cancelled all
+// that has started. `owner` keeps the values' memory while cancelled messages use it; without one,
+// the caller passes it to the communicator's keep() after a throw. One thread.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ class HostSums {
   // Error(kInternal) for another number of ranks.
   void set_hosts(std::span<const int> hosts);
   // Allocates what sums of up to `count` values need, of parts of any sizes; without it, their
-  // first one does.
+  // first one does. Not while a call has started.
   void reserve(std::size_t count);
 
   // In place; the values are the call's until it is done. Error(kInternal), before any message, for

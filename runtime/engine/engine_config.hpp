@@ -53,7 +53,7 @@ struct EngineConfig {
   std::size_t piece_bytes = kMaxPieceBytes;  // of messages; equal on all ranks
   Transport* nccl = nullptr;                 // for edges of kind kNccl
   std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device
-  Collective* collective = nullptr;          // over replicas within actions; null: there is one
+  Collective* collective = nullptr;          // over replicas within actions; null: one replica
   Collective* tensor = nullptr;              // over the ranks that share the stages; null: one
   bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Devices
   // Shared with engines that never run at the same time; null: the engine's own.

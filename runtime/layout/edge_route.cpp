@@ -229,7 +229,7 @@ std::string describe_sums(const std::vector<EdgeRoute>& sums, bool all_reduce) {
     const std::string how =
         all_reduce && route.first == RouteKind::kNccl
             ? fmt::format("NCCL's all-reduce: not depth-invariant ({})", route.second)
-            : "in the order of replicas, " + describe_route({route.first, route.second});
+            : "by a tree over the replicas, " + describe_route({route.first, route.second});
     text += fmt::format("  sums over replicas{}: {}\n", where, how);
   }
   return text;

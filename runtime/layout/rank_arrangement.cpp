@@ -143,8 +143,9 @@ RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions& o
   const PipelineOptions::Expert& expert = options.expert;
   const bool known = expert.edge_bytes > 0 || expert.gradient_bytes > 0;
   const double edge_bytes = known ? expert.edge_bytes : 1;
-  // Collectives::ordered_sum: each of two replicas sends the other a share of its gradients to be
-  // summed, and later the sum of the share that it owns.
+  // At most: each of two replicas sends the other a share of its gradients to be summed, and later
+  // the sum of the share that it owns. On CPUs, ranks of one host may send them together
+  // (comm/group/block_steps.hpp).
   const double sum_bytes = 4 * expert.gradient_bytes / size.replica;
   constexpr const char* kByNumber = "the order of the ranks' numbers";
   const auto packed = [&](Axis axis) { return pack_groups(host_of_rank, size, axis); };

@@ -79,7 +79,8 @@ struct Parameter {
   // gradient between steps: it becomes stale.
   bool asks_next_write = false;
   // Whether LossStage::loss() writes the gradient, and nothing else does: to be set before the
-  // first step. A loss writes no other gradient where a rank computes several virtual replicas.
+  // first step. A loss writes no other gradient where a rank computes several virtual
+  // replicas; CPUs refuse one that does.
   bool written_by_loss = false;
   // Stale: left by the previous step, to be overwritten by the step's first write.
   [[nodiscard]] bool is_stale() const { return stale_; }

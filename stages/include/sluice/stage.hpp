@@ -1,9 +1,10 @@
 // Stage: one contiguous piece of the model on one device. This is what users write.
 //
 // The runtime calls describe() first, for every known micro-batch size, before anything is
-// allocated. It allocates the parameters, and calls prepare() once. Then it calls forward and
-// backward in the order of the schedule. Several micro-batches may be in flight: a stage keeps what
-// lives between the two calls in ctx.state, which has the bytes that it describes.
+// allocated, and again for sizes that come later. It allocates the parameters, and calls prepare()
+// once. Then it calls forward and backward in the order of the schedule. Several micro-batches may
+// be in flight: a stage keeps what lives between the two calls in ctx.state, which has the bytes
+// that it describes.
 //
 // All calls come from one thread. On a GPU, work is asynchronous on ctx.compute.stream(). Tensors
 // lie on the stage's device unless a comment says host memory. The runtime owns them; they are
@@ -154,7 +155,8 @@ struct StageContext {
   int stage = 0;
   // Within this call of train_step(), accumulate() and the like, of one virtual replica. forward()
   // of one virtual replica's micro-batches comes before that of the next one's, and so does what
-  // adds to gradients.
+  // adds to gradients. Micro-batches of two virtual replicas that are in flight at once may have
+  // one number: `state` and `slot` tell them apart.
   int micro_batch = 0;
   int micro_batches = 1;
   // The micro-batch's own from forward() to the end of backward() or backward_weight(), at the same

@@ -23,7 +23,7 @@ namespace {
 
 using Leaves = std::vector<std::vector<float>>;
 
-// Of the widest range of exponents whose sums are finite: other trees have other bits.
+// Between -1 and 1: other trees have other bits.
 Leaves random_leaves(int leaves, std::size_t floats) {
   std::mt19937 random(static_cast<std::uint32_t>(leaves));
   std::uniform_real_distribution<float> number(-1, 1);

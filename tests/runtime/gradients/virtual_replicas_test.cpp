@@ -331,8 +331,8 @@ TEST(VirtualReplicasMistakesTest, AScheduleThatMixesTheirGradientsIsRefused) {
 
 TEST(VirtualReplicasMistakesTest, SumsOverReplicasWithinActionsAreRefused) {
   expect_refused({.replicas = 2}, 4, ErrorCode::kUsage,
-                 {"stage 0 makes collectives over the replicas within its actions, with 4 virtual replicas on 2 "
-                  "replicas; legal: as many as replicas"},
+                 {"stage 0 makes collectives over the replicas within its actions, with 4 virtual "
+                  "replicas on 2 replicas; legal: as many as replicas"},
                  images_model(nn::BatchStatistics::kReplicas), image_batches());
 }
 

@@ -180,18 +180,19 @@ TEST(EdgeRouteTest, SumsOverReplicasSayWhatCarriesThemAndWhy) {
     return all;
   };
   EXPECT_EQ(describe_sums(sums(1), false), "");
-  EXPECT_EQ(describe_sums(sums(2), false),
-            "  sums over replicas of pipeline ranks 2: in the order of replicas, messages of host "
-            "memory (computed on the CPU)\n"
-            "  sums over replicas of pipeline ranks 0, 1: in the order of replicas, NCCL (a GPU of "
-            "its own for every replica)\n");
+  EXPECT_EQ(
+      describe_sums(sums(2), false),
+      "  sums over replicas of pipeline ranks 2: by a tree over the replicas, messages of host "
+      "memory (computed on the CPU)\n"
+      "  sums over replicas of pipeline ranks 0, 1: by a tree over the replicas, NCCL (a GPU of "
+      "its own for every replica)\n");
   EXPECT_THAT(describe_sums(sums(2), true),
               HasSubstr("0, 1: NCCL's all-reduce: not depth-invariant (a GPU of its own"));
   asked.devices.pop_back();
   asked.devices.push_back(gpu(2));
   asked.nccl_refusal = "ranks 0 and 3 share cuda:0";
   EXPECT_EQ(describe_sums(sums(2), true),
-            "  sums over replicas: in the order of replicas, through page-locked host memory "
+            "  sums over replicas: by a tree over the replicas, through page-locked host memory "
             "(ranks 0 and 3 share cuda:0)\n");
   asked.wanted = TransportChoice::kMpi;
   EXPECT_EQ(sums(2)[0].reason, "asked for by --transport mpi");
