@@ -186,6 +186,17 @@ struct Engine::Impl final : DeviceWait {
     read.require("input");
     was = true;
   }
+  // Runs `body`, the stage's own part of `op`; where a rank computes several virtual replicas, the
+  // first F, and the first B or W, on a CPU are held to the gradients that they may write.
+  template <typename Body>
+  void in_pass(LocalStage& stage, const PlanOp& op, const Body& body) {
+    const bool forward = op.action == ActionKind::kForward;
+    if (config.plan->fold_every == 0 || on_gpu || op.action == ActionKind::kBackwardInput ||
+        std::exchange(stage.gradients_watched[forward ? 0 : 1], true)) {
+      return body();
+    }
+    watch_gradients(stage.binding, stream(), forward, body);
+  }
   // Gives the last stage's outputs to whoever asked for them.
   void hand_out(const PlanOp& op, const Slot& output);
   // Runs `body`, the stage's own part of `op`; what it throws names the action.
@@ -547,7 +558,7 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
       result->weight = target_weight(stage.binding, request.batch->targets[at(op.micro_batch)]);
     }
     calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx),
-              [&] { call_forward(stage, op, ctx, output, result); });
+              [&] { in_pass(stage, op, [&] { call_forward(stage, op, ctx, output, result); }); });
   });
   output.state = SlotState::kFilled;
   if (config.plan->forward_only) --in_flight;
@@ -564,12 +575,8 @@ void Engine::Impl::call_forward(LocalStage& stage, const PlanOp& op, StageContex
   if (on_gpu) return stage.binding.loss->loss(ctx, output.tensors, targets, &result->sum);
   // Further calls of a loss that makes collectives would be made on some ranks alone.
   const bool first = ctx.phase == Phase::kTrain && !std::exchange(stage.loss_watched, true);
-  const auto call = [&] {
-    watch_loss(stage.binding, ctx, output.tensors, targets, first && op.collectives == 0,
-               &result->sum);
-  };
-  if (!first || config.plan->fold_every == 0) return call();
-  watch_gradients(stage.binding, ctx.compute.stream(), call);
+  watch_loss(stage.binding, ctx, output.tensors, targets, first && op.collectives == 0,
+             &result->sum);
 }
 
 void Engine::Impl::call_backward(LocalStage& stage, const PlanOp& op, StageContext& ctx,
@@ -597,8 +604,9 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   const std::span<const Tensor> grad_inputs =
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
   in_stage(stage, op, [&] {
-    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx),
-              [&] { call_backward(stage, op, ctx, gradient, grad_inputs); });
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx), [&] {
+      in_pass(stage, op, [&] { call_backward(stage, op, ctx, gradient, grad_inputs); });
+    });
   });
   if (op.action != ActionKind::kBackwardInput) --in_flight;
   if (grad_input != nullptr) grad_input->state = SlotState::kFilled;

@@ -154,28 +154,28 @@ void watch_loss(const StageBinding& last, StageContext& ctx, std::span<const Ten
       *same, to_string(outputs[*same].spec));
 }
 
-void watch_gradients(const StageBinding& last, StreamView stream,
-                     const std::function<void()>& loss) {
+void watch_gradients(const StageBinding& stage, StreamView stream, bool forward,
+                     const std::function<void()>& pass) {
   std::vector<const Parameter*> others;
   std::vector<std::string> before;
   const auto digest = [](const Parameter& each) {
     return checksum_hex({each.grad.as<const std::byte>(), each.grad.spec.bytes()});
   };
   for (Parameter* each :
-       last.parameters == nullptr ? std::vector<Parameter*>() : last.parameters->all()) {
-    if (each->written_by_loss) continue;
-    // What a stale gradient holds is of no use, and zeros are what a loss may leave in it.
+       stage.parameters == nullptr ? std::vector<Parameter*>() : stage.parameters->all()) {
+    if (each->written_by_loss == forward || each->grad.data == nullptr) continue;
+    // What a stale gradient holds is of no use, and zeros are what a pass may leave in it.
     if (each->is_stale()) fill_zero_async(each->grad.data, each->grad.spec.bytes(), stream);
     others.push_back(each);
     before.push_back(digest(*each));
   }
-  loss();
+  pass();
   for (std::size_t i = 0; i < others.size(); ++i) {
     if (digest(*others[i]) == before[i]) continue;
     throw_usage(
-        "loss() writes the gradient of parameter '{}', while a rank computes several virtual "
-        "replicas; legal: that of parameters with Parameter::written_by_loss",
-        others[i]->name);
+        "{} writes the gradient of parameter '{}', while a rank computes several virtual replicas; "
+        "legal: gradients of parameters with{} Parameter::written_by_loss",
+        forward ? "forward() or loss()" : "backward", others[i]->name, forward ? "" : "out");
   }
 }
 

@@ -41,9 +41,9 @@ void check_inputs(const StageBinding& first, std::span<const Tensor> inputs, Sam
 void watch_loss(const StageBinding& last, StageContext& ctx, std::span<const Tensor> outputs,
                 std::span<const Tensor> targets, bool first, double* sum);
 
-// Runs `loss`, a call of the last stage's loss on a CPU in training. Throws Error(kUsage) where
-// that writes a gradient without Parameter::written_by_loss.
-void watch_gradients(const StageBinding& last, StreamView stream,
-                     const std::function<void()>& loss);
+// Runs `pass`, the stage's part of an action on a CPU in training. Throws Error(kUsage) where a
+// forward writes a gradient without Parameter::written_by_loss, or a backward one that has it.
+void watch_gradients(const StageBinding& stage, StreamView stream, bool forward,
+                     const std::function<void()>& pass);
 
 }  // namespace sluice

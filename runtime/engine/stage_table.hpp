@@ -25,6 +25,7 @@ struct LocalStage {
   ActionSeconds seconds;
   // The first call was; see the engine.
   bool forward_watched = false, backward_watched = false, loss_watched = false;
+  std::array<bool, 2> gradients_watched = {};  // in F; in B or W
 
   [[nodiscard]] SlotPool*& pool(BufferKind kind) { return pools[static_cast<std::size_t>(kind)]; }
 };

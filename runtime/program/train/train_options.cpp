@@ -238,8 +238,8 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
   table.add_integer(
       "virtual-replicas", shape.virtual_replicas, 1, kMaxInt,
       "parts of each batch, on which results depend in place of --replicas: that times "
-      "a power of two, or any number for one replica; auto: as many as replicas, or "
-      "those of the save",
+      "a power of two, or any number for one replica; auto: as many as replicas. A resume "
+      "without it keeps those of the save",
       "auto");
   table
       .add_choice("shard", shape.shard,
@@ -591,8 +591,10 @@ void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
 Source resolve_replicas(const OptionTable& table, PipelineOptions& options) {
   PipelineOptions::Shape& shape = options.shape;
   const Source chosen = table.source_of("virtual-replicas");
-  const bool fits = options.devices.all_reduce ? shape.virtual_replicas == shape.replicas
-                                               : can_divide(shape.virtual_replicas, shape.replicas);
+  const bool lifo = options.order.schedule == "gpipe-lifo";  // virtual replicas mix in its order
+  const bool fits = options.devices.all_reduce || lifo
+                        ? shape.virtual_replicas == shape.replicas
+                        : can_divide(shape.virtual_replicas, shape.replicas);
   if (shape.virtual_replicas == 0 || (!fits && chosen < table.source_of("replicas"))) {
     shape.virtual_replicas = shape.replicas;
     return table.source_of("replicas");
@@ -604,9 +606,9 @@ Source resolve_replicas(const OptionTable& table, PipelineOptions& options) {
   }
   if (!fits) {
     throw_usage(
-        "option --all-reduce: its sums depend on the replicas, but --virtual-replicas is {} with "
-        "--replicas {}; leave one of the two out",
-        shape.virtual_replicas, shape.replicas);
+        "option {}: its sums depend on the replicas, but --virtual-replicas is {} with --replicas "
+        "{}; leave one of the two out",
+        lifo ? "--schedule gpipe-lifo" : "--all-reduce", shape.virtual_replicas, shape.replicas);
   }
   return chosen;
 }

@@ -386,9 +386,30 @@ TEST(VirtualReplicasMistakesTest, ALossThatWritesOtherGradientsIsRefused) {
     Pipeline pipeline(comm, stages, numbers(), options_of({}, 2));
     const std::vector<float> ones(kMicroBatches * kSize * 2, 1);
     const Tensor all = view(ones, {std::ssize(ones), 1});
-    expect_error(ErrorCode::kUsage,
-                 {"loss() writes the gradient of parameter 'w0'", "Parameter::written_by_loss"},
-                 [&] { (void)pipeline.train_step({.inputs = {all}, .targets = {all}}); });
+    expect_error(
+        ErrorCode::kUsage,
+        {"forward() or loss() writes the gradient of parameter 'w0'", "Parameter::written_by_loss"},
+        [&] { (void)pipeline.train_step({.inputs = {all}, .targets = {all}}); });
+    return Outcome{};
+  });
+}
+
+// Its backward adds to a gradient that it leaves to its loss.
+class StageThatClaims : public ArithmeticStage {
+ public:
+  StageThatClaims() : ArithmeticStage(0) { parameters()->all()[0]->written_by_loss = true; }
+};
+
+TEST(VirtualReplicasMistakesTest, ABackwardThatWritesAGradientOfTheLossIsRefused) {
+  on_some({}, [&](Communicator& comm) {
+    const StageFactory stages = [](int, int) { return std::make_unique<StageThatClaims>(); };
+    Pipeline pipeline(comm, stages, numbers(), options_of({}, 2));
+    const std::vector<float> ones(kMicroBatches * kSize * 2, 1);
+    const Tensor all = view(ones, {std::ssize(ones), 1});
+    expect_error(
+        ErrorCode::kUsage,
+        {"backward writes the gradient of parameter 'w0'", "without Parameter::written_by_loss"},
+        [&] { (void)pipeline.train_step({.inputs = {all}, .targets = {all}}); });
     return Outcome{};
   });
 }

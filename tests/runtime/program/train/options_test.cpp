@@ -357,6 +357,8 @@ TEST(OptionsTest, VirtualReplicasCutABatchInPlaceOfReplicas) {
               HasSubstr("batch size 3 cannot serve 4 virtual replicas"));
   EXPECT_THAT(refusal({"--virtual-replicas", "4", "--all-reduce"}),
               AllOf(HasSubstr("option --all-reduce:"), HasSubstr("--virtual-replicas is 4")));
+  EXPECT_THAT(refusal({"--virtual-replicas", "4", "--schedule", "gpipe-lifo"}),
+              HasSubstr("option --schedule gpipe-lifo: its sums depend on the replicas"));
 }
 
 TEST_F(ConfigFileTest, VirtualReplicasOfAFileGiveWayToReplicasOnTheCommandLine) {
