@@ -74,10 +74,9 @@ HostSums::HostSums(Communicator& comm, const Tags& tags, Interrupt* interrupt)
       interrupt_(interrupt),
       waiter_(comm.local_size()),
       even_ends_(at(comm.size())),
-      calls_(2),
       blocks_(std::make_shared<std::vector<float>>()) {
-  for (Call& call : calls_) call.ends.resize(at(comm.size()));
   set_hosts(std::vector<int>(at(comm.size())));
+  reserve(0);
 }
 
 void HostSums::set_hosts(std::span<const int> hosts) {
@@ -92,7 +91,8 @@ void HostSums::set_hosts(std::span<const int> hosts) {
                         kGatherBlocks.in_flight * at(gather_.requests)));
 }
 
-void HostSums::reserve(std::size_t count) {
+void HostSums::reserve(std::size_t count, std::size_t calls) {
+  while (calls_.size() < calls) calls_.emplace_back().ends.resize(at(comm_.size()));
   const std::size_t needed =
       kSumBlocks.in_flight * at(scatter_.slots) * std::min(kSumBlocks.floats, count);
   if (blocks_.use_count() > 1 || blocks_->size() < needed) {
@@ -158,7 +158,8 @@ void HostSums::progress() {
 void HostSums::wait(Ticket ticket) {
   try {
     while (!done(ticket)) {
-      wait_until(waiter_, interrupt_, subject(), [&] { return step(); });
+      const std::uint64_t before = steps_;  // the interrupt may make the next one
+      wait_until(waiter_, interrupt_, subject(), [&] { return steps_ != before || step(); });
     }
   } catch (...) {
     abandon();
@@ -174,6 +175,7 @@ bool HostSums::step() {
     for (const BlockStep& begins : call.steps->begin) (void)make(call, call.begun, begins);
   }
   if (!make(call, call.block, call.steps->rest[call.next])) return false;
+  ++steps_;
   if (++call.next < call.steps->rest.size()) return true;
   call.next = 0;
   if (++call.block < call.blocks) return true;

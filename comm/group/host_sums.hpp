@@ -33,7 +33,7 @@ class HostSums {
   // What has started. They end in the order of their numbers.
   using Ticket = std::uint64_t;
 
-  // `interrupt` may be null; it is polled by wait().
+  // `interrupt` may be null; it is polled by wait(), and may call progress() then.
   HostSums(Communicator& comm, const Tags& tags, Interrupt* interrupt);
   ~HostSums() { abandon(); }
   HostSums(const HostSums&) = delete;
@@ -43,9 +43,10 @@ class HostSums {
   // one. It changes who sends what to whom, no result. Not while a call has started. Allocates.
   // Error(kInternal) for another number of ranks.
   void set_hosts(std::span<const int> hosts);
-  // Allocates what sums of up to `count` values need, of parts of any sizes; without it, their
-  // first one does. Not while a call has started.
-  void reserve(std::size_t count);
+  // Allocates what sums of up to `count` values need, of parts of any sizes, while up to `calls`
+  // have started, of which start_sum() makes two; without it, the first ones that need it do.
+  // Not while a call has started.
+  void reserve(std::size_t count, std::size_t calls = 2);
 
   // In place; the values are the call's until it is done. Error(kInternal), before any message, for
   // ends that are not as above.
@@ -92,6 +93,7 @@ class HostSums {
   std::vector<Call> calls_;
   std::size_t first_ = 0, last_ = 0;
   Ticket started_ = 0, finished_ = 0;
+  std::uint64_t steps_ = 0;  // made so far, of all calls
   // Addends of the blocks on their way. The communicator shares them after a throw.
   std::shared_ptr<std::vector<float>> blocks_;
 };

@@ -221,6 +221,7 @@ struct Engine::Impl final : DeviceWait {
   void progress() {
     transport->progress();
     if (config.nccl != nullptr) config.nccl->progress();
+    if (config.sums != nullptr) config.sums->progress();
   }
   Transport& transport_of(const Slot& slot) {
     return slot.route == RouteKind::kNccl ? *config.nccl : *transport;
@@ -307,7 +308,7 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       transport(make_message_transport(
           *config.communicator, table.tensors() + 1, config.piece_bytes,
           table.has_staged() ? config.compute->device() : Device{}, table.memory(), stream())),
-      messages(*config_in.compute, *transport),
+      messages(*config_in.compute, *transport, config_in.sums),
       waiter(config_in.communicator->local_size()),
       batch(config_in.batch != nullptr ? *config_in.batch : own_batch.emplace(*config_in.compute)),
       timer(config_in.compute->device(), mine.ops.size()),

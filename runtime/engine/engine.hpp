@@ -82,8 +82,8 @@ class Engine : public Interrupt {
   // only be destroyed. The outcome is valid until the next call.
   const StepOutcome& run(const StepRequest& request, StepActions* actions);
 
-  // Progresses this rank's messages without blocking. Waits inside StepActions call it: the rank
-  // that they wait for may need these messages.
+  // Progresses this rank's messages and sums without blocking. Waits inside StepActions call it:
+  // the rank that they wait for may need these messages.
   void poll() override;
 
   // Filled while run() runs; its address never changes.

@@ -11,6 +11,7 @@
 #include <sluice/plan.hpp>
 
 #include "comm/group/communicator.hpp"
+#include "comm/group/host_sums.hpp"
 #include "comm/group/transport.hpp"
 #include "comm/group/waiter.hpp"
 #include "runtime/engine/stage_binding.hpp"
@@ -55,7 +56,8 @@ struct EngineConfig {
   std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device
   Collective* collective = nullptr;          // over replicas within actions; null: one replica
   Collective* tensor = nullptr;              // over the ranks that share the stages; null: one
-  bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Devices
+  HostSums* sums = nullptr;                  // progress with the messages; may be null
+  bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Expert
   // Shared with engines that never run at the same time; null: the engine's own.
   std::shared_ptr<SlotStore> slots = nullptr;
   DeviceBatch* batch = nullptr;

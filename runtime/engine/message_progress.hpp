@@ -1,4 +1,4 @@
-// Advances an engine's messages while operators of a step run on a CPU.
+// Advances an engine's messages, and sums over replicas, while operators of a step run on a CPU.
 #pragma once
 
 #include <exception>
@@ -6,6 +6,7 @@
 
 #include <sluice/compute.hpp>
 
+#include "comm/group/host_sums.hpp"
 #include "comm/group/transport.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "stages/compute/context_access.hpp"
@@ -14,11 +15,11 @@ namespace sluice {
 
 class MessageProgress final : public ProgressHook {
  public:
-  // Both outlive it.
-  MessageProgress(ComputeContext& compute, Transport& transport)
-      : compute_(compute), transport_(transport) {}
+  // All outlive it. `sums` may be null.
+  MessageProgress(ComputeContext& compute, Transport& transport, HostSums* sums)
+      : compute_(compute), transport_(transport), sums_(sums) {}
 
-  // While it exists, operators advance messages.
+  // While it exists, operators advance messages and sums.
   class Scope {
    public:
     explicit Scope(MessageProgress& messages) : compute_(messages.compute_) {
@@ -33,7 +34,7 @@ class MessageProgress final : public ProgressHook {
     ComputeContext& compute_;
   };
 
-  // Throws what a message has thrown meanwhile.
+  // Throws what a message or a sum has thrown meanwhile.
   void rethrow() {
     if (error_ != nullptr) [[unlikely]] {
       std::rethrow_exception(std::exchange(error_, nullptr));
@@ -45,6 +46,7 @@ class MessageProgress final : public ProgressHook {
     if (now < next_ || error_ != nullptr) return;
     try {
       transport_.progress();
+      if (sums_ != nullptr) sums_->progress();
     } catch (...) {
       error_ = std::current_exception();
     }
@@ -57,6 +59,7 @@ class MessageProgress final : public ProgressHook {
 
   ComputeContext& compute_;
   Transport& transport_;
+  HostSums* sums_;
   std::exception_ptr error_;
   double next_ = 0;
 };

@@ -9,11 +9,16 @@
 namespace sluice {
 namespace {
 
+constexpr std::size_t kMost = std::size_t{1} << 60;  // one bucket for everything
+
 std::size_t bucket_floats(std::size_t bucket_bytes) {
-  constexpr std::size_t kMost = std::size_t{1} << 60;  // one bucket for everything
   return round_up(std::clamp(bucket_bytes, std::size_t{1}, kMost), kBufferAlignment) /
          sizeof(float);
 }
+
+// On the host: small enough that the sum of the first is under way soon, large enough that its
+// messages' latency is a small part of it.
+constexpr std::size_t kMostHostBytes = std::size_t{1} << 20;
 
 std::size_t floats_of(const StageEntry& stage) {
   std::size_t bytes = 0;
@@ -63,17 +68,24 @@ std::vector<GradientBucket> part_buckets(std::span<const CutRange> ranges, std::
 GradientSums::GradientSums(JobContext& job, const JobLayout& layout, NcclRoutes* nccl,
                            ComputeContext& compute, HostMirror& mirror,
                            std::span<const StageBinding> stages, std::size_t bucket_bytes)
-    : replicas_(*job.group(Axis::kReplica).collectives),
+    : host_(job.group(Axis::kReplica).collectives->sums()),
       nccl_(nccl),
       compute_(compute),
       mirror_(mirror),
-      bucket_(bucket_floats(bucket_bytes)) {
+      overlaps_(layout.wires.sums_overlap(layout.place.here.pipeline)),
+      bucket_(
+          bucket_floats(nccl != nullptr ? bucket_bytes : std::min(bucket_bytes, kMostHostBytes))) {
+  std::size_t largest = 0, calls = 2;  // of a stage's own collectives
   for (const StageBinding& binding : stages) {
-    stages_.emplace_back(*this, layout, binding);
-    if (nccl_ == nullptr) replicas_.reserve_sum(binding.parameters->flat_grads().size());
+    const StageSum& sum = stages_.emplace_back(*this, layout, binding);
+    largest = std::max(largest, binding.parameters->flat_grads().size());
+    calls += 2 * std::max(sum.whole_buckets_.size(), sum.part_buckets_.size());
   }
-  if (nccl_ != nullptr)
+  if (nccl_ == nullptr) {
+    host_.reserve(largest, calls);
+  } else {
     open_.reserve(load_of(layout, layout.place.here.pipeline, bucket_bytes).count);
+  }
 }
 
 // A step makes whole sums, or those of parts and then as many gathers.
@@ -106,19 +118,27 @@ GradientSums::StageSum* GradientSums::find(int stage) {
 }
 
 FinalGradients* GradientSums::final_gradients(int stage, bool whole) {
-  StageSum* const sum = nccl_ != nullptr ? find(stage) : nullptr;
+  StageSum* const sum = overlaps_ ? find(stage) : nullptr;
   return sum != nullptr ? &sum->with(whole) : nullptr;
 }
 
 void GradientSums::finish(int stage, bool whole) {
   StageSum* const sum = find(stage);
   if (sum == nullptr) return;
-  nccl_ != nullptr ? sum->with(whole).from(0) : sum->with(whole).sum_on_host();
+  sum->with(whole).from(0);
+  if (nccl_ == nullptr) end_on_mirror();
+}
+
+void GradientSums::end_on_mirror() {
+  if (overlaps_) return host_.progress();
+  host_.wait(last_);
+  mirror_.write_back();
 }
 
 void GradientSums::wait_all_on_stream() {
   for (NcclTicket& ticket : open_) nccl_->wait_on_stream(ticket);
   open_.clear();
+  host_.wait(last_);
   for (StageSum& sum : stages_) sum.begin_step();
 }
 
@@ -135,34 +155,32 @@ GradientSums::StageSum::StageSum(GradientSums& sums, const JobLayout& layout,
       cut_(layout.parameters.cut),
       ranges_(ranges_in(layout, stage_)),
       whole_buckets_(whole_buckets(parameters_.flat_grads().size(), sums.bucket_)),
-      part_buckets_(part_buckets(ranges_, sums.bucket_)) {}
+      part_buckets_(part_buckets(ranges_, sums.nccl_ != nullptr ? sums.bucket_ : kMost)) {}
 
 void GradientSums::StageSum::from(std::size_t begin) {
   GradientAccess::zero_stale(parameters_, sums_.compute_.stream(), begin);
-  const std::span<float> grads = parameters_.flat_grads();
-  const std::vector<GradientBucket>& buckets = whole_ ? whole_buckets_ : part_buckets_;
-  for (; next_ < buckets.size() && buckets[next_].begin >= begin; ++next_) {
-    const std::span<const NcclSums::Piece> pieces = buckets[next_].pieces;
-    sums_.open_.push_back(
-        whole_ ? sums_.nccl_->sum(grads.subspan(pieces.front().begin, pieces.front().size))
-               : sums_.nccl_->reduce_scatter(grads, pieces));
-  }
-  sums_.nccl_->progress();
+  std::span<float> grads = parameters_.flat_grads();
+  if (sums_.nccl_ == nullptr) grads = sums_.mirror_.read_back(grads);
+  for (; next_ < buckets().size() && buckets()[next_].begin >= begin; ++next_) start(next_, grads);
+  if (sums_.nccl_ != nullptr) sums_.nccl_->progress();
 }
 
-void GradientSums::StageSum::sum_on_host() {
-  GradientAccess::zero_stale(parameters_, sums_.compute_.stream());
-  const std::span<float> sum = sums_.mirror_.read_back(parameters_.flat_grads());
+void GradientSums::StageSum::start(std::size_t bucket, std::span<float> grads) {
+  const std::span<const NcclSums::Piece> pieces = buckets()[bucket].pieces;
+  const auto whole = [&] { return grads.subspan(pieces.front().begin, pieces.front().size); };
+  if (sums_.nccl_ != nullptr) {
+    sums_.open_.push_back(whole_ ? sums_.nccl_->sum(whole())
+                                 : sums_.nccl_->reduce_scatter(grads, pieces));
+    return;
+  }
   const KeepAlive owner = sums_.mirror_.owner(parameters_.memory());
   if (whole_) {
-    sums_.replicas_.ordered_sum(sum, owner);
-  } else {
-    for (const CutRange& range : ranges_) {
-      sums_.replicas_.ordered_reduce_scatter(sum.subspan(range.begin, range.ends.back()),
-                                             range.ends, owner);
-    }
+    sums_.last_ = sums_.host_.start_sum(whole(), owner);
+    return;
   }
-  sums_.mirror_.write_back();
+  const CutRange& range = ranges_[ranges_.size() - 1 - bucket];
+  sums_.last_ = sums_.host_.start_reduce_scatter(grads.subspan(range.begin, range.ends.back()),
+                                                 range.ends, owner);
 }
 
 // An optimizer writes its part of the copies in bf16. They are not gathered but made again from the
@@ -177,10 +195,10 @@ void GradientSums::StageSum::gather_values() {
   } else {
     const std::span<float> host = sums_.mirror_.read_back(values);
     for (const CutRange& range : ranges_) {
-      sums_.replicas_.all_gather_parts(host.subspan(range.begin, range.ends.back()), range.ends,
-                                       sums_.mirror_.owner(parameters_.memory()));
+      sums_.last_ = sums_.host_.start_gather(host.subspan(range.begin, range.ends.back()),
+                                             range.ends, sums_.mirror_.owner(parameters_.memory()));
     }
-    sums_.mirror_.write_back();
+    sums_.end_on_mirror();
   }
   parameters_.mark_values_changed();
 }

@@ -1,18 +1,19 @@
 // Sums of this rank's gradients over replicas, and values to all replicas. Internal to the
 // pipeline. One thread.
 //
-// Without NCCL they are made at REDUCE_GRAD, through host memory, and the host waits for them. NCCL
-// makes them bucket by bucket, concurrently with the rest of the step. A stage's flat gradients are
-// divided into buckets of one size, starting at the end, where layers finish first; the bucket at
-// the start may be smaller. The sum of a bucket starts once all of it is final, while the stage's
-// last backward still runs, else at REDUCE_GRAD. The division is a function of sizes alone, so all
-// replicas make the same sums in the same order. It does not change the sum of an element.
+// NCCL, or on CPUs HostSums, makes them bucket by bucket, concurrently with the rest of the step. A
+// stage's flat gradients are divided into buckets of one size, starting at the end, where layers
+// finish first; the bucket at the start may be smaller. The sum of a bucket starts once all of it
+// is final, while the stage's last backward still runs, else at REDUCE_GRAD. The division is a
+// function of sizes alone, so all replicas make the same sums in the same order. It does not change
+// the sum of an element. Where a GPU's sums pass through host memory, they start at REDUCE_GRAD,
+// and the host waits for them there.
 //
 // Where each replica updates its own parts of parameters (ParameterEntry::ends), a step that ends
 // with the update makes the sum of a part for its replica alone, and gathers the values after it:
 // the two halves of a whole sum. A bucket then has the same share of every replica's part of a
 // range (CutRange), so that all replicas receive at a time, and starts once all of that range is
-// final.
+// final. HostSums divides a range itself: it is one bucket.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +22,7 @@
 
 #include <sluice/stage.hpp>
 
+#include "comm/group/host_sums.hpp"
 #include "runtime/engine/stage_binding.hpp"
 #include "runtime/group/host_mirror.hpp"
 #include "runtime/group/job_context.hpp"
@@ -30,7 +32,7 @@
 
 namespace sluice {
 
-// The gradients of a sum by NCCL. They lie in the stage's flat gradients, from `begin` on.
+// The gradients of a sum. They lie in the stage's flat gradients, from `begin` on.
 struct GradientBucket {
   std::size_t begin = 0;                // floats
   std::vector<NcclSums::Piece> pieces;  // [replica] what it gets; one where each gets all
@@ -45,7 +47,7 @@ class GradientSums {
  public:
   // `stages` are this rank's, and have parameters. `nccl`: null where it makes no sums. All that is
   // named outlives this. `bucket_bytes`, at least 1, is rounded up to a multiple of
-  // kBufferAlignment.
+  // kBufferAlignment; HostSums takes at most 1 MiB at a time.
   GradientSums(JobContext& job, const JobLayout& layout, NcclRoutes* nccl, ComputeContext& compute,
                HostMirror& mirror, std::span<const StageBinding> stages, std::size_t bucket_bytes);
 
@@ -55,13 +57,14 @@ class GradientSums {
   // Both take `whole`, equal for all sums of a step: every replica gets the sum of all gradients.
   // Else, of a parameter that is updated in parts, a replica gets that of its part alone, and
   // others' parts of the gradient have any content.
-  // Takes the final gradients of the stage's last backward of a step; null without NCCL.
+  // Takes the final gradients of the stage's last backward of a step; null where sums start at
+  // REDUCE_GRAD.
   [[nodiscard]] FinalGradients* final_gradients(int stage, bool whole);
-  // Makes the stage's sums, with NCCL those that have not started. Their input is complete after
-  // all work so far on the compute stream.
+  // Starts those of the stage's sums that have not started. Their input is complete after all work
+  // so far on the compute stream.
   void finish(int stage, bool whole);
-  // Makes all later work of the compute stream run after the sums of this step. May wait until NCCL
-  // has accepted them.
+  // Makes all later work of the compute stream run after the sums of this step. Waits for HostSums,
+  // and may wait until NCCL has accepted its own.
   void wait_all_on_stream();
   // Collective over the replicas, after the update: the values of parameters that are updated in
   // parts, from the replicas that updated them to all. Later work of the compute stream runs after
@@ -73,7 +76,6 @@ class GradientSums {
    public:
     StageSum(GradientSums& sums, const JobLayout& layout, const StageBinding& binding);
     void from(std::size_t begin) override;
-    void sum_on_host();
     void gather_values();
     [[nodiscard]] int stage() const { return stage_; }
     [[nodiscard]] StageSum& with(bool whole) {
@@ -83,6 +85,12 @@ class GradientSums {
     void begin_step() { next_ = 0; }
 
    private:
+    friend class GradientSums;
+    [[nodiscard]] const std::vector<GradientBucket>& buckets() const {
+      return whole_ ? whole_buckets_ : part_buckets_;
+    }
+    void start(std::size_t bucket, std::span<float> grads);
+
     GradientSums& sums_;
     int stage_;
     ParameterSet& parameters_;
@@ -94,14 +102,19 @@ class GradientSums {
   };
 
   [[nodiscard]] StageSum* find(int stage);
+  // After HostSums' calls on what the mirror has read: waits, where that is a copy, and writes it
+  // back.
+  void end_on_mirror();
 
-  Collectives& replicas_;
+  HostSums& host_;
   NcclRoutes* nccl_;
   ComputeContext& compute_;
   HostMirror& mirror_;
+  bool overlaps_;
   std::size_t bucket_;  // floats
   std::vector<StageSum> stages_;
   std::vector<NcclTicket> open_;
+  HostSums::Ticket last_ = 0;  // of HostSums' calls
 };
 
 }  // namespace sluice

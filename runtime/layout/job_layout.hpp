@@ -171,6 +171,10 @@ struct Wires {
   [[nodiscard]] bool sums_by_nccl(int rank) const {
     return sums[static_cast<std::size_t>(rank)].kind == RouteKind::kNccl;
   }
+  // Whether these sums go on beside computation: not where a GPU's pass through host memory.
+  [[nodiscard]] bool sums_overlap(int rank) const {
+    return sums_by_nccl(rank) || sums[static_cast<std::size_t>(rank)].kind == RouteKind::kHost;
+  }
 };
 
 struct ParameterTable {

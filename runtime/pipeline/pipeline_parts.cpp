@@ -268,6 +268,7 @@ void PipelineParts::prepare_stages() {
 
 std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains) {
   const RankPlan& mine = plan.ranks[at(layout.place.here.pipeline)];
+  Collectives& replicas = *job.group(Axis::kReplica).collectives;
   return std::make_unique<Engine>(
       EngineConfig{.plan = &plan,
                    .rank = layout.place.here.pipeline,
@@ -282,6 +283,7 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
                    .routes = layout.wires.routes,
                    .collective = plan.forward_only ? nullptr : over_replicas.get(),
                    .tensor = over_tensor_ranks.get(),
+                   .sums = plan.forward_only ? nullptr : &replicas.sums(),
                    .progress_in_actions = options.expert.progress_in_actions,
                    .slots = slots,
                    .batch = device_batch.get(),

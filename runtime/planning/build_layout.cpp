@@ -420,7 +420,7 @@ LowerOptions lowering_of(const JobLayout& layout, bool inference) {
   const Placement& placement = layout.plans.order.placement;
   LowerOptions lowering{.reduce_grad = !inference, .tied = {}};
   for (int s = 0; s < placement.stages(); ++s) {
-    lowering.overlapped_grad_sums.push_back(layout.wires.sums_by_nccl(placement.rank_of(s)));
+    lowering.overlapped_grad_sums.push_back(layout.wires.sums_overlap(placement.rank_of(s)));
   }
   if (inference) return lowering;
   for (const TiedParameter& tie : layout.parameters.tied) {

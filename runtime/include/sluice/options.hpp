@@ -194,11 +194,11 @@ struct PipelineOptions {
     // in a step, and the bytes of one pipeline rank's gradients. Both 0: not known; the ranks of a
     // pipeline are neighbours then.
     double edge_bytes = 0, gradient_bytes = 0;
-    // On a CPU, messages advance between the operators of an action too, not only between actions.
-    // Most MPI libraries move large messages only while they are called.
+    // On a CPU, messages and sums advance between operators too, not only between actions. Most MPI
+    // libraries move large messages only while they are called.
     bool progress_in_actions = true;
-    // Where NCCL sums gradients over replicas: bytes per sum, at least 1. A sum overlaps with the
-    // rest of backward. The size changes no bits, except those of Devices::all_reduce.
+    // Bytes per sum of gradients over replicas, at least 1; on a CPU at most 1 MiB. A sum overlaps
+    // with the rest of backward. The size changes no bits, except those of Devices::all_reduce.
     std::size_t bucket_bytes = std::size_t{25} << 20;
     // Numbers of samples of later evaluations: planned at once, and in the memory table.
     std::vector<std::int64_t> evaluations = {};

@@ -39,7 +39,7 @@ namespace sluice {
 struct LowerOptions {
   bool reduce_grad = true;       // REDUCE_GRAD per stage and OPTIMIZER per rank (training)
   std::vector<TiedStages> tied;  // one REDUCE_TIED on every rank that owns one of the stages
-  // [stage] Its sum over replicas overlaps with computation and blocks no rank, as NCCL's do.
+  // [stage] Its sum over replicas overlaps with computation and blocks no rank.
   // Empty: no stage's does.
   std::vector<bool> overlapped_grad_sums = {};
   // The schedule's own UNSHARD, RESHARD and REDUCE_GRAD stay in it, for a file that is written of

@@ -159,8 +159,6 @@ TEST_P(ReplicaSumsTest, EndWithoutAnAbortWhereThePipelineIsClosed) {
 
 class MixedReplicaSumsTest : public ReplicaSumsTest {};
 
-// The GPU's sums come after its last gradients in the plan, the CPU's at the end. All ranks make
-// the same plan.
 TEST_P(MixedReplicaSumsTest, OverNcclOnOneRankAndThroughMessagesOnTheOther) {
   run_loopback(ranks(), [&](Communicator& comm) {
     for (const char* schedule : {"1f1b", "interleaved", "zb-v"}) {
@@ -174,7 +172,7 @@ TEST_P(MixedReplicaSumsTest, OverNcclOnOneRankAndThroughMessagesOnTheOther) {
 }
 
 // With two chunks per rank, the sum of the chunk that finishes first comes between the other's
-// actions where it runs concurrently with them, and after all actions where it blocks.
+// actions.
 TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
   const TransformerConfig model = small_model();
   const auto source = synthetic_tokens(model);
@@ -198,10 +196,9 @@ TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
     }
     ASSERT_EQ(sums.size(), 2U);
     EXPECT_EQ(sums[0].action, static_cast<std::uint8_t>(ActionKind::kReduceGrad));
-    const bool gpu = PipelineAccess::layout(pipeline).place.here.pipeline == 0;
-    EXPECT_EQ(sums[0].start < last_compute, gpu);
+    EXPECT_LT(sums[0].start, last_compute);
     EXPECT_GT(sums[1].start, last_compute);
-    EXPECT_EQ(sums[0].stage, gpu ? 2 : 1);
+    EXPECT_EQ(sums[0].stage, PipelineAccess::layout(pipeline).place.here.pipeline + 2);
   });
 }
 
