@@ -14,6 +14,8 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <numeric>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -308,6 +310,71 @@ TEST_P(BatchTest, VirtualReplicasHaveTheBitsOfOneRank) {
         EXPECT_EQ(numbers[0], numbers[1]) << replicas;
         EXPECT_EQ(digests[0], digests[1]) << replicas;
       }
+    }
+  });
+}
+
+// Of which almost every sum is rounded, so that their order shows. The scale's bits show too.
+struct RoundedLoss : ArithmeticStage {
+  using ArithmeticStage::ArithmeticStage;
+  void loss(StageContext& ctx, std::span<const Tensor> y, std::span<const Tensor> targets,
+            double* sum) override {
+    const double rounded = target_weight(y) * static_cast<double>(ctx.loss_scale);
+    ArithmeticStage::loss(ctx, y, targets, sum);
+    *sum = rounded;
+  }
+  [[nodiscard]] double target_weight(std::span<const Tensor> targets) const override {
+    double sum = 0;
+    for (const float value : targets[0].floats()) sum += 1 / static_cast<double>(value);
+    return sum;
+  }
+};
+
+struct RoundedNumbers {
+  std::vector<double> evaluated, trained;
+};
+
+RoundedNumbers rounded_numbers(Communicator& comm, const Job& job) {
+  std::vector<float> values(600);
+  std::iota(values.begin(), values.end(), 1.0F);
+  const auto batch = [&](std::int64_t count) {
+    if (comm.rank() != 0) return Batch{};
+    const Tensor first = view(std::span(values).first(static_cast<std::size_t>(count)), {count, 1});
+    return Batch{.inputs = {first}, .targets = {first}};
+  };
+  const auto source = make_array_source(values, 1, values, 1, std::ssize(values));
+  const TensorSpec number{DType::kF32, {1}};
+  const StageFactory stages = [](int stage, int) { return std::make_unique<RoundedLoss>(stage); };
+  Pipeline pipeline(comm, stages,
+                    BatchSpec{.inputs = {number}, .targets = {number}, .feed = Feed::kRank0},
+                    options_of(job));
+  RoundedNumbers seen;
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(3 * job.virtual_replicas + 1));
+  std::iota(counts.begin(), counts.end(), job.virtual_replicas);
+  for (const std::int64_t count : counts) {
+    const StepReport report = pipeline.train_step(batch(count));
+    seen.trained.insert(seen.trained.end(), {report.loss, report.targets, report.grad_norm});
+  }
+  counts.insert(counts.end(), {3, 600});  // virtual replicas without samples, several rounds
+  for (const std::int64_t count : counts) {
+    for (const EvaluationReport& report :
+         {pipeline.evaluate(batch(count)), pipeline.evaluate(*source, count)}) {
+      seen.evaluated.insert(seen.evaluated.end(), {report.loss, report.targets});
+    }
+  }
+  return seen;
+}
+
+TEST_P(BatchTest, RoundedLossesAndWeightsAreAddedInTheOrderOfVirtualReplicas) {
+  if (4 % GetParam() != 0) return;
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    for (const int parts : {4, 8}) {
+      const RoundedNumbers expected = rounded_numbers(*self, {.virtual_replicas = parts});
+      const RoundedNumbers seen =
+          rounded_numbers(comm, {.replicas = comm.size(), .virtual_replicas = parts});
+      EXPECT_EQ(seen.evaluated, expected.evaluated) << parts;
+      EXPECT_EQ(seen.trained, expected.trained) << parts;
     }
   });
 }
