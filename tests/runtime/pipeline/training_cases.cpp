@@ -127,6 +127,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   PipelineOptions options;
   options.shape.pipeline = layout.pipeline;
   options.shape.replicas = layout.replicas;
+  options.shape.virtual_replicas = layout.virtual_replicas;
   options.shape.rank_order = layout.order;
   options.order.schedule = layout.schedule;
   options.order.chunks = layout.chunks;
