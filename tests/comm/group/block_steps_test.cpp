@@ -8,6 +8,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <set>
 #include <span>
 #include <string>
 #include <tuple>
@@ -84,7 +85,11 @@ class Job {
 
   bool make(int rank, const BlockStep& step) {
     switch (step.what) {
+      case What::kReceive:
+        ++posted_[{step.peer, rank, step.second_hand}];
+        return true;
       case What::kSend:
+        number_[{rank, step.request}] = sent_[{rank, step.peer, step.second_hand}]++;
         messages_[{rank, step.peer, step.second_hand}].push_back(
             {step.part, place(rank, step, step.place)});
         if (hosts_[at(rank)] != hosts_[at(step.peer)]) {
@@ -100,9 +105,10 @@ class Job {
         place(rank, step, step.place) =
             "(" + place(rank, step, step.left) + "+" + place(rank, step, step.right) + ")";
         return true;
-      default:
-        return true;
+      case What::kSent:  // a large message leaves once its receive is posted
+        return number_.at({rank, step.request}) < posted_[{rank, step.peer, step.second_hand}];
     }
+    return true;
   }
 
   // Receives take messages in the order in which they were posted, whichever is waited for first.
@@ -127,7 +133,10 @@ class Job {
 
   std::vector<int> hosts_;
   std::vector<Rank> ranks_;
-  std::map<std::tuple<int, int, bool>, std::deque<Message>> messages_;
+  using Ends = std::tuple<int, int, bool>;  // from, to, second-hand
+  std::map<Ends, std::deque<Message>> messages_;
+  std::map<Ends, int> posted_, sent_;
+  std::map<std::pair<int, int>, int> number_;  // [rank, request] of a send, among those of its ends
   std::map<std::pair<int, int>, bool> taken_;
 };
 
@@ -172,6 +181,8 @@ TEST(BlockStepsTest, BringEveryPartToAllAndOnceToEachHost) {
         EXPECT_EQ(job.value(rank, part), std::to_string(part)) << rank;
       }
     }
+    const std::set<int> distinct(hosts.begin(), hosts.end());
+    EXPECT_EQ(job.crossings.size(), hosts.size() * (distinct.size() - 1));
     for (const auto& [ends, count] : job.crossings) EXPECT_EQ(count, 1) << ends.first;
   }
 }
@@ -181,11 +192,13 @@ TEST(BlockStepsTest, SendTheSumOfASubtreeOnOneHostAsOneAddend) {
        {std::vector<int>{0, 0, 1, 1}, std::vector<int>{0, 0, 0, 0, 1, 1, 1}}) {
     Job job(hosts, scatter_steps);
     ASSERT_TRUE(job.run());
+    EXPECT_EQ(job.crossings.size(), hosts.size());  // one for each part
     for (const auto& [ends, count] : job.crossings) EXPECT_EQ(count, 1) << ends.first;
   }
   // The tree adds ranks of two hosts first.
   Job job({0, 1, 0, 1}, scatter_steps);
   ASSERT_TRUE(job.run());
+  EXPECT_EQ(job.crossings.size(), 4U);
   for (const auto& [ends, count] : job.crossings) EXPECT_EQ(count, 2) << ends.first;
 }
 
