@@ -137,7 +137,7 @@ void GroupCollective::make_long(const CollectiveCall& call) {
       return copy(buffer(0).subspan(me() * call.out.size(), call.out.size()), call.out);
     case CollectiveKind::kAllGather: {
       const std::size_t part = round_up(bytes, sizeof(float));
-      renew_buffer(part);
+      renew_buffer(part, 1);
       copy(call.in, buffer(0).subspan(me() * part));
       group_.all_gather_parts(floats(), ends_, buffer_);
       for (std::size_t r = 0; r < count; ++r) {
@@ -146,7 +146,7 @@ void GroupCollective::make_long(const CollectiveCall& call) {
       return;
     }
     case CollectiveKind::kAllToAll:
-      renew_buffer(bytes / count);
+      renew_buffer(bytes / count, 2);
       copy(call.in, buffer(0));
       group_.all_to_all(buffer(0), buffer(1), buffer_);
       copy(buffer(1), call.out);
@@ -155,7 +155,7 @@ void GroupCollective::make_long(const CollectiveCall& call) {
 
 // The sum of this rank's part is at its place in the first half.
 void GroupCollective::sum_parts(const CollectiveCall& call, std::size_t part) {
-  renew_buffer(part);
+  renew_buffer(part, call.type == DType::kF32 ? 1 : 2);
   copy(call.in, buffer(0));
   std::fill(buffer(0).begin() + static_cast<std::ptrdiff_t>(call.in.size()), buffer(0).end(),
             std::byte{});
@@ -166,10 +166,10 @@ void GroupCollective::sum_parts(const CollectiveCall& call, std::size_t part) {
   copy(terms.first(part), buffer(0).subspan(me() * part));
 }
 
-void GroupCollective::renew_buffer(std::size_t part) {
+void GroupCollective::renew_buffer(std::size_t part, std::size_t halves) {
   half_ = part * ranks();
-  if (buffer_.use_count() > 1 || buffer_->size() < 2 * half_) {
-    buffer_ = std::make_shared<std::vector<std::byte>>(2 * half_);
+  if (buffer_.use_count() > 1 || buffer_->size() < halves * half_) {
+    buffer_ = std::make_shared<std::vector<std::byte>>(halves * half_);
   }
   ends_.resize(ranks());
   for (std::size_t r = 0; r < ranks(); ++r) ends_[r] = (r + 1) * part / sizeof(float);

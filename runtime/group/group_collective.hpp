@@ -48,8 +48,8 @@ class GroupCollective final : public Collective {
   void make_short(const CollectiveCall& call);
   void make_long(const CollectiveCall& call);
   void sum_parts(const CollectiveCall& call, std::size_t part);
-  // Makes buffer_ one of at least two times `bytes` that no message uses, and ends_ those of parts.
-  void renew_buffer(std::size_t part);
+  // Makes buffer_ one of at least so many halves that no message uses, and ends_ those of parts.
+  void renew_buffer(std::size_t part, std::size_t halves);
   [[nodiscard]] std::span<std::byte> buffer(std::size_t half) const;
   // The first half, as floats.
   [[nodiscard]] std::span<float> floats() const;
@@ -58,7 +58,7 @@ class GroupCollective final : public Collective {
   std::string_view member_;
   std::vector<First> firsts_;      // [rank], on the first rank
   std::vector<std::byte> common_;  // what all ranks get of a short one
-  // Two halves of a part for each rank; the communicator shares it after a throw.
+  // One or two halves of a part for each rank; the communicator shares it after a throw.
   std::shared_ptr<std::vector<std::byte>> buffer_ = std::make_shared<std::vector<std::byte>>();
   std::size_t half_ = 0;           // bytes
   std::vector<std::size_t> ends_;  // [rank] in floats
