@@ -56,6 +56,7 @@ void PlannedCollectives::begin(const StageBinding& binding, const PlanOp& op, Un
                                bool loss) {
   made_ = 0;
   planned_ = {};
+  in_loss_ = false;
   stage_ = op.stage;
   micro_batch_ = op.micro_batch;
   const std::span<const PlannedCollective> plan = collectives_of(*config_.plan, op);
@@ -65,7 +66,10 @@ void PlannedCollectives::begin(const StageBinding& binding, const PlanOp& op, Un
   if (const std::string why = why_unlike(plan, now); !why.empty()) {
     throw_usage("the stage describes other collectives than its plan has: {}", why);
   }
-  planned_ = op.action == ActionKind::kForward && !loss ? lists.of.back() : now;
+  planned_ = now;
+  if (op.action != ActionKind::kForward) return;
+  if (!loss) planned_ = lists.of.back();
+  in_loss_ = planned_.size() > lists.of.back().size();
 }
 
 void PlannedCollectives::make(CollectiveAxis axis, Collective* group, CollectiveCall call) {

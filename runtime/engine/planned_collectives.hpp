@@ -26,6 +26,8 @@ class PlannedCollectives {
   // loss() is a part of it. The first time for a shape, asks the stage for its description. Throws
   // Error(kUsage) where that is not like the plan's.
   void begin(const StageBinding& binding, const PlanOp& op, UnitShape shape, bool loss);
+  // Whether loss() makes some in the op that runs.
+  [[nodiscard]] bool in_loss() const { return in_loss_; }
   // After it. Other ranks would wait for a collective that is missing.
   void end() const;
 
@@ -62,6 +64,7 @@ class PlannedCollectives {
   // Of the action that runs.
   std::span<const PlannedCollective> planned_;
   std::size_t made_ = 0;
+  bool in_loss_ = false;
   int stage_ = -1, micro_batch_ = -1;
 };
 

@@ -51,6 +51,22 @@ class Gap : public Layer {
   Fault fault_;
 };
 
+// y = x, and a sum over the ranks of its stage in forward().
+class Summing : public Gap {
+ public:
+  Summing() : Gap({}) {}
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
+    LayerNeeds needs = Gap::needs(input, compute);
+    needs.collectives.forward = {{.bytes = sizeof(double), .type = DType::kF64}};
+    return needs;
+  }
+  void forward(LayerCall& call, const Tensor& y) override {
+    double one = 1;
+    call.stage.tensor->sum({&one, 1});
+    Gap::forward(call, y);
+  }
+};
+
 LayerSpec gap(const Fault& fault) { return layer<Gap>("gap", fault); }
 
 struct Rows {
@@ -279,10 +295,10 @@ class SumLoss : public Loss {
 
 TEST_P(UnwrittenTest, ALossThatLeavesItsSumOrItsGradientUnwrittenIsNamed) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    const auto step = [&](const SumLoss::Left& left, bool evaluates) {
-      const Sequential model =
-          Sequential({linear(4, 4), tanh(), linear(4, 4)}, loss<SumLoss>("own", left))
-              .with_input({DType::kF32, {4}});
+    const auto step = [&](const SumLoss::Left& left, bool evaluates, bool sums = false) {
+      const LayerSpec last = sums ? layer<Summing>("summing") : linear(4, 4);
+      const Sequential model = Sequential({linear(4, 4), tanh(), last}, loss<SumLoss>("own", left))
+                                   .with_input({DType::kF32, {4}});
       Pipeline pipeline(comm, model, rows(), options_of(comm.size(), "1f1b"));
       const Rows data;
       if (evaluates) return pipeline.evaluate(data.batch()).loss;
@@ -294,10 +310,12 @@ TEST_P(UnwrittenTest, ALossThatLeavesItsSumOrItsGradientUnwrittenIsNamed) {
       expect_error(ErrorCode::kUsage, {where + "0: loss() leaves *sum unwritten"},
                    [&] { (void)step({.sum = true, .gradient = true}, evaluates); });
     }
-    expect_error(ErrorCode::kUsage,
-                 {where + "0: loss() leaves output 0, f32 [2, 4], as forward() wrote it; legal in "
-                          "training: its gradient times ctx.loss_scale"},
-                 [&] { (void)step({.gradient = true}, false); });
+    for (const bool sums : {false, true}) {
+      expect_error(ErrorCode::kUsage,
+                   {where + "0: loss() leaves output 0, f32 [2, 4], as forward() wrote it; legal "
+                            "in training: its gradient times ctx.loss_scale"},
+                   [&] { (void)step({.gradient = true}, false, sums); });
+    }
     (void)step({.gradient = true}, true);
     EXPECT_NE(step({}, false), 0);
     EXPECT_NE(step({.squares = true}, false), 0);
