@@ -83,6 +83,16 @@ void add_note(std::string& notes, const std::string& note) {
   notes += (notes.empty() ? "" : "; ") + note;
 }
 
+LayerNeeds needs_of(const Layer& layer, const TensorSpec& input, ComputeContext& compute) {
+  LayerNeeds needs = layer.needs(input, compute);
+  const StageCollectives& made = needs.collectives;
+  if (made.loss.empty() && made.backward_weight.empty()) return needs;
+  throw_usage(
+      "needs() has collectives of {}; legal in a layer: collectives.forward and "
+      "collectives.backward_input",
+      made.loss.empty() ? "backward_weight" : "loss");
+}
+
 }  // namespace
 
 void add_needs(LayerNeeds& all, const LayerNeeds& part, bool backward_first) {
@@ -259,7 +269,7 @@ TensorSpec LayerRun::measure(std::size_t index, const TensorSpec& in, ComputeCon
   const NumberedLayer& each = layers_[part.index];
   const TensorSpec out = naming(each, [&] { return each.layer->output(in); });
   require_device(each.layer->runs_on_gpu(), each.full_name());
-  place.needs = naming(each, [&] { return each.layer->needs(in, compute); });
+  place.needs = naming(each, [&] { return needs_of(*each.layer, in, compute); });
   place.again = recomputes_ && part.promises.recomputes;
   LayerNeeds& all = plan.needs;
   add_needs(all, place.needs, /*backward_first=*/true);

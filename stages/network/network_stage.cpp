@@ -273,7 +273,14 @@ StageDescription LossNetworkStage::describe(std::span<const TensorSpec> inputs,
   }
   LayerNeeds needs = loss_->needs(outputs, compute);
   description.operator_bytes = std::max(description.operator_bytes, needs.operator_bytes);
-  description.collectives.loss = std::move(needs.collectives.forward);
+  StageCollectives& made = needs.collectives;
+  if (!made.loss.empty() || !made.backward_input.empty() || !made.backward_weight.empty()) {
+    throw_usage("{}: needs() has collectives of {}; legal in a loss: collectives.forward", kind_,
+                !made.loss.empty()             ? "loss"
+                : !made.backward_input.empty() ? "backward_input"
+                                               : "backward_weight");
+  }
+  description.collectives.loss = std::move(made.forward);
   return description;
 }
 
