@@ -13,6 +13,7 @@ namespace sluice {
 namespace {
 
 constexpr std::uint64_t kStepBits = 56;
+constexpr std::uint64_t kInCollective = std::uint64_t{1} << 63;
 
 // [Doing]
 constexpr std::array kDoings = {"its own program",
@@ -109,6 +110,7 @@ void ActivityBoard::begin_run(Phase phase, std::uint64_t step) noexcept {
   if (phase == Phase::kTrain) step_ = step;
   write([&](Words& words) {
     words[1].store(pair(0, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
+    words[6].store(0, std::memory_order_relaxed);
     words[2].store(static_cast<std::uint64_t>(phase) << kStepBits | step_,
                    std::memory_order_relaxed);
   });
@@ -132,17 +134,20 @@ void ActivityBoard::end_wait() noexcept {
 void ActivityBoard::begin_collective(const PlannedCollective& collective,
                                      std::int32_t index) noexcept {
   write([&](Words& words) {
-    words[6].store(std::uint64_t{1} << 63 | static_cast<std::uint64_t>(collective.axis) << 48 |
+    words[6].store(kInCollective | static_cast<std::uint64_t>(collective.axis) << 48 |
                        static_cast<std::uint64_t>(collective.kind) << 40 |
                        static_cast<std::uint64_t>(collective.type) << 32 |
-                       static_cast<std::uint32_t>(index),
+                       static_cast<std::uint32_t>(index + 1),
                    std::memory_order_relaxed);
     words[7].store(collective.bytes, std::memory_order_relaxed);
   });
 }
 
 void ActivityBoard::end_collective() noexcept {
-  write([&](Words& words) { words[6].store(0, std::memory_order_relaxed); });
+  write([](Words& words) {
+    words[6].store(words[6].load(std::memory_order_relaxed) & ~kInCollective,
+                   std::memory_order_relaxed);
+  });
 }
 
 void ActivityBoard::step_ended(double seconds) noexcept {
@@ -191,12 +196,12 @@ Activity ActivityBoard::read() const noexcept {
   activity.subject.tag = static_cast<std::int32_t>(words[4] >> 32);
   activity.subject.needed_op = static_cast<std::int32_t>(words[4]);
   activity.subject.bytes = words[5];
-  if (words[6] >> 63 != 0) {
+  activity.collectives_begun = static_cast<std::int32_t>(words[6]);
+  if ((words[6] & kInCollective) != 0) {
     activity.collective = {.axis = static_cast<CollectiveAxis>(words[6] >> 48 & 0xff),
                            .kind = static_cast<CollectiveKind>(words[6] >> 40 & 0xff),
                            .bytes = words[7],
                            .type = static_cast<DType>(words[6] >> 32 & 0xff)};
-    activity.collective_index = static_cast<std::int32_t>(words[6]);
   }
   activity.moves = begun / copies_.size();
   return activity;

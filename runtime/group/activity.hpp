@@ -47,9 +47,9 @@ struct Activity {
   bool waits = false;        // for what `subject` says, whose peer is a rank of the job
   std::optional<Axis> axis;  // of the group that waits; none: the whole job
   WaitSubject subject;
-  // Within an op, and its place among the op's collectives, from 0.
+  // That in which the rank is, and how many of the op it has begun, this one among them.
   std::optional<PlannedCollective> collective;
-  std::int32_t collective_index = 0;
+  std::int32_t collectives_begun = 0;
   std::uint64_t moves = 0;  // grows with every change
 };
 
@@ -85,10 +85,12 @@ class ActivityBoard {
       words[0].store(pack(Doing::kOperation, op.kind, op.action, op.stage, op.micro_batch),
                      std::memory_order_relaxed);
       words[1].store(pair(index, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
+      words[6].store(0, std::memory_order_relaxed);
     });
   }
   void begin_wait(const WaitSubject& subject, std::optional<Axis> axis) noexcept;
   void end_wait() noexcept;
+  // `index`: its place among the op's collectives, from 0.
   void begin_collective(const PlannedCollective& collective, std::int32_t index) noexcept;
   void end_collective() noexcept;
   void step_ended(double seconds) noexcept;

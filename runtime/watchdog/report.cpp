@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "comm/base/index.hpp"
@@ -48,9 +49,8 @@ bool shares(const WatchView& view, int rank, int other, CollectiveAxis axis) {
 
 // Whether `theirs` has not come to the collective in which `mine` is.
 bool has_not_come(const Activity& mine, const Activity& theirs) {
-  if (theirs.run != mine.run) return theirs.run < mine.run;
-  if (theirs.doing != Doing::kOperation || theirs.op != mine.op) return theirs.op < mine.op;
-  return !theirs.collective || theirs.collective_index < mine.collective_index;
+  return std::tie(theirs.run, theirs.op, theirs.collectives_begun) <
+         std::tie(mine.run, mine.op, mine.collectives_begun);
 }
 
 // "the sum of 24 bytes of f64 over the tensor ranks (collective 2 of stage 1, forward of
@@ -59,7 +59,7 @@ std::string collective_text(const WatchView& view, int rank) {
   const Activity& now = view.sightings[at(rank)].status.activity;
   std::string text = fmt::format("the {} in stage {}, {} of micro-batch {} (its collective {})",
                                  to_string(*now.collective), now.stage, in_words(now.action),
-                                 now.micro_batch, now.collective_index + 1);
+                                 now.micro_batch, now.collectives_begun);
   for (int other = 0; at(other) < view.ranks.size(); ++other) {
     const Sighting& each = view.sightings[at(other)];
     if (other == rank || !shares(view, rank, other, now.collective->axis)) continue;

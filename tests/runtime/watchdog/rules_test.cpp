@@ -254,31 +254,41 @@ TEST(WatchRulesTest, SayWhoDidNotComeToACollective) {
   place(2, 4, 0, 1);
   place(1, 7, 0, 0);
   place(3, 7, 1, 0);
-  const auto make = [&](std::size_t rank, CollectiveAxis axis, std::int32_t index) {
+  const auto make = [&](std::size_t rank, CollectiveAxis axis, std::int32_t begun) {
     Activity& now = job.activity(rank);
     now.collective = {.axis = axis, .kind = CollectiveKind::kAllGather, .bytes = 24};
-    now.collective_index = index;
+    now.collectives_begun = begun;
     now.op = 9;
     now.waits = true;
     now.subject.what = WaitSubject::What::kCollectiveReceive;
     now.subject.peer = 0;
   };
   const auto lines = [&] { return rank_lines(job.view(), kLimits); };
-  make(0, CollectiveAxis::kTensor, 1);
+  make(0, CollectiveAxis::kTensor, 2);
   job.activity(2).op = 8;
   const std::string text =
       "the all-gather of 24 bytes of f32 over the tensor ranks in stage 4, forward of micro-batch "
       "5 (its collective 2)";
   EXPECT_THAT(lines(), HasSubstr(text + "; rank 2 did not come, it is in 4F5 of step 1207\n"));
-  make(2, CollectiveAxis::kTensor, 0);  // an earlier one of the same action
+  make(2, CollectiveAxis::kTensor, 1);  // an earlier one of the same action
   EXPECT_THAT(lines(), HasSubstr(text + "; rank 2 did not come, "));
-  make(2, CollectiveAxis::kTensor, 1);
+  make(2, CollectiveAxis::kTensor, 2);
   EXPECT_THAT(lines(), HasSubstr(text + "\n"));
+  job.activity(2).collective.reset();  // it has left it, and computes in the same op
+  job.activity(2).waits = false;
+  EXPECT_THAT(lines(), HasSubstr(text + "\n"));
+  job.activity(0).op = job.activity(2).op = 0;
+  EXPECT_THAT(lines(), HasSubstr(text + "\n"));
+  job.activity(2).collectives_begun = 0;  // between the begin of the run and its first op
+  job.activity(2).doing = Doing::kCalling;
+  EXPECT_THAT(lines(), HasSubstr(text + "; rank 2 did not come, "));
+  job.activity(0).op = 9;
+  job.activity(2).doing = Doing::kOperation;
   job.activity(2).op = 10;  // it has made it
   EXPECT_THAT(lines(), HasSubstr(text + "\n"));
   job.sightings[2].left = true;
   EXPECT_THAT(lines(), HasSubstr(text + "; rank 2 did not come, its pipeline is destroyed"));
-  make(1, CollectiveAxis::kReplica, 0);
+  make(1, CollectiveAxis::kReplica, 1);
   job.activity(3).run = 8;
   EXPECT_THAT(lines(), HasSubstr("over the replicas in stage 7, forward of micro-batch 5 (its "
                                  "collective 1); rank 3 did not come, it is in 7F5"));

@@ -78,9 +78,15 @@ TEST(ActivityBoardTest, ShowsWhatTheRankDoes) {
   {
     const CollectiveScope scope(&board, sum, 300);
     EXPECT_EQ(board.read().collective, sum);
-    EXPECT_EQ(board.read().collective_index, 300);
+    EXPECT_EQ(board.read().collectives_begun, 301);
   }
   EXPECT_FALSE(board.read().collective);
+  EXPECT_EQ(board.read().collectives_begun, 301) << "it is over, and counts until the op is";
+  board.at(op(OpKind::kCompute, ActionKind::kForward, 2, 6), 13);
+  EXPECT_EQ(board.read().collectives_begun, 0);
+  { const CollectiveScope scope(&board, sum, 0); }
+  board.begin_run(Phase::kTrain, 8);
+  EXPECT_EQ(board.read().collectives_begun, 0);
 }
 
 TEST(ActivityBoardTest, HasRoomForMoreKinds) {
