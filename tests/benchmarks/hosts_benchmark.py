@@ -2,12 +2,17 @@
 """Steps over two hosts with slow links, next to the simulation in which messages overlap with compute.
 
     tests/benchmarks/hosts_benchmark.py [--build build/release] [--steps 12] [--shares 0.5,1,2]
+    tests/benchmarks/hosts_benchmark.py --sums 1,2 [--against build/other]
 
 Two hosts as network namespaces (tests/hosts), a core each, one rank each. `tc tbf` limits the link so that a message
 takes a share of a forward action. A run without a limit shows what a step takes besides its actions (optimizer, norm).
 The prediction is that rest and the simulation with the link's bandwidth and the times of the actions in the run itself.
 Each row runs with messages that advance between operators and, for comparison, between actions alone, in turns; it
 shows medians over the steps of `--rounds` rounds. Needs root and two idle cores.
+
+`--sums`: two replicas, one per host, of pipelines of so many ranks, which share a core. The link is limited so that the
+sums of gradients take `--sum-share` of a step without limit. Shown is how much of their time operators hide: what the
+limit does not add to the time in which ranks compute nothing, for the builds in turns.
 """
 
 import argparse
@@ -37,22 +42,58 @@ class Benchmark:
         self.sluice = str(pathlib.Path(options.build).resolve() / "sluice")
         (hosts.shared / "text.txt").write_text(made_up_text(200000))
 
-    def steps(self, schedule, progress):
-        """Seconds of the steps of a run, which leaves a trace."""
+    def train(self, sluice, ranks, words):
+        """Lines of metrics of the steps of a run, and what it prints."""
         metrics = self.hosts.shared / "metrics.jsonl"
         metrics.unlink(missing_ok=True)
-        words = [self.sluice, "train", "--data", "text.txt", "--layers", LAYERS, "--width", WIDTH, "--heads", 4,
-                 "--context", CONTEXT, "--micro-batches", MICRO_BATCHES, "--micro-batch-size", self.options.samples,
-                 "--pipeline", 2, "--schedule", schedule, "--chunks", SCHEDULES[schedule], "--steps",
-                 WARMUP + self.options.steps, "--validation-share", 0, "--metrics", metrics, "--trace", "trace.json",
-                 "--progress", progress]
-        # Rank 0 on core 0, rank 1 on core 1.
-        done = self.hosts.run(1, "mpirun", *self.hosts.slots(2), "sh", "-c",
-                              'exec taskset -c "$OMPI_COMM_WORLD_RANK" "$@"', "sh", *map(str, words), timeout=600)
+        words = [sluice, "train", "--data", "text.txt", "--layers", LAYERS, "--width", WIDTH, "--heads", 4,
+                 "--context", CONTEXT, "--steps", WARMUP + self.options.steps, "--validation-share", 0, "--metrics",
+                 metrics, *words]
+        # The ranks of the first host on core 0, those of the second on core 1.
+        done = self.hosts.run(1, "mpirun", *self.hosts.slots(ranks), "sh", "-c",
+                              f'exec taskset -c $((2 * OMPI_COMM_WORLD_RANK / {ranks})) "$@"', "sh", *map(str, words),
+                              timeout=600)
         if done.returncode != 0:
-            sys.exit(f"{schedule}: exit {done.returncode}\n{done.stdout}")
+            sys.exit(f"{' '.join(map(str, words))}: exit {done.returncode}\n{done.stdout}")
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        return [line["seconds"] for line in lines][WARMUP:]
+        return lines[WARMUP:], done.stdout
+
+    def steps(self, schedule, progress):
+        """Seconds of the steps of a run, which leaves a trace."""
+        lines, _ = self.train(self.sluice, 2, [
+            "--micro-batches", MICRO_BATCHES, "--micro-batch-size", self.options.samples, "--pipeline", 2, "--schedule",
+            schedule, "--chunks", SCHEDULES[schedule], "--trace", "trace.json", "--progress", progress])
+        return [line["seconds"] for line in lines]
+
+    def sums_row(self, depth):
+        builds = [self.options.build, *filter(None, [self.options.against])]
+        words = ["--pipeline", depth, "--replicas", 2, "--rank-order", "pipeline-first", "--micro-batches", depth,
+                 "--micro-batch-size", self.options.samples]
+
+        def turns():
+            """[build] the medians of seconds and of idle seconds of the steps of its runs, and what the last prints."""
+            steps = {build: [] for build in builds}
+            for _ in range(self.options.rounds):
+                for build in builds:
+                    lines, said = self.train(str(pathlib.Path(build).resolve() / "sluice"), 2 * depth, words)
+                    steps[build] += lines
+            return {build: (statistics.median(line["seconds"] for line in lines),
+                            statistics.median(line["seconds"] * line["bubble_measured"] for line in lines))
+                    for build, lines in steps.items()}, said
+
+        self.limit("off")
+        free, said = turns()
+        # Each of two replicas sends a half of its gradients, and then a half of the sum.
+        column = re.findall(r"^ +\d+ .*? \d+\.\d +(\d+\.\d) ", said, re.MULTILINE)
+        gradients = sum(float(mebibytes) for mebibytes in column) * 2**20
+        sums = self.options.sum_share * min(seconds for seconds, _ in free.values())
+        self.limit(f"{int(8 * gradients / sums)}bit")
+        limited, _ = turns()
+        for build in builds:
+            (before, idle_before), (after, idle_after) = free[build], limited[build]
+            print(f"{depth:>2} {8 * gradients / sums / 1e6:8.0f} {1e3 * sums:7.0f} {1e3 * before:9.0f} "
+                  f"{1e3 * idle_before:6.0f} {1e3 * after:10.0f} {1e3 * idle_after:6.0f} "
+                  f"{1 - (idle_after - idle_before) / sums:7.2f}  {build}")
 
     def simulated(self, schedule, bandwidth):
         """Seconds of a step with the times of the last run; bandwidth in bytes per second, 0: without limit."""
@@ -103,15 +144,29 @@ def main():
     parser.add_argument("--samples", type=int, default=2, help="per micro-batch")
     parser.add_argument("--shares", default="0.5,1,2", help="time of a message by that of a forward action",
                         type=lambda text: [float(share) for share in text.split(",")])
+    parser.add_argument("--sums", default=[], help="depths of pipelines, such as 1,2",
+                        type=lambda text: [int(depth) for depth in text.split(",")])
+    parser.add_argument("--sum-share", type=float, default=0.5, help="time of the sums by that of a step")
+    parser.add_argument("--against", help="build folder of another version, for --sums")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), type=lambda text: text.split(","))
     options = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
     os.environ.pop("OPENBLAS_CORETYPE", None)
+    folders = [pathlib.Path(folder).resolve() for folder in (options.build, options.against) if folder]
     try:
-        hosts = Hosts(2, keep=(ROOT, pathlib.Path(options.build).resolve()))
+        hosts = Hosts(2, keep=(ROOT, *folders))
     except Unavailable as reason:
         print(f"skipped: several hosts on one machine: {reason}")
         return 77
+    if options.sums:
+        print("milliseconds; hidden: share of the sums' time\n"
+              f"{'p':>2} {'Mbit/s':>8} {'sums':>7} {'no limit':>9} {'idle':>6} {'limited':>10} {'idle':>6} "
+              f"{'hidden':>7}  build")
+        with hosts:
+            benchmark = Benchmark(options, hosts)
+            for depth in options.sums:
+                benchmark.sums_row(depth)
+        return 0
     print("milliseconds; share: a message's time by a forward action's; x: measured by predicted\n"
           f"{'schedule':<12} {'F':>6} {'Mbit/s':>9} {'share':>6} {'no limit':>8} {'predicted':>10} {'operators':>10} "
           f"{'x':>6} {'actions':>9} {'x':>6}")
