@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <limits>
 #include <map>
@@ -18,6 +19,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
+#include "comm/group/topology.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/sample_specs.hpp"
 #include "runtime/group/guard.hpp"
@@ -237,6 +239,9 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
                              const DataSource& source, const std::vector<UnitShape>& sizes,
                              bool takes_targets, const std::function<Stage&(int stage)>& stage_of) {
   const int stages = placement.stages();
+  // Inference makes no collectives over replicas.
+  const AxisSizes& ranks = job.place.topology.size;
+  const std::array sharing = {takes_targets ? ranks.replica : 1, ranks.tensor};
   StageReports all;
   all.edges.resize(sizes.size());
   std::vector<std::vector<TensorSpec>> inputs;  // [size] of stage s
@@ -252,7 +257,8 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
       for (const UnitShape size : sizes) {  // of whole samples, where there are targets
         if (takes_targets && s + 1 == stages) targets.push_back(source.target_specs(size.samples));
       }
-      const StageReport mine = report_of(stage_of(s), s, inputs, targets, compute);
+      const StageReport mine = report_of(stage_of(s), s, inputs, targets,
+                                         {.last = s + 1 == stages, .ranks = sharing}, compute);
       text = to_text(mine);
       if (!mine.model.empty()) all.model = mine.model;
     }

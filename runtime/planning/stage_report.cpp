@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -13,6 +14,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/transport.hpp"
@@ -128,17 +130,30 @@ StageDescription description_of(const Stage& stage, int index,
   }
 }
 
-void set_collectives(StageEntry& entry, const StageDescription& description, bool first,
-                     int index) {
+// Empty: a rank passes whole values, and to each rank as many where it has a part for each.
+std::string why_uneven(const PlannedCollective& each, const StagePeers& peers) {
+  const int ranks = peers.ranks[at(static_cast<int>(each.axis))];
+  const bool splits =
+      each.kind == CollectiveKind::kReduceScatter || each.kind == CollectiveKind::kAllToAll;
+  const std::size_t unit = size_of(each.type) * (splits ? at(ranks) : 1);
+  if (each.bytes % unit == 0) return {};
+  return fmt::format("{}, {} in number; legal: a multiple of {} bytes", in_sentence(each), ranks,
+                     unit);
+}
+
+void set_collectives(StageEntry& entry, const StageDescription& description, bool first, int index,
+                     const StagePeers& peers) {
   const StageCollectives& made = description.collectives;
+  if (!peers.last && !made.loss.empty()) {
+    throw_usage("stage {} describes collectives.loss; legal: of the last stage alone", index);
+  }
   if (first) entry.collectives = made;
   const StageCollectives& largest = entry.collectives;
   const auto require = [&](std::string_view where, const std::vector<PlannedCollective>& list,
                            const std::vector<PlannedCollective>& most) {
     for (const PlannedCollective& each : list) {
-      std::string_view why = why_illegal(each);
-      if (why.empty() && each.bytes % size_of(each.type) != 0)
-        why = "its bytes are no whole values";
+      std::string why(why_illegal(each));
+      if (why.empty()) why = why_uneven(each, peers);
       if (why.empty()) continue;
       throw_usage("stage {} describes a collective of its {} that cannot be: {}", index, where,
                   why);
@@ -193,14 +208,14 @@ void raise(StageEntry& entry, const StageDescription& description) {
 }  // namespace
 
 StageReport report_of(Stage& stage, int index, const std::vector<std::vector<TensorSpec>>& inputs,
-                      const std::vector<std::vector<TensorSpec>>& targets,
+                      const std::vector<std::vector<TensorSpec>>& targets, const StagePeers& peers,
                       ComputeContext& compute) {
   StageReport report;
   for (const std::vector<TensorSpec>& specs : inputs) {
     const StageDescription description = description_of(stage, index, specs, compute);
     require_legal_outputs(description.outputs, index);
     if (!targets.empty()) require_targets(targets[report.outputs.size()], description, index);
-    set_collectives(report.entry, description, report.outputs.empty(), index);
+    set_collectives(report.entry, description, report.outputs.empty(), index, peers);
     if (report.outputs.empty()) {
       report.entry.note = description.note;
       report.model = description.model;

@@ -2,10 +2,12 @@
 // the stage keeps to it. Internal to the pipeline.
 #pragma once
 
+#include <array>
 #include <string>
 #include <vector>
 
 #include <sluice/compute.hpp>
+#include <sluice/plan.hpp>
 #include <sluice/stage.hpp>
 #include <sluice/tensor.hpp>
 
@@ -21,6 +23,12 @@ struct StageReport {
   std::string model;  // StageDescription::model; compared apart, so not in to_text()
 };
 
+// Where a stage is, for what it may describe.
+struct StagePeers {
+  bool last = false;
+  std::array<int, kCollectiveAxes> ranks = {1, 1};  // [axis] that make its collectives
+};
+
 // Describes `stage`, which has the global number `index`. inputs[size] are its inputs for every
 // shape that a micro-batch may have, the largest first. Throws Error(kUsage) that names
 // the stage where a description or a parameter's name is not legal. `targets`, of the data: none,
@@ -28,7 +36,7 @@ struct StageReport {
 [[nodiscard]] StageReport report_of(Stage& stage, int index,
                                     const std::vector<std::vector<TensorSpec>>& inputs,
                                     const std::vector<std::vector<TensorSpec>>& targets,
-                                    ComputeContext& compute);
+                                    const StagePeers& peers, ComputeContext& compute);
 
 // After prepare(). Throws Error(kUsage) where a stage has other parameters or buffers than it
 // described, or none of their memory.

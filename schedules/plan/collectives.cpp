@@ -59,7 +59,7 @@ std::vector<PlannedCollective> collectives_of(const StageCollectives& stage, Act
 std::string_view why_illegal(const PlannedCollective& collective) {
   if (at(collective.axis) >= kCollectiveAxes || at(collective.kind) >= kCollectiveKinds ||
       at(collective.type) >= kDTypes) {
-    return "its axis, kind or type does not exist";
+    return "legal are the axes of CollectiveAxis, the kinds of CollectiveKind, the types of DType";
   }
   const bool adds =
       collective.kind == CollectiveKind::kSum || collective.kind == CollectiveKind::kReduceScatter;

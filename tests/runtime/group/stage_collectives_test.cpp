@@ -58,9 +58,9 @@ class Doubling : public Stage, public SplitBackward, public LossStage {
     const PlannedCollective total{.bytes = sizeof(double), .type = DType::kF64};
     StageDescription description{.outputs = {in[0]}};
     description.collectives = {.forward = {gather, count, scatter, exchange, sum},
-                               .loss = {total},
                                .backward_input = {count, gather},
                                .backward_weight = {scatter}};
+    if (place_.stage + 1 == place_.stages) description.collectives.loss = {total};
     if (fault_ == Fault::kGrows && in[0].shape[0] < 4) {
       description.collectives.backward_weight[0].bytes = 80;
     }

@@ -268,19 +268,33 @@ TEST(TensorRanksTest, OutputsAndCollectivesAreTheSameOnAll) {
       {"tensor rank 0 has 'outputs of the last stage for a micro-batch of 1 samples", "[1, 1]",
        "[1, 3]"});
   Parts parts;
-  parts.described.collectives.loss = {{.bytes = 6}};
+  std::vector<PlannedCollective>& forward = parts.described.collectives.forward;
+  forward = {{.bytes = 6}};
   expect_refused(parts, ErrorCode::kUsage,
-                 {"stage 0 describes a collective of its loss that cannot be: its bytes are no "
-                  "whole values"});
-  parts.described.collectives.loss = {{.bytes = 4, .type = DType::kI32}};
+                 {"stage 0 describes a collective of its forward that cannot be: a sum of 6 bytes "
+                  "of f32 over the tensor ranks, 2 in number; legal: a multiple of 4 bytes"});
+  for (const CollectiveKind kind : {CollectiveKind::kReduceScatter, CollectiveKind::kAllToAll}) {
+    forward = {{.kind = kind, .bytes = 12}};
+    expect_refused(parts, ErrorCode::kUsage, {"2 in number; legal: a multiple of 8 bytes"});
+    forward[0].axis = CollectiveAxis::kReplica;  // one rank alone
+    forward.push_back({.bytes = 5});
+    expect_refused(parts, ErrorCode::kUsage, {"a sum of 5 bytes"});
+  }
+  forward = {{.bytes = 4, .type = DType::kI32}};
   expect_refused(parts, ErrorCode::kUsage, {"legal are sums of f32 and of f64"});
+  forward.clear();
+  parts.described.collectives.loss = {{.bytes = 4}};
+  expect_refused(parts, ErrorCode::kUsage,
+                 {"stage 0 describes collectives.loss; legal: of the last stage alone"});
   const auto with = [](CollectiveAxis axis, bool other_kind) {
     return Parts{.collectives = [=](const StagePlace& place) {
       const bool second = place.stage == 1 && place.tensor == 1;
       const PlannedCollective sum{.axis = axis, .bytes = second ? 16U : 24U};
       PlannedCollective last = sum;
       if (second && other_kind) last.kind = CollectiveKind::kAllGather;
-      return StageCollectives{.loss = {sum}, .backward_input = {last}};
+      StageCollectives made{.backward_input = {last}};
+      if (place.stage == 1) made.loss = {sum};
+      return made;
     }};
   };
   expect_refused(with(CollectiveAxis::kTensor, false), ErrorCode::kMismatch,
