@@ -3,7 +3,6 @@
 #include "runtime/layout/virtual_replicas.hpp"
 
 #include <fmt/core.h>
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -35,8 +34,6 @@
 
 namespace sluice::testing {
 namespace {
-
-using ::testing::HasSubstr;
 
 constexpr int kMicroBatches = 3;  // of a virtual replica
 constexpr std::int64_t kSize = 2, kContext = 4, kVocabulary = 33;

@@ -65,7 +65,7 @@ inline torch::ScalarType torch_type(DType dtype) {
   for (const TypePair& type : kTypes) {
     if (type.own == dtype) return type.torch;
   }
-  refuse(std::string("it has no tensors of type ").append(name_of(dtype)));
+  refuse("it has no tensors of type number " + std::to_string(static_cast<int>(dtype)));
 }
 
 // Null for a type that Sluice's tensors do not have.
