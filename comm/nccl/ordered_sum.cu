@@ -30,12 +30,12 @@ __global__ void sum_shards(T* own, const T* others, std::size_t stride, std::siz
   for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += threads) {
     const T mine = own[i];
-    const T* next = others + i;
+    std::size_t next = i;  // in `others`, which is null for one rank
     T levels[kLevels] = {};
     for (int came = 0; came < ranks; ++came) {
       T sum = mine;
       if (came != rank) {
-        sum = *next;
+        sum = others[next];
         next += stride;
       }
       bool carries = true;
