@@ -17,9 +17,9 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/verify.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/files/writable.hpp"

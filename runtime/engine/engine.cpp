@@ -14,6 +14,7 @@
 
 #include "comm/base/host.hpp"
 #include "comm/base/index.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/device/profiler_range.hpp"
 #include "runtime/engine/device_batch.hpp"
@@ -22,7 +23,6 @@
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/group/activity.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/group/host_mirror.hpp"

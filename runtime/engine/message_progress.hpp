@@ -6,9 +6,9 @@
 
 #include <sluice/compute.hpp>
 
+#include "comm/base/steady_seconds.hpp"
 #include "comm/group/host_sums.hpp"
 #include "comm/group/transport.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "stages/compute/context_access.hpp"
 
 namespace sluice {

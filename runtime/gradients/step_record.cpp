@@ -8,7 +8,7 @@
 #include <string>
 
 #include "comm/base/index.hpp"
-#include "runtime/engine/steady_seconds.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "stages/compute/call_arguments.hpp"
 
 namespace sluice {

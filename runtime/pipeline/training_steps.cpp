@@ -5,9 +5,9 @@
 #include <algorithm>
 
 #include "comm/base/index.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/group/configuration.hpp"
 #include "stages/compute/thread_team.hpp"
 

@@ -12,8 +12,8 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/steady_seconds.hpp"
 #include "comm/base/throw_error.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/files/writable.hpp"
 

@@ -18,9 +18,9 @@
 #include <sluice/simulate.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/engine/engine.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/call.hpp"

@@ -20,8 +20,8 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "comm/group/communicator.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/utc_text.hpp"
 #include "runtime/process/supervisor_events.hpp"
 

@@ -9,9 +9,9 @@
 
 #include <sluice/program.hpp>
 
+#include "comm/base/steady_seconds.hpp"
 #include "comm/group/communicator.hpp"
 #include "comm/group/transport.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/idle_engine.hpp"
 

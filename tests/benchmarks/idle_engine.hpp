@@ -10,9 +10,9 @@
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
 
+#include "comm/base/steady_seconds.hpp"
 #include "comm/group/communicator.hpp"
 #include "runtime/engine/engine.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/group/activity.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 

@@ -8,8 +8,8 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/read_file.hpp"

@@ -14,7 +14,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
-#include "runtime/engine/steady_seconds.hpp"
+#include "comm/base/steady_seconds.hpp"
 
 namespace sluice {
 namespace {

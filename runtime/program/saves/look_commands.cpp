@@ -12,10 +12,10 @@
 #include <sluice/hugging_face.hpp>
 
 #include "comm/base/joined.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/checkpoint/verify.hpp"
-#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/mapped_file.hpp"
 #include "runtime/files/read_file.hpp"
 #include "runtime/files/sha256.hpp"

@@ -9,7 +9,7 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/stage.hpp>
 
-#include "runtime/engine/steady_seconds.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"

@@ -11,4 +11,8 @@ namespace sluice {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+struct TimeSpan {
+  double start = 0, end = 0;  // as steady_seconds()
+};
+
 }  // namespace sluice
