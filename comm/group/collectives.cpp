@@ -22,11 +22,14 @@ enum TagOffset : int {
   kBroadcastTag,
   kGatherTag,
   kPointTag,
-  kScatterTag,
-  kPartTag,
   kExchangeTag,
-  kSecondHandTag,
+  kSumTag,
+  kSecondHandSumTag,
+  kPartTag,
+  kSecondHandPartTag,
+  kTagsEnd,
 };
+static_assert(kTagsEnd == Collectives::kTags);
 
 WaitSubject sends(int peer, int tag, std::size_t bytes) {
   return {WaitSubject::What::kCollectiveSend, peer, tag, bytes};
@@ -72,10 +75,8 @@ Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
       waiter_(comm.local_size()),
       open_(at(comm.size())),
       copy_(std::make_shared<std::vector<std::byte>>(kFirstCopy)),
-      sums_(comm,
-            {.addends = base_tag + kScatterTag,
-             .parts = base_tag + kPartTag,
-             .second_hand = base_tag + kSecondHandTag},
+      sums_(comm, {.direct = base_tag + kSumTag, .second_hand = base_tag + kSecondHandSumTag},
+            {.direct = base_tag + kPartTag, .second_hand = base_tag + kSecondHandPartTag},
             interrupt) {}
 
 // `expected_bytes`: of a receive; 0 for a send.

@@ -22,7 +22,8 @@ namespace sluice {
 
 class Collectives {
  public:
-  // Tags base_tag..base_tag+7 of `comm` are this object's.
+  // kTags tags of `comm`, from base_tag on, are this object's.
+  static constexpr int kTags = 9;
   Collectives(Communicator& comm, int base_tag, Interrupt* interrupt);
 
   void barrier();

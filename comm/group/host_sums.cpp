@@ -3,11 +3,13 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <utility>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "comm/group/open_requests.hpp"
 
 namespace sluice {
@@ -16,13 +18,19 @@ namespace {
 
 using What = BlockStep::What;
 
-// Of a part: how large they are, and how many are on their way at a time. Those of a sum stay in a
-// core's cache; a gather adds nothing, and needs no memory for them.
+// Blocks of a part, in floats. Operators let messages advance every few milliseconds, in which a
+// fast link takes a MiB or more: so many are on their way at a time. A gather adds nothing, and
+// needs no memory for its blocks.
 struct Blocks {
-  std::size_t floats, in_flight;
+  std::size_t size;    // of one
+  std::size_t window;  // of those on their way, from all ranks
+  std::size_t least;   // blocks on their way from a rank
 };
-constexpr Blocks kSumBlocks = {32 * 1024, 4};
-constexpr Blocks kGatherBlocks = {256 * 1024, 8};
+constexpr Blocks kSums = {32 * 1024, 512 * 1024, 4};
+constexpr Blocks kGathers = {256 * 1024, 2048 * 1024, 8};
+// Between hosts MPI sends a message of up to 64 KiB with its header by default. A longer one waits
+// until the receiver has answered, which it does between operators.
+constexpr std::size_t kBetweenHosts = 15 * 1024;
 
 struct Range {
   std::size_t begin = 0;
@@ -68,13 +76,15 @@ void add(const float* left, const float* right, float* sum, std::size_t count) {
 
 }  // namespace
 
-HostSums::HostSums(Communicator& comm, const Tags& tags, Interrupt* interrupt)
+HostSums::HostSums(Communicator& comm, const Tags& of_sums, const Tags& of_gathers,
+                   Interrupt* interrupt)
     : comm_(comm),
-      tags_(tags),
       interrupt_(interrupt),
       waiter_(comm.local_size()),
+      sums_{.tags = of_sums},
+      gathers_{.tags = of_gathers},
       even_ends_(at(comm.size())),
-      blocks_(std::make_shared<std::vector<float>>()) {
+      slots_(std::make_shared<std::vector<float>>()) {
   set_hosts(std::vector<int>(at(comm.size())));
   reserve(0);
 }
@@ -85,43 +95,53 @@ void HostSums::set_hosts(std::span<const int> hosts) {
                 fmt::format("hosts of {} ranks, of {}", hosts.size(), comm_.size()), comm_.rank());
   }
   if (comm_.size() == 1) return;
-  scatter_ = scatter_steps(hosts, comm_.rank());
-  gather_ = gather_steps(hosts, comm_.rank());
-  open_.resize(std::max(kSumBlocks.in_flight * at(scatter_.requests),
-                        kGatherBlocks.in_flight * at(gather_.requests)));
+  sums_.steps = scatter_steps(hosts, comm_.rank());
+  gathers_.steps = gather_steps(hosts, comm_.rank());
+  const bool one = std::count(hosts.begin(), hosts.end(), hosts.front()) == std::ssize(hosts);
+  for (auto [lane, blocks] : {std::pair(&sums_, kSums), std::pair(&gathers_, kGathers)}) {
+    lane->floats = one ? blocks.size : kBetweenHosts;
+    lane->most = std::max(blocks.least, blocks.window / lane->floats / (hosts.size() - 1));
+    lane->open.resize(lane->most * at(lane->steps.requests));
+  }
+  slot_floats_ = 0;
 }
 
 void HostSums::reserve(std::size_t count, std::size_t calls) {
-  while (calls_.size() < calls) calls_.emplace_back().ends.resize(at(comm_.size()));
-  const std::size_t needed =
-      kSumBlocks.in_flight * at(scatter_.slots) * std::min(kSumBlocks.floats, count);
-  if (blocks_.use_count() > 1 || blocks_->size() < needed) {
-    blocks_ = std::make_shared<std::vector<float>>(needed);
+  for (Lane* lane : {&sums_, &gathers_}) {
+    while (lane->calls.size() < calls) lane->calls.emplace_back().ends.resize(at(comm_.size()));
   }
+  const std::size_t floats = std::min(sums_.floats, count);
+  if (slots_.use_count() == 1 && floats <= slot_floats_) return;
+  slot_floats_ = std::max(slot_floats_, floats);
+  slots_ = std::make_shared<std::vector<float>>(sums_.most * at(sums_.steps.slots) * slot_floats_);
 }
 
 HostSums::Ticket HostSums::start_reduce_scatter(std::span<float> values,
                                                 std::span<const std::size_t> ends,
-                                                const KeepAlive& owner) {
-  return start(scatter_, tags_.addends, values, ends, owner);
+                                                const KeepAlive& owner, double* ended) {
+  start(sums_, values, ends, owner, ended);
+  return started();
 }
 
 HostSums::Ticket HostSums::start_gather(std::span<float> values, std::span<const std::size_t> ends,
                                         const KeepAlive& owner) {
-  return start(gather_, tags_.parts, values, ends, owner);
+  start(gathers_, values, ends, owner, nullptr);
+  return started();
 }
 
-HostSums::Ticket HostSums::start_sum(std::span<float> values, const KeepAlive& owner) {
+HostSums::Ticket HostSums::start_sum(std::span<float> values, const KeepAlive& owner,
+                                     double* ended) {
   const std::size_t part = (values.size() + even_ends_.size() - 1) / even_ends_.size();
   for (std::size_t rank = 0; rank < even_ends_.size(); ++rank) {
     even_ends_[rank] = std::min(values.size(), (rank + 1) * part);
   }
-  start_reduce_scatter(values, even_ends_, owner);
-  return start_gather(values, even_ends_, owner);
+  start(sums_, values, even_ends_, owner, nullptr);
+  start(gathers_, values, even_ends_, owner, ended);
+  return started();
 }
 
-HostSums::Ticket HostSums::start(const BlockSteps& steps, int tag, std::span<float> values,
-                                 std::span<const std::size_t> ends, const KeepAlive& owner) {
+void HostSums::start(Lane& lane, std::span<float> values, std::span<const std::size_t> ends,
+                     const KeepAlive& owner, double* ended) {
   if (ends.size() != at(comm_.size()) || !std::is_sorted(ends.begin(), ends.end()) ||
       ends.back() != values.size()) {
     throw Error(ErrorCode::kInternal,
@@ -130,36 +150,36 @@ HostSums::Ticket HostSums::start(const BlockSteps& steps, int tag, std::span<flo
                 comm_.rank());
   }
   const std::size_t largest = largest_part(ends);
-  if (comm_.size() == 1 || largest == 0) return started_;
-  if (last_ == calls_.size()) calls_.emplace_back();
-  Call& call = calls_[last_++];
-  call.steps = &steps;
-  call.tag = tag;
+  if (comm_.size() == 1 || largest == 0) return;
+  if (lane.last == lane.calls.size()) lane.calls.emplace_back();
+  Call& call = lane.calls[lane.last++];
   call.values = values;
   call.ends.assign(ends.begin(), ends.end());
   call.owner = owner;
-  const Blocks& blocks = &steps == &scatter_ ? kSumBlocks : kGatherBlocks;
-  call.floats = std::min(blocks.floats, largest);
-  call.in_flight = blocks.in_flight;
-  call.blocks = (largest + call.floats - 1) / call.floats;
-  call.begun = call.block = call.next = 0;
-  return ++started_;
+  call.ended = ended;
+  call.blocks = (largest + lane.floats - 1) / lane.floats;
+  call.after = started().sums;
+}
+
+HostSums::Ticket HostSums::started() const {
+  const auto of = [](const Lane& lane) { return lane.finished + (lane.last - lane.first); };
+  return {of(sums_), of(gathers_)};
 }
 
 void HostSums::progress() {
   try {
-    while (first_ != last_ && step()) continue;
+    while (step()) continue;
   } catch (...) {
     abandon();
     throw;
   }
 }
 
-void HostSums::wait(Ticket ticket) {
+void HostSums::wait(const Ticket& ticket) {
   try {
     while (!done(ticket)) {
       const std::uint64_t before = steps_;  // the interrupt may make the next one
-      wait_until(waiter_, interrupt_, subject(), [&] { return steps_ != before || step(); });
+      wait_until(waiter_, interrupt_, subject(ticket), [&] { return steps_ != before || step(); });
     }
   } catch (...) {
     abandon();
@@ -167,71 +187,108 @@ void HostSums::wait(Ticket ticket) {
   }
 }
 
-// Makes the next step of the call that runs; false: it has to wait.
-bool HostSums::step() {
-  Call& call = calls_[first_];
-  if (call.begun == 0 && call.steps == &scatter_) reserve(call.values.size());
-  for (; call.begun < std::min(call.blocks, call.block + call.in_flight); ++call.begun) {
-    for (const BlockStep& begins : call.steps->begin) (void)make(call, call.begun, begins);
-  }
-  if (!make(call, call.block, call.steps->rest[call.next])) return false;
+// Makes the next step of the lane's block; false: it has to wait, or there is none.
+bool HostSums::step(Lane& lane) {
+  begin(lane);
+  if (lane.ended == lane.begun) return false;
+  if (!make(lane, lane.ends, lane.ended, lane.steps.rest[lane.next])) return false;
   ++steps_;
-  if (++call.next < call.steps->rest.size()) return true;
-  call.next = 0;
-  if (++call.block < call.blocks) return true;
-  call.owner.reset();
-  ++finished_;
-  if (++first_ == last_) first_ = last_ = 0;
+  if (++lane.next < lane.steps.rest.size()) return true;
+  lane.next = 0;
+  ++lane.ended;
+  if (!advance(lane, lane.ends)) return true;
+  Call& done = lane.calls[lane.first];
+  done.owner.reset();
+  if (done.ended != nullptr) *done.ended = steady_seconds();
+  ++lane.finished;
+  if (++lane.first == lane.last) lane.rewind();
   return true;
 }
 
-// False: it has to wait.
-bool HostSums::make(const Call& call, std::size_t block, const BlockStep& step) {
-  const Range range = block_of(call.ends, step.part, call.floats, block);
+// In the order of the blocks, so that all ranks post and send in one order.
+void HostSums::begin(Lane& lane) {
+  while (lane.begins.call != lane.last && lane.begun - lane.ended < lane.most) {
+    const Call& call = lane.calls[lane.begins.call];
+    if (&lane == &gathers_ ? call.after > sums_.finished : !has_slots(call)) return;
+    for (const BlockStep& step : lane.steps.begin) (void)make(lane, lane.begins, lane.begun, step);
+    ++lane.begun;
+    (void)advance(lane, lane.begins);
+  }
+}
+
+// Renews them between blocks.
+bool HostSums::has_slots(const Call& call) {
+  const std::size_t floats = std::min(sums_.floats, call.values.size());
+  if (slots_.use_count() == 1 && floats <= slot_floats_) return true;
+  if (sums_.begun != sums_.ended) return false;
+  reserve(floats);
+  return true;
+}
+
+// True: that was the call's last block.
+bool HostSums::advance(const Lane& lane, Place& place) {
+  if (++place.block < lane.calls[place.call].blocks) return false;
+  place = {place.call + 1, 0};
+  return true;
+}
+
+// False: it has to wait. `number`: of the block in the lane.
+bool HostSums::make(Lane& lane, const Place& place, std::uint64_t number, const BlockStep& step) {
+  const Call& call = lane.calls[place.call];
+  const Range range = block_of(call.ends, step.part, lane.floats, place.block);
   if (range.size == 0) return true;
-  const auto place = [&](int slot) {
-    const std::size_t first = block % call.in_flight * at(call.steps->slots);
-    return slot == BlockStep::kValues ? call.values.data() + range.begin
-                                      : blocks_->data() + (first + at(slot)) * call.floats;
+  const auto floats = [&](int slot) {
+    return slot == BlockStep::kValues
+               ? call.values.data() + range.begin
+               : slots_->data() +
+                     (number % lane.most * at(lane.steps.slots) + at(slot)) * slot_floats_;
   };
   if (step.what == What::kAdd) {
-    add(place(step.left), place(step.right), place(step.place), range.size);
+    add(floats(step.left), floats(step.right), floats(step.place), range.size);
     return true;
   }
-  Request& request = open_[block % call.in_flight * at(call.steps->requests) + at(step.request)];
-  const int tag = step.second_hand ? tags_.second_hand : call.tag;
-  const std::span<float> floats(place(step.place), range.size);
+  Request& request = lane.open[number % lane.most * at(lane.steps.requests) + at(step.request)];
+  const int tag = step.second_hand ? lane.tags.second_hand : lane.tags.direct;
+  const std::span<float> message(floats(step.place), range.size);
   if (step.what == What::kReceive) {
-    request = comm_.post_recv(step.peer, tag, std::as_writable_bytes(floats));
+    request = comm_.post_recv(step.peer, tag, std::as_writable_bytes(message));
   } else if (step.what == What::kSend) {
-    request = comm_.start_send(step.peer, tag, std::as_bytes(floats));
+    request = comm_.start_send(step.peer, tag, std::as_bytes(message));
   } else if (step.what == What::kSent) {
     return comm_.test(request);
   } else {
     Arrival arrival;
-    arrival.bytes = floats.size_bytes();
+    arrival.bytes = message.size_bytes();
     if (!comm_.test(request, &arrival)) return false;
-    require_size(comm_, floats.size_bytes(), arrival);
+    require_size(comm_, message.size_bytes(), arrival);
   }
   return true;
 }
 
-WaitSubject HostSums::subject() const {
-  const Call& call = calls_[first_];
-  const BlockStep& step = call.steps->rest[call.next];
+// Of what `ticket` needs first.
+WaitSubject HostSums::subject(const Ticket& ticket) const {
+  const Lane& lane = ticket.sums > sums_.finished ? sums_ : gathers_;
+  const BlockStep& step = lane.steps.rest[lane.next];
+  const Range range =
+      block_of(lane.calls[lane.ends.call].ends, step.part, lane.floats, lane.ends.block);
   return {step.what == What::kReceived ? WaitSubject::What::kCollectiveReceive
                                        : WaitSubject::What::kCollectiveSend,
-          step.peer, step.second_hand ? tags_.second_hand : call.tag,
-          block_of(call.ends, step.part, call.floats, call.block).size * sizeof(float)};
+          step.peer, step.second_hand ? lane.tags.second_hand : lane.tags.direct,
+          range.size * sizeof(float)};
 }
 
 void HostSums::abandon() noexcept {
-  if (first_ != last_) {
-    const OpenRequests cancelled(comm_, open_, calls_[first_].owner, blocks_);
+  const bool of_sums = cancel_open(comm_, sums_.open);
+  const bool goes_on = cancel_open(comm_, gathers_.open) || of_sums;
+  if (goes_on) comm_.keep(slots_);
+  for (Lane* lane : {&sums_, &gathers_}) {
+    for (; lane->first != lane->last; ++lane->first, ++lane->finished) {
+      KeepAlive owner = std::exchange(lane->calls[lane->first].owner, nullptr);
+      if (goes_on && owner != nullptr) comm_.keep(std::move(owner));
+    }
+    lane->ended = lane->begun;
+    lane->rewind();
   }
-  for (Call& call : calls_) call.owner.reset();
-  first_ = last_ = 0;
-  finished_ = started_;
 }
 
 }  // namespace sluice

@@ -5,11 +5,13 @@
 // that of rank r is [ends[r - 1], ends[r]), from 0 on; the last one ends with the values. A rank
 // adds its part, block by block (block_steps.hpp).
 //
-// Asynchronous: what has started goes on in progress() and wait() alone, one call after the other,
-// so all ranks of the communicator start the same calls in the same order, with the same ends.
-// Ranks that disagree about sizes may get Error(kMismatch). A call that throws has cancelled all
-// that has started. `owner` keeps the values' memory while cancelled messages use it; without one,
-// the caller passes it to the communicator's keep() after a throw. One thread.
+// Asynchronous: what has started goes on in progress() and wait() alone. All ranks of the
+// communicator start the same calls in the same order, with the same ends. Sums of parts are made
+// in that order, and so are gathers; a gather begins once the sums that started before it are done,
+// while later ones go on. Blocks of several calls are on their way at a time. Ranks that disagree
+// about sizes may get Error(kMismatch). A call that throws has cancelled all that has started.
+// `owner` keeps the values' memory while cancelled messages use it; without one, the caller passes
+// it to the communicator's keep() after a throw. One thread.
 #pragma once
 
 #include <cstddef>
@@ -28,13 +30,15 @@ class HostSums {
  public:
   // Of messages.
   struct Tags {
-    int addends, parts, second_hand;
+    int direct, second_hand;
   };
-  // What has started. They end in the order of their numbers.
-  using Ticket = std::uint64_t;
+  // What has started so far: the number of sums of parts, and of gathers.
+  struct Ticket {
+    std::uint64_t sums = 0, gathers = 0;
+  };
 
   // `interrupt` may be null; it is polled by wait(), and may call progress() then.
-  HostSums(Communicator& comm, const Tags& tags, Interrupt* interrupt);
+  HostSums(Communicator& comm, const Tags& of_sums, const Tags& of_gathers, Interrupt* interrupt);
   ~HostSums() { abandon(); }
   HostSums(const HostSums&) = delete;
   HostSums& operator=(const HostSums&) = delete;
@@ -44,58 +48,84 @@ class HostSums {
   // Error(kInternal) for another number of ranks.
   void set_hosts(std::span<const int> hosts);
   // Allocates what sums of up to `count` values need, of parts of any sizes, while up to `calls`
-  // have started, of which start_sum() makes two; without it, the first ones that need it do.
-  // Not while a call has started.
-  void reserve(std::size_t count, std::size_t calls = 2);
+  // of each kind have started; without it, the first ones that need it do. Not while a call has
+  // started.
+  void reserve(std::size_t count, std::size_t calls = 1);
 
-  // In place; the values are the call's until it is done. Error(kInternal), before any message, for
-  // ends that are not as above.
-  // The sum of each part, for its rank alone: other elements have any content after it.
+  // In place; the values are the call's until it is done. `ended` may be null, else it gets that
+  // time, in steady_seconds(). Error(kInternal), before any message, for ends that are not as
+  // above. The sum of each part, for its rank alone: other elements have any content after it.
   Ticket start_reduce_scatter(std::span<float> values, std::span<const std::size_t> ends,
-                              const KeepAlive& owner = nullptr);
+                              const KeepAlive& owner = nullptr, double* ended = nullptr);
   // Each rank's part, to all ranks.
   Ticket start_gather(std::span<float> values, std::span<const std::size_t> ends,
                       const KeepAlive& owner = nullptr);
   // Both, over parts of one size.
-  Ticket start_sum(std::span<float> values, const KeepAlive& owner = nullptr);
+  Ticket start_sum(std::span<float> values, const KeepAlive& owner = nullptr,
+                   double* ended = nullptr);
 
-  [[nodiscard]] bool done(Ticket ticket) const { return ticket <= finished_; }
+  [[nodiscard]] bool done(const Ticket& ticket) const {
+    return ticket.sums <= sums_.finished && ticket.gathers <= gathers_.finished;
+  }
   void progress();
-  void wait(Ticket ticket);
+  void wait(const Ticket& ticket);
 
  private:
   struct Call {
-    const BlockSteps* steps = nullptr;
-    int tag = 0;
     std::span<float> values;
     std::vector<std::size_t> ends;  // [rank]
     KeepAlive owner;
-    std::size_t floats = 0, blocks = 0;    // of a block; of the largest part
-    std::size_t in_flight = 0, begun = 0;  // blocks
-    std::size_t block = 0, next = 0;       // the step of BlockSteps::rest that has to be made
+    double* ended = nullptr;
+    std::size_t blocks = 0;   // of the largest part
+    std::uint64_t after = 0;  // of a gather: sums that have to be done before
+  };
+  // A block of a call.
+  struct Place {
+    std::size_t call = 0, block = 0;
+  };
+  // The calls of one kind: their blocks, one after the other, in one sequence.
+  struct Lane {
+    Tags tags;
+    std::size_t floats = 0, most = 0;  // of a block; blocks on their way at a time
+    BlockSteps steps = {};
+    std::vector<Request> open = {};  // [block % most][request]
+    // [first, last) have started, from number `finished` on. Others keep their memory for later
+    // ones.
+    std::vector<Call> calls = {};
+    std::size_t first = 0, last = 0;
+    Place begins = {}, ends = {};        // of the sequence: the next block to begin, and to end
+    std::uint64_t begun = 0, ended = 0;  // blocks before them
+    std::size_t next = 0;                // of the block that ends: the step of `rest` to make
+    std::uint64_t finished = 0;          // calls
+
+    void rewind() {
+      first = last = next = 0;
+      begins = ends = {};
+    }
   };
 
-  Ticket start(const BlockSteps& steps, int tag, std::span<float> values,
-               std::span<const std::size_t> ends, const KeepAlive& owner);
-  bool step();
-  bool make(const Call& call, std::size_t block, const BlockStep& step);
-  [[nodiscard]] WaitSubject subject() const;
+  void start(Lane& lane, std::span<float> values, std::span<const std::size_t> ends,
+             const KeepAlive& owner, double* ended);
+  [[nodiscard]] Ticket started() const;
+  bool step() { return step(sums_) || step(gathers_); }
+  bool step(Lane& lane);
+  void begin(Lane& lane);
+  bool make(Lane& lane, const Place& place, std::uint64_t number, const BlockStep& step);
+  static bool advance(const Lane& lane, Place& place);
+  [[nodiscard]] bool has_slots(const Call& call);
+  [[nodiscard]] WaitSubject subject(const Ticket& ticket) const;
   void abandon() noexcept;
 
   Communicator& comm_;
-  Tags tags_;
   Interrupt* interrupt_;
   Waiter waiter_;
-  BlockSteps scatter_, gather_;
-  std::vector<Request> open_;           // of the call that runs; sized with the steps
+  Lane sums_, gathers_;
   std::vector<std::size_t> even_ends_;  // [rank] of the last start_sum()
-  // [first_, last_) have started; the first of them runs. Others keep their memory for later ones.
-  std::vector<Call> calls_;
-  std::size_t first_ = 0, last_ = 0;
-  Ticket started_ = 0, finished_ = 0;
-  std::uint64_t steps_ = 0;  // made so far, of all calls
-  // Addends of the blocks on their way. The communicator shares them after a throw.
-  std::shared_ptr<std::vector<float>> blocks_;
+  std::uint64_t steps_ = 0;             // made so far, of all calls
+  // Addends of the blocks on their way, [block % most][slot]. The communicator shares them after a
+  // throw.
+  std::shared_ptr<std::vector<float>> slots_;
+  std::size_t slot_floats_ = 0;
 };
 
 }  // namespace sluice

@@ -3,7 +3,6 @@
 
 #include <fmt/core.h>
 
-#include <array>
 #include <cstddef>
 #include <span>
 #include <utility>
@@ -25,29 +24,30 @@ inline void require_size(const Communicator& comm, std::size_t expected, const A
       comm.rank());
 }
 
-// At its end cancels the requests that are open; the communicator then keeps the memory of both
-// owners, either of which may be null.
+// Cancels those that are open; true: there were some, and the communicator has to keep their
+// memory.
+inline bool cancel_open(Communicator& comm, std::span<Request> requests) noexcept {
+  bool any = false;
+  for (Request& request : requests) {
+    if (request.index == Request::kNone) continue;
+    any = true;
+    try {
+      comm.cancel(request);
+    } catch (...) {  // the request is lost with its communicator
+      request.index = Request::kNone;
+    }
+  }
+  return any;
+}
+
+// At its end cancels the requests that are open; the communicator then keeps the owner's memory.
 class OpenRequests {
  public:
-  OpenRequests(Communicator& comm, std::span<Request> requests, KeepAlive owner,
-               KeepAlive other = nullptr)
-      : comm_(comm), requests_(requests), owners_{std::move(owner), std::move(other)} {}
+  // `owner` may be null.
+  OpenRequests(Communicator& comm, std::span<Request> requests, KeepAlive owner)
+      : comm_(comm), requests_(requests), owner_(std::move(owner)) {}
   ~OpenRequests() {
-    bool any = false;
-    for (Request& request : requests_) {
-      if (request.index == Request::kNone) {
-        continue;
-      }
-      any = true;
-      try {
-        comm_.cancel(request);
-      } catch (...) {  // the request is lost with its communicator
-        request.index = Request::kNone;
-      }
-    }
-    for (KeepAlive& owner : owners_) {
-      if (any && owner != nullptr) comm_.keep(std::move(owner));
-    }
+    if (cancel_open(comm_, requests_) && owner_ != nullptr) comm_.keep(std::move(owner_));
   }
   OpenRequests(const OpenRequests&) = delete;
   OpenRequests& operator=(const OpenRequests&) = delete;
@@ -55,7 +55,7 @@ class OpenRequests {
  private:
   Communicator& comm_;
   std::span<Request> requests_;
-  std::array<KeepAlive, 2> owners_;
+  KeepAlive owner_;
 };
 
 }  // namespace sluice

@@ -242,6 +242,7 @@ struct Engine::Impl final : DeviceWait {
   void drain();
   void fold(const PlanOp& op, StepActions& actions) const;
   void reduce_grad(const PlanOp& op, StepActions& actions);
+  void end_sums(const PlanOp& optimizer, StepActions& actions);
   void tally(const PlanOp& op, double start, double end);
 
   LocalStage& local(const PlanOp& op) {
@@ -266,6 +267,10 @@ struct Engine::Impl final : DeviceWait {
   void record(TraceTrack track, const PlanOp& op, double start, double end);
   [[nodiscard]] std::size_t index_in_plan(const PlanOp& op) const {
     return static_cast<std::size_t>(&op - mine.ops.data());
+  }
+  void now_at(const PlanOp& op) {
+    if (config.activity == nullptr) return;
+    config.activity->at(op, static_cast<std::int32_t>(index_in_plan(op)));
   }
   static bool host_takes_part(const PlanOp& op, const StageContext& ctx) {
     return op.collectives > 0 || ctx.final_gradients != nullptr;
@@ -352,9 +357,7 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
     std::optional<MessageProgress::Scope> progressing;
     if (config.progress_in_actions && !on_gpu) progressing.emplace(messages);
     for (const PlanOp& op : mine.ops) {
-      if (activity != nullptr) {
-        activity->at(op, static_cast<std::int32_t>(index_in_plan(op)));
-      }
+      now_at(op);
       execute(op, actions);
       messages.rethrow();  // a receive that failed in an operator is not taken as complete
     }
@@ -393,6 +396,7 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
     case OpKind::kReduceTied:
       return actions->reduce_tied(op.channel);
     case OpKind::kOptimizer:
+      end_sums(op, *actions);
       actions->measure();
       drain();
       at_rest(actions);
@@ -519,12 +523,23 @@ void Engine::Impl::fold(const PlanOp& op, StepActions& actions) const {
 }
 
 void Engine::Impl::reduce_grad(const PlanOp& op, StepActions& actions) {
-  if (config.trace_events == 0) return actions.reduce_grad(op.stage);
-  const double start = steady_seconds();
+  if (!on_gpu || config.trace_events == 0) return actions.reduce_grad(op.stage);
   timer.start(stream(), op);
   actions.reduce_grad(op.stage);
   timer.stop(stream());
-  if (!on_gpu) record(TraceTrack::kSums, op, start, steady_seconds());
+}
+
+// What this waits for belongs to REDUCE_GRAD, not to `optimizer`.
+void Engine::Impl::end_sums(const PlanOp& optimizer, StepActions& actions) {
+  for (const PlanOp& op : mine.ops) {
+    if (op.kind != OpKind::kReduceGrad) continue;
+    now_at(op);
+    const std::optional<TimeSpan> ran = actions.end_sums(op.stage);
+    if (ran && !on_gpu && config.trace_events > 0) {
+      record(TraceTrack::kSums, op, ran->start, ran->end);
+    }
+  }
+  now_at(optimizer);
 }
 
 void Engine::Impl::tally(const PlanOp& op, double start, double end) {

@@ -15,9 +15,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "comm/base/steady_seconds.hpp"
 #include "comm/group/waiter.hpp"
 #include "runtime/data/batch_loader.hpp"
 #include "runtime/engine/engine_config.hpp"
@@ -37,6 +39,9 @@ class StepActions {
   virtual void fold_forward(int stage, int leaf) = 0;
   virtual void fold_backward(int stage, int leaf) = 0;
   virtual void reduce_grad(int stage) = 0;
+  // Before measure(). Waits for what reduce_grad() or the last backward has started in host memory;
+  // when that ran, or none.
+  virtual std::optional<TimeSpan> end_sums(int /*stage*/) { return std::nullopt; }
   virtual void reduce_tied(int group) = 0;
   // Puts on the stream the work whose results optimizer() reads on the host. The engine waits for
   // the device between the two calls.

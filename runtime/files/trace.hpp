@@ -23,8 +23,10 @@ namespace sluice {
 // How a file with a timeline begins.
 inline constexpr std::string_view kTraceBegin = "{\"displayTimeUnit\":";
 
-// kSums: REDUCE_GRAD at its place in the list, for as long as it occupies the rank. A sum that runs
-// concurrently with computation takes almost no time there.
+// kSums: REDUCE_GRAD of a stage. In host memory, from the start of its first sum, which may lie
+// within the last backward, to the end of the last. On a GPU at its place in the list, for as long
+// as it occupies the stream: a sum that runs concurrently with computation takes almost no time
+// there.
 enum class TraceTrack : std::uint8_t { kPlanned, kCompute, kSends, kReceives, kSums };
 
 // 24 bytes and no text, so that recording allocates nothing; the name is made when written.

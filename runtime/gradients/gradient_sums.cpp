@@ -1,6 +1,7 @@
 #include "runtime/gradients/gradient_sums.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/index.hpp"
@@ -75,11 +76,11 @@ GradientSums::GradientSums(JobContext& job, const JobLayout& layout, NcclRoutes*
       overlaps_(layout.wires.sums_overlap(layout.place.here.pipeline)),
       bucket_(
           bucket_floats(nccl != nullptr ? bucket_bytes : std::min(bucket_bytes, kMostHostBytes))) {
-  std::size_t largest = 0, calls = 2;  // of a stage's own collectives
+  std::size_t largest = 0, calls = 1;  // of a stage's own collectives
   for (const StageBinding& binding : stages) {
     const StageSum& sum = stages_.emplace_back(*this, layout, binding);
     largest = std::max(largest, binding.parameters->flat_grads().size());
-    calls += 2 * std::max(sum.whole_buckets_.size(), sum.part_buckets_.size());
+    calls += std::max(sum.whole_buckets_.size(), sum.part_buckets_.size());
   }
   if (nccl_ == nullptr) {
     host_.reserve(largest, calls);
@@ -129,6 +130,13 @@ void GradientSums::finish(int stage, bool whole) {
   if (nccl_ == nullptr) end_on_mirror();
 }
 
+std::optional<TimeSpan> GradientSums::end(int stage) {
+  StageSum* const sum = find(stage);
+  if (sum == nullptr || sum->started_ == 0) return std::nullopt;
+  host_.wait(sum->last_);
+  return TimeSpan{std::exchange(sum->started_, 0), sum->ended_};
+}
+
 void GradientSums::end_on_mirror() {
   if (overlaps_) return host_.progress();
   host_.wait(last_);
@@ -174,13 +182,15 @@ void GradientSums::StageSum::start(std::size_t bucket, std::span<float> grads) {
     return;
   }
   const KeepAlive owner = sums_.mirror_.owner(parameters_.memory());
+  if (bucket == 0) started_ = ended_ = steady_seconds();
   if (whole_) {
-    sums_.last_ = sums_.host_.start_sum(whole(), owner);
-    return;
+    last_ = sums_.host_.start_sum(whole(), owner, &ended_);
+  } else {
+    const CutRange& range = ranges_[ranges_.size() - 1 - bucket];
+    last_ = sums_.host_.start_reduce_scatter(grads.subspan(range.begin, range.ends.back()),
+                                             range.ends, owner, &ended_);
   }
-  const CutRange& range = ranges_[ranges_.size() - 1 - bucket];
-  sums_.last_ = sums_.host_.start_reduce_scatter(grads.subspan(range.begin, range.ends.back()),
-                                                 range.ends, owner);
+  sums_.last_ = last_;
 }
 
 // An optimizer writes its part of the copies in bf16. They are not gathered but made again from the

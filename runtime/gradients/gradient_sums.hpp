@@ -17,11 +17,13 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include <sluice/stage.hpp>
 
+#include "comm/base/steady_seconds.hpp"
 #include "comm/group/host_sums.hpp"
 #include "runtime/engine/stage_binding.hpp"
 #include "runtime/group/host_mirror.hpp"
@@ -63,6 +65,8 @@ class GradientSums {
   // Starts those of the stage's sums that have not started. Their input is complete after all work
   // so far on the compute stream.
   void finish(int stage, bool whole);
+  // Waits for the stage's sums in host memory; when they ran, or none where there were none.
+  [[nodiscard]] std::optional<TimeSpan> end(int stage);
   // Makes all later work of the compute stream run after the sums of this step. Waits for HostSums,
   // and may wait until NCCL has accepted its own.
   void wait_all_on_stream();
@@ -99,6 +103,8 @@ class GradientSums {
     std::vector<GradientBucket> whole_buckets_, part_buckets_;
     bool whole_ = true;
     std::size_t next_ = 0;  // bucket whose sum has not started
+    HostSums::Ticket last_;
+    double started_ = 0, ended_ = 0;  // in steady_seconds(), of the sums in host memory
   };
 
   [[nodiscard]] StageSum* find(int stage);
@@ -114,7 +120,7 @@ class GradientSums {
   std::size_t bucket_;  // floats
   std::vector<StageSum> stages_;
   std::vector<NcclTicket> open_;
-  HostSums::Ticket last_ = 0;  // of HostSums' calls
+  HostSums::Ticket last_;  // of HostSums' calls
 };
 
 }  // namespace sluice

@@ -67,6 +67,8 @@ void GradientSync::reduce_grad(int stage) {
   sums_->finish(stage, step_.end == BatchEnd::kGradients);
 }
 
+std::optional<TimeSpan> GradientSync::end_sums(int stage) { return sums_->end(stage); }
+
 void GradientSync::reduce_tied(int group) {
   if (step_.end == BatchEnd::kAccumulate) return;
   sums_->wait_all_on_stream();

@@ -36,6 +36,7 @@ class GradientSync : public StepActions {
   void fold_forward(int stage, int leaf) override;
   void fold_backward(int stage, int leaf) override;
   void reduce_grad(int stage) override;
+  std::optional<TimeSpan> end_sums(int stage) override;
   void reduce_tied(int group) override;
   void measure() override;
   // Collective over the job. Ends the batch. Where the step is refused, parameters and optimizer

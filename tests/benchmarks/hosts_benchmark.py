@@ -11,8 +11,9 @@ Each row runs with messages that advance between operators and, for comparison, 
 shows medians over the steps of `--rounds` rounds. Needs root and two idle cores.
 
 `--sums`: two replicas, one per host, of pipelines of so many ranks, which share a core. The link is limited so that the
-sums of gradients take `--sum-share` of a step without limit. Shown is how much of their time operators hide: what the
-limit does not add to the time in which ranks compute nothing, for the builds in turns.
+sums of gradients take `--sum-share` of what a rank computes: of a step without limit by the ranks of a core. Shown is how
+much of their time operators hide: what the limit does not add to the time in which ranks compute nothing, for the builds in
+turns.
 """
 
 import argparse
@@ -86,7 +87,7 @@ class Benchmark:
         # Each of two replicas sends a half of its gradients, and then a half of the sum.
         column = re.findall(r"^ +\d+ .*? \d+\.\d +(\d+\.\d) ", said, re.MULTILINE)
         gradients = sum(float(mebibytes) for mebibytes in column) * 2**20
-        sums = self.options.sum_share * min(seconds for seconds, _ in free.values())
+        sums = self.options.sum_share * min(seconds for seconds, _ in free.values()) / depth
         self.limit(f"{int(8 * gradients / sums)}bit")
         limited, _ = turns()
         for build in builds:
@@ -146,7 +147,7 @@ def main():
                         type=lambda text: [float(share) for share in text.split(",")])
     parser.add_argument("--sums", default=[], help="depths of pipelines, such as 1,2",
                         type=lambda text: [int(depth) for depth in text.split(",")])
-    parser.add_argument("--sum-share", type=float, default=0.5, help="time of the sums by that of a step")
+    parser.add_argument("--sum-share", type=float, default=0.5, help="time of the sums by what a rank computes")
     parser.add_argument("--against", help="build folder of another version, for --sums")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), type=lambda text: text.split(","))
     options = parser.parse_args()

@@ -47,7 +47,7 @@
 namespace sluice {
 namespace {
 
-constexpr int kBaseTag = 0, kProbeTag = 8;
+constexpr int kBaseTag = 0, kProbeTag = Collectives::kTags;
 // Longer than an unusable name server or a slow file system keeps a rank, or a step of the
 // self-test.
 constexpr double kSilenceSeconds = 60;

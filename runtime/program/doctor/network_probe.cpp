@@ -12,9 +12,9 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/steady_seconds.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
-#include "comm/base/steady_seconds.hpp"
 
 namespace sluice {
 namespace {
@@ -27,7 +27,13 @@ constexpr int kRounds = 3;               // of all at once
 constexpr double kRoundSeconds = 0.02;   // that a message of such a round takes, if it can be
 constexpr std::size_t kMostRoundBytes = std::size_t{64} << 20;  // that a rank sends in a round
 
-enum TagOffset : int { kPingTag = 8, kPieceTag, kAnswerTag, kRoundTag, kRoundAnswerTag };
+enum TagOffset : int {
+  kPingTag = Collectives::kTags,
+  kPieceTag,
+  kAnswerTag,
+  kRoundTag,
+  kRoundAnswerTag
+};
 
 // Arithmetic without a call of the communicator.
 void compute_for(double seconds) {

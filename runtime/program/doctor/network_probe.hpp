@@ -45,7 +45,7 @@ struct ProbeResult {
   int pairs_left_out = 0;          // for want of time
 };
 
-// `pairs` are the same on all ranks, each pair stands once. Tags base_tag..base_tag+12 of `comm`
+// `pairs` are the same on all ranks, each pair stands once. Tags base_tag..base_tag+13 of `comm`
 // are the call's. Throws Error(kPeer) naming the ranks where an answer takes longer than
 // silence_seconds; requests are cancelled then.
 [[nodiscard]] ProbeResult probe_links(Communicator& comm, int base_tag,

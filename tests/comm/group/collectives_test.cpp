@@ -153,35 +153,53 @@ SLUICE_COMM_TEST(OrderedSumTest, HasItsBitsOverAnyHosts) {
   EXPECT_THROW(collectives.sums().set_hosts(std::vector<int>(at(comm.size() + 1))), Error);
 }
 
+// Sums and gathers of several sizes that are on their way at a time, over one host, and over two in
+// turns: some ranks make steps now and then, others wait at once.
 SLUICE_COMM_TEST(OrderedSumTest, GoesOnBesideOtherCallsUntilItIsDone) {
   Collectives collectives(comm, 0, nullptr);
   HostSums& sums = collectives.sums();
-  const std::vector<std::size_t> counts = {5, 70'001, 0, 1};
-  std::vector<std::vector<float>> values, expected;
-  for (const std::size_t count : counts) {
-    for (auto* made : {&values, &expected}) {
-      std::vector<float>& mine = made->emplace_back(count);
-      for (std::size_t i = 0; i < count; ++i) mine[i] = addend(comm.rank(), i);
+  const std::size_t large = comm.size() > 8 ? 10'001 : 32768UL * 5 * at(comm.size()) + 7;
+  const std::vector<std::size_t> counts = {5, 70'001, 0, large, 1, large / 2};
+  for (const int hosts_number : {1, 2}) {
+    std::vector<int> hosts;
+    for (int rank = 0; rank < comm.size(); ++rank) hosts.push_back(rank % hosts_number);
+    sums.set_hosts(hosts);
+    std::vector<std::vector<float>> values, expected;
+    for (const std::size_t count : counts) {
+      for (auto* made : {&values, &expected}) {
+        std::vector<float>& mine = made->emplace_back(count);
+        for (std::size_t i = 0; i < count; ++i) mine[i] = addend(comm.rank(), i);
+      }
+      collectives.ordered_sum(expected.back());
     }
-    collectives.ordered_sum(expected.back());
-  }
-  std::vector<HostSums::Ticket> tickets;
-  for (std::vector<float>& each : values) tickets.push_back(sums.start_sum(each));
-  int number = comm.rank();
-  collectives.broadcast(object_bytes(number), 0);  // while they have not been touched
-  EXPECT_EQ(number, 0);
-  if (comm.rank() % 2 == 0) {
-    for (Waiter waiter(comm.local_size()); !sums.done(tickets.back()); waiter.pause()) {
-      sums.progress();
+    std::vector<HostSums::Ticket> tickets;
+    double ended = 0;
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      if (i % 2 == 0) {
+        tickets.push_back(sums.start_sum(values[i], nullptr, &ended));
+      } else {
+        const std::vector<std::size_t> ends = uneven_ends(comm.size(), counts[i], i);
+        sums.start_reduce_scatter(values[i], ends);
+        tickets.push_back(sums.start_gather(values[i], ends));
+      }
     }
-  }
-  sums.wait(tickets[1]);
-  EXPECT_TRUE(sums.done(tickets[0]));
-  sums.wait(tickets.back());
-  for (std::size_t i = 0; i < counts.size(); ++i) {
-    EXPECT_TRUE(sums.done(tickets[i]));
-    EXPECT_TRUE(counts[i] == 0 ||
-                std::memcmp(values[i].data(), expected[i].data(), counts[i] * sizeof(float)) == 0);
+    int number = comm.rank();
+    collectives.broadcast(object_bytes(number), 0);  // while they have not been touched
+    EXPECT_EQ(number, 0);
+    if (comm.rank() % 2 == 0) {
+      for (Waiter waiter(comm.local_size()); !sums.done(tickets.back()); waiter.pause()) {
+        sums.progress();
+      }
+    }
+    sums.wait(tickets[1]);
+    EXPECT_TRUE(sums.done(tickets[0]));
+    sums.wait(tickets.back());
+    EXPECT_EQ(ended > 0, comm.size() > 1);
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      EXPECT_TRUE(sums.done(tickets[i]));
+      EXPECT_TRUE(counts[i] == 0 || std::memcmp(values[i].data(), expected[i].data(),
+                                                counts[i] * sizeof(float)) == 0);
+    }
   }
 }
 
