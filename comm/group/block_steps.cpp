@@ -205,4 +205,22 @@ BlockSteps gather_steps(std::span<const int> hosts, int rank) {
   return steps.take();
 }
 
+std::vector<Crossing> crossings(std::span<const int> hosts,
+                                BlockSteps (&steps_of)(std::span<const int>, int)) {
+  std::vector<Crossing> made;
+  if (std::count(hosts.begin(), hosts.end(), hosts.front()) == std::ssize(hosts)) return made;
+  for (int rank = 0; rank < std::ssize(hosts); ++rank) {
+    const BlockSteps steps = steps_of(hosts, rank);
+    const auto add = [&](const std::vector<BlockStep>& list, bool summed) {
+      for (const BlockStep& step : list) {
+        if (step.what != What::kSend || hosts[at(rank)] == hosts[at(step.peer)]) continue;
+        made.push_back({rank, step.peer, summed});
+      }
+    };
+    add(steps.begin, false);
+    add(steps.rest, true);
+  }
+  return made;
+}
+
 }  // namespace sluice

@@ -36,4 +36,13 @@ struct BlockSteps {
 [[nodiscard]] BlockSteps scatter_steps(std::span<const int> hosts, int rank);
 [[nodiscard]] BlockSteps gather_steps(std::span<const int> hosts, int rank);
 
+// A block that one rank sends another of another host.
+struct Crossing {
+  int from = 0, to = 0;
+  bool summed = false;  // by ranks of one host, before it crosses
+};
+// Those of all ranks, where each makes the steps of `steps_of`, one of the two above.
+[[nodiscard]] std::vector<Crossing> crossings(std::span<const int> hosts,
+                                              BlockSteps (&steps_of)(std::span<const int>, int));
+
 }  // namespace sluice

@@ -4,12 +4,15 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <map>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
 #include "comm/base/index.hpp"
+#include "comm/group/block_steps.hpp"
 
 namespace sluice {
 namespace {
@@ -48,6 +51,39 @@ std::vector<std::vector<int>> pack(const std::vector<int>& host_of_member, int s
   return groups;
 }
 
+// Replicas in an order in which subtrees of the tree of sums are on one host, as far as that can
+// be; the first replica stays the first. `hosts_of` says where one is.
+template <typename Replica, typename HostsOf>
+std::vector<Replica> align_subtrees(const std::vector<Replica>& replicas, const HostsOf& hosts_of) {
+  std::vector<std::vector<Replica>> left;  // [their hosts]
+  for (const Replica& each : replicas) {
+    const auto found = std::find_if(left.begin(), left.end(), [&](const auto& some) {
+      return hosts_of(some.front()) == hosts_of(each);
+    });
+    (found == left.end() ? left.emplace_back() : *found).push_back(each);
+  }
+  std::vector<Replica> order;
+  const auto fill = [&](const auto& self, std::size_t size) -> void {
+    auto best = left.end();  // the fewest that fill the subtree
+    for (auto some = left.begin(); some != (order.empty() ? left.begin() + 1 : left.end());
+         ++some) {
+      if (some->size() < size || (best != left.end() && best->size() <= some->size())) continue;
+      best = some;
+    }
+    if (best == left.end()) {
+      const std::size_t half = std::bit_floor(size - 1);
+      self(self, half);
+      return self(self, size - half);
+    }
+    const auto end = best->begin() + static_cast<std::ptrdiff_t>(size);
+    order.insert(order.end(), best->begin(), end);
+    best->erase(best->begin(), end);
+    if (best->empty()) left.erase(best);
+  };
+  fill(fill, replicas.size());
+  return order;
+}
+
 // Packs the ranks that share a stage, then their groups along `axis`: the pipelines, or the
 // replicas of each stage.
 Topology pack_groups(const std::vector<int>& host_of_rank, const AxisSizes& size, Axis axis) {
@@ -56,7 +92,17 @@ Topology pack_groups(const std::vector<int>& host_of_rank, const AxisSizes& size
   for (const std::vector<int>& ranks : stages) {
     host_of_stage.push_back(host_of_rank[at(ranks.front())]);
   }
-  const std::vector<std::vector<int>> groups = pack(host_of_stage, size[axis]);
+  std::vector<std::vector<int>> groups = pack(host_of_stage, size[axis]);
+  const auto host_of = [&](int stage) { return host_of_stage[at(stage)]; };
+  if (axis == Axis::kPipeline) {
+    groups = align_subtrees(groups, [&](const std::vector<int>& pipeline) {
+      std::vector<int> hosts;
+      std::transform(pipeline.begin(), pipeline.end(), std::back_inserter(hosts), host_of);
+      return hosts;
+    });
+  } else {
+    for (std::vector<int>& replicas : groups) replicas = align_subtrees(replicas, host_of);
+  }
   const Axis other = axis == Axis::kPipeline ? Axis::kReplica : Axis::kPipeline;
   const int ranks = static_cast<int>(host_of_rank.size());
   Topology topology = make_topology(ranks, size, RankOrder::kPipelineFirst);
@@ -76,7 +122,8 @@ struct Traffic {
 };
 
 Traffic traffic_of(const Topology& topology, const Placement& placement,
-                   const std::vector<int>& host_of_rank, double edge_bytes, double sum_bytes) {
+                   const std::vector<int>& host_of_rank, double edge_bytes, double part_bytes,
+                   bool hosts_sum) {
   std::map<int, double> bytes;  // by host
   const auto add = [&](int one, int other, double count) {
     const int a = host_of_rank[at(one)], b = host_of_rank[at(other)];
@@ -89,10 +136,18 @@ Traffic traffic_of(const Topology& topology, const Placement& placement,
       add(pipeline[at(placement.rank_of(stage - 1))], pipeline[at(placement.rank_of(stage))],
           edge_bytes);
     }
-    for (const int rank : pipeline) {
-      const Place place = topology.place_of(rank);
-      const std::vector<int> replicas = topology.group(Axis::kReplica, place);
-      for (int other = 0; other < place.replica; ++other) add(rank, replicas[at(other)], sum_bytes);
+  }
+  for (const std::vector<int>& replicas : topology.groups(Axis::kReplica)) {
+    std::vector<int> hosts(replicas.size());
+    std::iota(hosts.begin(), hosts.end(), 0);  // each sends for itself
+    if (hosts_sum) {
+      std::transform(replicas.begin(), replicas.end(), hosts.begin(),
+                     [&](int rank) { return host_of_rank[at(rank)]; });
+    }
+    for (auto* steps_of : {&scatter_steps, &gather_steps}) {
+      for (const Crossing& each : crossings(hosts, *steps_of)) {
+        add(replicas[at(each.from)], replicas[at(each.to)], part_bytes);
+      }
     }
   }
   Traffic traffic;
@@ -143,22 +198,25 @@ RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions& o
   const PipelineOptions::Expert& expert = options.expert;
   const bool known = expert.edge_bytes > 0 || expert.gradient_bytes > 0;
   const double edge_bytes = known ? expert.edge_bytes : 1;
-  // At most: each of two replicas sends the other a share of its gradients to be summed, and later
-  // the sum of the share that it owns. On CPUs, ranks of one host may send them together
-  // (comm/group/block_steps.hpp).
-  const double sum_bytes = 4 * expert.gradient_bytes / size.replica;
+  const double part_bytes = expert.gradient_bytes / size.replica;
+  // GPUs of one host do not send together (comm/nccl/nccl_sums.hpp).
+  const bool hosts_sum =
+      !built_with_cuda() || options.devices.choices.front().kind == DeviceChoice::Kind::kCpu;
   constexpr const char* kByNumber = "the order of the ranks' numbers";
   const auto packed = [&](Axis axis) { return pack_groups(host_of_rank, size, axis); };
   const auto by_number = [&](RankOrder order) {
     return make_topology(numbered.ranks(), size, order);
   };
   std::array candidates = {
-      Candidate{"the ranks of a pipeline share hosts", packed(Axis::kPipeline)},
+      Candidate{size.pipeline == 1 ? "each host's replicas are neighbours in the tree of sums"
+                                   : "the ranks of a pipeline share hosts",
+                packed(Axis::kPipeline)},
       Candidate{"the replicas of a stage share hosts", packed(Axis::kReplica)},
       Candidate{kByNumber, by_number(RankOrder::kPipelineFirst)},
       Candidate{kByNumber, by_number(RankOrder::kReplicaFirst)}};
   for (Candidate& each : candidates) {
-    each.traffic = traffic_of(each.topology, placement, host_of_rank, edge_bytes, sum_bytes);
+    each.traffic =
+        traffic_of(each.topology, placement, host_of_rank, edge_bytes, part_bytes, hosts_sum);
   }
   const Candidate& best = *std::min_element(candidates.begin(), candidates.end());
   const bool kept = best.topology.rank_of_place == numbered.rank_of_place;

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <deque>
@@ -200,6 +201,44 @@ TEST(BlockStepsTest, SendTheSumOfASubtreeOnOneHostAsOneAddend) {
   ASSERT_TRUE(job.run());
   EXPECT_EQ(job.crossings.size(), 4U);
   for (const auto& [ends, count] : job.crossings) EXPECT_EQ(count, 2) << ends.first;
+}
+
+TEST(BlockStepsTest, TheirCrossingsAreThoseOfTheMessages) {
+  for (auto* steps_of : {&scatter_steps, &gather_steps}) {
+    for (const std::vector<int>& hosts : arrangements()) {
+      SCOPED_TRACE(::testing::PrintToString(hosts));
+      Job job(hosts, steps_of);
+      ASSERT_TRUE(job.run());
+      std::size_t messages = 0;
+      for (const auto& [ends, count] : job.crossings) messages += at(count);
+      EXPECT_EQ(crossings(hosts, *steps_of).size(), messages);
+    }
+  }
+}
+
+TEST(BlockStepsTest, CrossSummedWhereASubtreeIsOnOneHost) {
+  struct Expected {
+    std::vector<int> hosts;
+    std::ptrdiff_t addends, summed, parts;
+  };
+  for (const auto& [hosts, addends, summed, parts] :
+       std::vector<Expected>{{{0}, 0, 0, 0},
+                             {{0, 0, 0}, 0, 0, 0},
+                             {{0, 0, 1, 1}, 4, 4, 4},
+                             {{0, 1, 0, 1}, 8, 0, 4},  // the tree adds ranks of two hosts first
+                             {{0, 1, 1, 0}, 8, 0, 4},
+                             {{0, 0, 0, 1}, 5, 1, 4},  // three ranks are no subtree of four
+                             {{0, 1, 2}, 6, 0, 6},
+                             {{0, 1, 2, 3}, 12, 0, 12},
+                             {{0, 0, 1, 1, 2, 2}, 12, 12, 12},
+                             {{0, 0, 1, 1, 0, 0, 1, 1}, 16, 16, 8}}) {
+    SCOPED_TRACE(::testing::PrintToString(hosts));
+    const std::vector<Crossing> made = crossings(hosts, scatter_steps);
+    EXPECT_EQ(std::ssize(made), addends);
+    EXPECT_EQ(std::count_if(made.begin(), made.end(), [](const auto& each) { return each.summed; }),
+              summed);
+    EXPECT_EQ(std::ssize(crossings(hosts, gather_steps)), parts);
+  }
 }
 
 TEST(BlockStepsTest, NeedAsManySlotsAsThereAreOtherRanksOnOneHost) {

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/group/block_steps.hpp"
+
 namespace sluice {
 namespace {
 
@@ -93,6 +95,29 @@ TEST(RankArrangementTest, EveryTurnOfAnInterleavedPipelineCounts) {
   EXPECT_EQ(places("AABB", job), "AA BB");
 }
 
+TEST(RankArrangementTest, WhatAHostAddsUpBeforeItCrossesCountsOnce) {
+  // Of each stage the sum of two replicas crosses once each way, and comes back once: 8 bytes.
+  // Four edges are 12, and so are, one by one, the values of replicas on GPUs: 16.
+  const Job job{.replicas = 4, .edge_bytes = 3, .gradient_bytes = 2};
+  EXPECT_EQ(places("AAAABBBB", job), "AA AA BB BB");
+  EXPECT_THAT(arrange("ABABABAB", job).reason,
+              HasSubstr("at most about 8 B with others in a step, 12 B if the replicas"));
+  Job on_gpus = job;
+  on_gpus.devices = "cuda";
+  EXPECT_EQ(places("AAAABBBB", on_gpus), built_with_cuda() ? "AB AB AB AB" : "AA AA BB BB");
+}
+
+TEST(RankArrangementTest, ReplicasOfAHostAreASubtreeOfTheSum) {
+  EXPECT_EQ(places("ABAB", {.pipeline = 1, .replicas = 4}), "A A B B");
+  EXPECT_EQ(places("ABBC", {.pipeline = 1, .replicas = 4}), "A C B B");
+  EXPECT_EQ(places("ABBACCCC", {.pipeline = 1, .replicas = 8}), "A A B B C C C C");
+  EXPECT_EQ(places("AABBBBCC", {.replicas = 4}), "AA CC BB BB");
+  // Replicas of a stage that no host holds all of.
+  EXPECT_EQ(places("ABBC", {.pipeline = 1, .replicas = 4, .gradient_bytes = 1}), "A C B B");
+  const Job sums{.replicas = 4, .gradient_bytes = 12};
+  EXPECT_EQ(places("AAAABCCB", sums), "AB AB AC AC");
+}
+
 TEST(RankArrangementTest, UnevenHostsSplitAsFewPipelinesAsTheyCan) {
   EXPECT_EQ(places("AAABBCCC", {.replicas = 4}), "AA BB CC AC");
   EXPECT_EQ(places("ABBB", {}), "AB BB");
@@ -119,7 +144,7 @@ TEST(RankArrangementTest, EqualLoadsAreNotCompared) {
   EXPECT_THAT(reason, ::testing::Not(HasSubstr(" if ")));
 }
 
-// Bytes between hosts, pair by pair, of the busiest host.
+// Bytes between hosts of the busiest host.
 double busiest(const std::string& hosts, const Topology& topology, const Job& job) {
   std::map<char, double> bytes;
   const auto add = [&](int one, int other, double count) {
@@ -132,9 +157,16 @@ double busiest(const std::string& hosts, const Topology& topology, const Job& jo
     for (int k = 0; k < topology.size.pipeline; ++k) {
       const int rank = topology.rank_of({.pipeline = k, .replica = r});
       if (k > 0) add(topology.rank_of({.pipeline = k - 1, .replica = r}), rank, job.edge_bytes);
-      for (int other = 0; other < r; ++other) {
-        add(rank, topology.rank_of({.pipeline = k, .replica = other}),
-            4 * job.gradient_bytes / topology.size.replica);
+    }
+  }
+  for (const std::vector<int>& replicas : topology.groups(Axis::kReplica)) {
+    std::vector<int> on;
+    for (const int rank : replicas) on.push_back(hosts[static_cast<std::size_t>(rank)]);
+    for (auto* steps_of : {&scatter_steps, &gather_steps}) {
+      for (const Crossing& each : crossings(on, *steps_of)) {
+        add(replicas[static_cast<std::size_t>(each.from)],
+            replicas[static_cast<std::size_t>(each.to)],
+            job.gradient_bytes / topology.size.replica);
       }
     }
   }
