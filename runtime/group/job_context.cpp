@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
-#include <map>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -52,17 +51,6 @@ int planned_ranks(const PipelineOptions::Shape& shape) {
   throw_usage("a pipeline of {} x {} replicas{} cannot be planned; legal are 1 to {} ranks",
               shape.pipeline, shape.replicas,
               shape.tensor == 1 ? "" : fmt::format(" x {} tensor ranks", shape.tensor), kMost);
-}
-
-// [member] the first member on the same machine.
-std::vector<int> hosts_of(const std::vector<RankDevice>& job, const std::vector<int>& members) {
-  std::map<std::string, int> first;
-  std::vector<int> hosts;
-  for (const int rank : members) {
-    hosts.push_back(
-        first.try_emplace(job[at(rank)].machine, static_cast<int>(hosts.size())).first->second);
-  }
-  return hosts;
 }
 
 }  // namespace

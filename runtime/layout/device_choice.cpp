@@ -224,4 +224,14 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
   return devices;
 }
 
+std::vector<int> hosts_of(const std::vector<RankDevice>& job, const std::vector<int>& members) {
+  std::map<std::string, int> first;
+  std::vector<int> hosts;
+  for (const int rank : members) {
+    hosts.push_back(
+        first.try_emplace(job[at(rank)].machine, static_cast<int>(hosts.size())).first->second);
+  }
+  return hosts;
+}
+
 }  // namespace sluice

@@ -42,4 +42,8 @@ struct RankDevice {
                                                      const std::vector<DeviceChoice>& choices,
                                                      const std::vector<std::string>& hosts);
 
+// The hosts of some ranks of the job, for HostSums: [member] the first one on the same machine.
+[[nodiscard]] std::vector<int> hosts_of(const std::vector<RankDevice>& job,
+                                        const std::vector<int>& members);
+
 }  // namespace sluice

@@ -20,6 +20,7 @@
 
 #include "comm/base/host.hpp"
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/clock_offset.hpp"
 #include "comm/group/collectives.hpp"
@@ -35,6 +36,7 @@
 #include "runtime/models/model_tensors.hpp"
 #include "runtime/process/process.hpp"
 #include "runtime/program/cli/commands.hpp"
+#include "runtime/program/doctor/collective_probe.hpp"
 #include "runtime/program/doctor/diagnosis.hpp"
 #include "runtime/program/doctor/host_check.hpp"
 #include "runtime/program/doctor/live_status.hpp"
@@ -89,8 +91,9 @@ OptionTable make_table(DoctorOptions& options) {
   table.add_text("data", options.data, "FILE", "compare what the hosts see under this path");
   table.add_text("save", options.save, "DIR",
                  "measure writing there, and whether all hosts see the same directory");
-  table.add_real("probe-seconds", options.probe_seconds, {.low = 0, .high = 86400},
-                 "for measuring pairs of ranks, about 0.25 s each; 0: measure none");
+  table.add_real(
+      "probe-seconds", options.probe_seconds, {.low = 0, .high = 86400},
+      "for measuring pairs of ranks, about 0.25 s each; 0: measure nothing, sums neither");
   table.add_text("output", options.output, "FILE",
                  "write hosts, ranks and links for 'sluice schedule --cluster'");
   table.add_flag("self-test", options.self_test,
@@ -107,15 +110,15 @@ OptionTable make_table(DoctorOptions& options) {
 }
 
 // The sizes of messages are not known: a training may choose another order.
-RankArrangement arrangement_of(const DoctorOptions& options,
-                               const std::vector<std::string>& hosts) {
+RankArrangement arrangement_of(const DoctorOptions& options, const std::vector<std::string>& hosts,
+                               RankOrder asked_order) {
   const int ranks = static_cast<int>(hosts.size());
   const int pipeline =
       options.pipeline > 0 ? options.pipeline : std::max(1, ranks / options.replicas);
   const Topology numbered = make_topology(
-      ranks, {.pipeline = pipeline, .replica = options.replicas, .tensor = 1}, options.rank_order);
+      ranks, {.pipeline = pipeline, .replica = options.replicas, .tensor = 1}, asked_order);
   PipelineOptions asked;
-  asked.shape.rank_order = options.rank_order;
+  asked.shape.rank_order = asked_order;
   asked.devices.choices = options.devices;
   RankArrangement order =
       arrange_ranks(numbered, asked, Placement::looped(pipeline, options.chunks), hosts);
@@ -189,6 +192,27 @@ void print_links(const std::vector<RankFacts>& ranks, std::vector<LinkFigures> l
   if (all > kMostShown) fmt::print("the {} slowest of {}\n", kMostShown, all);
 }
 
+// Likewise.
+void print_collectives(CollectiveResult result) {
+  if (result.groups.empty()) return;
+  fmt::print(
+      "\nGathers and ordered sums of {} KiB over the replicas of each stage, in host memory, all "
+      "stages at once:\nbytes that a rank receives, and their share of the speed of plain messages "
+      "by all ranks at once\n{:>11}  {:>5}  {:>11}  {:>5}  ranks\n",
+      result.bytes >> 10, "gather", "share", "sum", "share");
+  const std::size_t all = result.groups.size();
+  if (all > kMostShown) {
+    std::ranges::stable_sort(result.groups, {}, &CollectiveFigures::sum);
+    result.groups.resize(kMostShown);
+  }
+  for (const CollectiveFigures& each : result.groups) {
+    fmt::print("{:>11}  {:>5.2f}  {:>11}  {:>5.2f}  {}\n", bandwidth_text(each.gather),
+               each.gather_share, bandwidth_text(each.sum), each.sum_share,
+               joined(each.ranks, ", "));
+  }
+  if (all > kMostShown) fmt::print("the {} slowest of {}\n", kMostShown, all);
+}
+
 void print_findings(const std::vector<Finding>& findings) {
   std::string wrong, notes;
   for (const Finding& finding : findings) {
@@ -199,9 +223,10 @@ void print_findings(const std::vector<Finding>& findings) {
   if (!notes.empty()) fmt::print("\nGood to know:\n{}", notes);
 }
 
-std::vector<Finding> all_findings(const std::vector<RankFacts>& ranks, const ProbeResult& probe) {
+std::vector<Finding> all_findings(const std::vector<RankFacts>& ranks, const ProbeResult& probe,
+                                  const std::vector<Finding>& of_sums) {
   std::vector<Finding> findings = diagnose(ranks);
-  for (const auto& more : {diagnose_network(ranks, probe), diagnose_files(ranks)}) {
+  for (const auto& more : {of_sums, diagnose_network(ranks, probe), diagnose_files(ranks)}) {
     findings.insert(findings.end(), more.begin(), more.end());
   }
   return findings;
@@ -232,11 +257,22 @@ Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology
   return cluster;
 }
 
+std::vector<Finding> findings_of_sums(const DoctorOptions& options, const Topology& topology,
+                                      const std::vector<std::string>& hosts,
+                                      const std::vector<RankDevice>& devices) {
+  std::vector<std::pair<std::string, Topology>> others;
+  for (const auto& [name, order] :
+       {std::pair("auto", RankOrder::kAuto), std::pair("pipeline-first", RankOrder::kPipelineFirst),
+        std::pair("replica-first", RankOrder::kReplicaFirst)}) {
+    others.emplace_back(name, arrangement_of(options, hosts, order).topology);
+  }
+  return diagnose_sums(topology, devices, others);
+}
+
 // Collective: all facts of this rank.
 RankFacts gather_facts(const DoctorOptions& options, const Topology& topology,
-                       const std::vector<std::string>& hosts, Collectives& collectives) {
-  const std::vector<RankDevice> devices =
-      choose_devices(collectives, topology, options.devices, hosts);
+                       const std::vector<std::string>& hosts,
+                       const std::vector<RankDevice>& devices, Collectives& collectives) {
   const int rank = collectives.communicator().rank();
   const RankDevice& device = devices[at(rank)];
   RankFacts mine = local_facts();
@@ -264,13 +300,17 @@ void examine(const DoctorOptions& options, Communicator& world) {
   SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
   Collectives collectives(world, kBaseTag, &silence);
   const std::vector<std::string> hosts = collectives.all_gather_strings(host_name());
-  const RankArrangement order = arrangement_of(options, hosts);
+  const RankArrangement order = arrangement_of(options, hosts, options.rank_order);
   const Topology& topology = order.topology;
-  RankFacts mine = gather_facts(options, topology, hosts, collectives);
+  const std::vector<RankDevice> devices =
+      choose_devices(collectives, topology, options.devices, hosts);
+  RankFacts mine = gather_facts(options, topology, hosts, devices, collectives);
   ProbeResult probe;
+  CollectiveResult sums;
   if (options.probe_seconds > 0) {
     probe = probe_links(world, kProbeTag, pairs_of_training(topology, options.chunks),
                         {.total_seconds = options.probe_seconds});
+    sums = probe_collectives(world, kProbeTag, topology, devices);
   }
   mine.network.connections = tcp_connections();
   const ClockOffset clock = measure_clock_offset(collectives, wall_seconds);
@@ -284,7 +324,8 @@ void examine(const DoctorOptions& options, Communicator& world) {
   print_job(ranks.front(), order);
   print_ranks(ranks, topology, options.chunks);
   print_links(ranks, probe.links);
-  print_findings(all_findings(ranks, probe));
+  print_collectives(std::move(sums));
+  print_findings(all_findings(ranks, probe, findings_of_sums(options, topology, hosts, devices)));
   if (options.output.empty()) return;
   write_cluster(options.output, cluster_of(ranks, topology, probe));
   fmt::print("\n{}: links for 'sluice schedule --cluster {}'\n", options.output, options.output);

@@ -6,7 +6,9 @@
 #include <map>
 #include <set>
 
+#include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
+#include "comm/group/block_steps.hpp"
 #include "runtime/layout/edge_route.hpp"
 
 namespace sluice {
@@ -271,7 +273,63 @@ void check_gpus(const Ranks& ranks, Findings& findings) {
   }
 }
 
+// What crosses between hosts in a sum over the replicas of every stage.
+struct SumTraffic {
+  std::size_t addends = 0;  // of a part
+  std::size_t parts = 0;    // sums of them that come back: one to each other host
+  std::set<int> alone;      // replicas whose values cross although their host has others
+
+  // What aligned subtrees on one host would not send.
+  [[nodiscard]] std::size_t more() const { return addends - parts; }
+};
+
+SumTraffic sum_traffic(const Topology& topology, const std::vector<RankDevice>& devices) {
+  SumTraffic traffic;
+  for (const std::vector<int>& replicas : topology.groups(Axis::kReplica)) {
+    const std::vector<int> hosts = hosts_of(devices, replicas);
+    traffic.parts += crossings(hosts, gather_steps).size();
+    for (const Crossing& each : crossings(hosts, scatter_steps)) {
+      ++traffic.addends;
+      if (each.summed || std::ranges::count(hosts, hosts[at(each.from)]) == 1) continue;
+      traffic.alone.insert(each.from);
+    }
+  }
+  return traffic;
+}
+
 }  // namespace
+
+std::vector<Finding> diagnose_sums(const Topology& topology, const std::vector<RankDevice>& devices,
+                                   const std::vector<std::pair<std::string, Topology>>& others) {
+  Findings findings;
+  const SumTraffic traffic = sum_traffic(topology, devices);
+  const bool gpus = std::ranges::any_of(
+      devices, [](const RankDevice& each) { return each.device.kind != DeviceKind::kCpu; });
+  if (gpus || traffic.more() == 0) return findings.list();
+  SumTraffic least = traffic;
+  std::string order;
+  for (const auto& [name, topology_of_other] : others) {
+    const SumTraffic other = sum_traffic(topology_of_other, devices);
+    if (other.more() >= least.more()) continue;
+    least = other;
+    order = name;
+  }
+  findings.add(
+      order == "auto",
+      "the tree of sums adds replicas of different hosts first, so a sum sends {} addends between "
+      "hosts where {} would do, each 1/{} of a rank's gradients: {:.2f} times the bytes{}. The "
+      "bits stay; {}",
+      traffic.addends, traffic.parts, topology.size.replica,
+      static_cast<double>(traffic.addends + traffic.parts) / static_cast<double>(2 * traffic.parts),
+      traffic.alone.empty()
+          ? ""
+          : fmt::format(" (values of replicas {} cross unsummed)", joined(traffic.alone, ", ")),
+      order.empty()
+          ? "no --rank-order sends fewer: give each host a power of two of replicas"
+          : fmt::format("'--rank-order {}' {}", order,
+                        least.more() == 0 ? "avoids it" : fmt::format("sends {}", least.addends)));
+  return findings.list();
+}
 
 std::vector<const RankFacts*> first_of_hosts(const std::vector<RankFacts>& ranks) {
   std::vector<const RankFacts*> firsts;

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/layout/device_choice.hpp"
 #include "runtime/program/doctor/facts.hpp"
 #include "runtime/program/doctor/network_probe.hpp"
 
@@ -47,6 +48,11 @@ class Findings {
                                                     const ProbeResult& probe);
 // Of the data file and the directory of saves, where they were asked for.
 [[nodiscard]] std::vector<Finding> diagnose_files(const std::vector<RankFacts>& ranks);
+// Of sums over replicas on CPUs, with the device of each rank: what the order of ranks lets cross
+// between hosts. `others`: the orders that could be asked for instead, by name.
+[[nodiscard]] std::vector<Finding> diagnose_sums(
+    const Topology& topology, const std::vector<RankDevice>& devices,
+    const std::vector<std::pair<std::string, Topology>>& others);
 
 // How messages travel from `from` to `to`: the interface at `from`, where a TCP connection of the
 // two is known; else "memory" on one host, and "no TCP" between hosts.

@@ -680,6 +680,10 @@ TEST_F(CliTest, DoctorShowsEveryRankAndItsStage) {
        {"0        0       ", "0        1       ", "1        0       ", "1        1       "}) {
     EXPECT_EQ(lines_with(outcome.out, std::string("  cpu     ") + place), 1) << outcome.out;
   }
+  EXPECT_THAT(outcome.out, HasSubstr("KiB over the replicas of each stage"));
+  for (const char* replicas : {"  0, 2", "  1, 3"}) {
+    EXPECT_EQ(lines_with(outcome.out, replicas), 1) << outcome.out;
+  }
 }
 
 TEST_F(CliTest, SelfTestStartsTwoRanksAndFindsTheBitsOfOne) {
@@ -711,6 +715,7 @@ TEST_F(CliTest, DoctorMeasuresLinksThatScheduleReads) {
                                  "--output c.json");
   EXPECT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_EQ(lines_with(outcome.out, " us "), 2) << outcome.out;  // both directions
+  EXPECT_THAT(outcome.out, Not(HasSubstr("replicas of each stage")));
   EXPECT_THAT(outcome.out, HasSubstr("data file 'text.txt' has 4 bytes"));
   EXPECT_THAT(outcome.out, HasSubstr("directory 'runs/a' takes"));
   EXPECT_FALSE(fs::exists(path("runs")));

@@ -202,6 +202,32 @@ TEST(DiagnosisTest, NamesALauncherThatTheMpiLibraryDoesNotMeet) {
   EXPECT_THAT(said(facts, false), HasSubstr("the launcher has PMIx 3.1.5"));
 }
 
+TEST(DiagnosisTest, SaysWhatASplitTreeOfSumsSendsAndWhichOrderSendsLess) {
+  // Four replicas, in orders of two hosts.
+  const auto replicas = [](std::vector<int> ranks) {
+    return make_topology({1, 4, 1}, std::move(ranks));
+  };
+  std::vector<RankDevice> devices(4);
+  for (const std::size_t rank : {1U, 3U}) devices[rank].machine = "beta";
+  const Topology in_turns = replicas({0, 1, 2, 3}), aligned = replicas({0, 2, 1, 3});
+  EXPECT_TRUE(diagnose_sums(aligned, devices, {{"pipeline-first", in_turns}}).empty());
+  const auto found = [&](const std::vector<std::pair<std::string, Topology>>& others) {
+    const std::vector<Finding> findings = diagnose_sums(in_turns, devices, others);
+    return findings.size() == 1 ? findings[0] : Finding{};
+  };
+  const Finding avoidable = found({{"auto", aligned}, {"replica-first", aligned}});
+  EXPECT_TRUE(avoidable.wrong);
+  EXPECT_THAT(avoidable.text,
+              HasSubstr("a sum sends 8 addends between hosts where 4 would do, each "
+                        "1/4 of a rank's gradients: 1.50 times the bytes (values "
+                        "of replicas 0, 1, 2, 3 cross unsummed)"));
+  EXPECT_THAT(avoidable.text, HasSubstr("'--rank-order auto' avoids it"));
+  EXPECT_FALSE(found({{"auto", in_turns}, {"replica-first", aligned}}).wrong);
+  EXPECT_THAT(found({{"auto", in_turns}}).text, HasSubstr("no --rank-order sends fewer"));
+  for (RankDevice& each : devices) each.device.kind = DeviceKind::kCuda;
+  EXPECT_TRUE(diagnose_sums(in_turns, devices, {{"auto", aligned}}).empty());
+}
+
 TEST(DiagnosisTest, FactsOfABuildThatLacksSomeAreRead) {
   const RankFacts facts = rank_facts_from_json(R"({"rank": 3, "more": [1]})");
   EXPECT_EQ(facts.rank, 3);
