@@ -1,8 +1,11 @@
 #include "runtime/engine/planned_collectives.hpp"
 
+#include <fmt/core.h>
+
 #include <algorithm>
 #include <string>
 
+#include <sluice/error.hpp>
 #include <sluice/tensor.hpp>
 
 #include "comm/base/throw_error.hpp"
@@ -25,6 +28,11 @@ void copy_of_one(const CollectiveCall& call) {
 }
 
 }  // namespace
+
+void PlannedCollectives::refuse(const std::string& what) const {
+  const int rank = config_.activity == nullptr ? config_.rank : config_.activity->rank();
+  throw Error(ErrorCode::kUsage, fmt::format("the stage {}, on rank {}", what, rank));
+}
 
 PlannedCollectives::PlannedCollectives(const EngineConfig& config)
     : config_(config),
@@ -64,7 +72,7 @@ void PlannedCollectives::begin(const StageBinding& binding, const PlanOp& op, Un
   const Lists& lists = lists_of(binding, shape);
   const std::vector<PlannedCollective>& now = lists.of[at(static_cast<int>(op.action))];
   if (const std::string why = why_unlike(plan, now); !why.empty()) {
-    throw_usage("the stage describes other collectives than its plan has: {}", why);
+    refuse(fmt::format("describes other collectives than its plan has: {}", why));
   }
   planned_ = now;
   if (op.action != ActionKind::kForward) return;
@@ -75,12 +83,13 @@ void PlannedCollectives::begin(const StageBinding& binding, const PlanOp& op, Un
 void PlannedCollectives::make(CollectiveAxis axis, Collective* group, CollectiveCall call) {
   const PlannedCollective made{axis, call.kind, call.in.size(), call.type};
   if (made_ == planned_.size()) {
-    throw_usage("the stage makes {} where its description has no more ({} in this action)",
-                in_sentence(made), planned_.size());
+    refuse(fmt::format("makes {} where its description has no more ({} in this action)",
+                       in_sentence(made), planned_.size()));
   }
   if (made != planned_[made_]) {
-    throw_usage("the stage makes {} where its description has {} (collective {} of {})",
-                in_sentence(made), in_sentence(planned_[made_]), made_ + 1, planned_.size());
+    refuse(fmt::format("makes {} where its description has {} (collective {} of {})",
+                       in_sentence(made), in_sentence(planned_[made_]), made_ + 1,
+                       planned_.size()));
   }
   call.stage = stage_;
   call.micro_batch = micro_batch_;
@@ -92,8 +101,8 @@ void PlannedCollectives::make(CollectiveAxis axis, Collective* group, Collective
 
 void PlannedCollectives::end() const {
   if (made_ == planned_.size()) return;
-  throw_usage("the stage does not make {}, which its description has (collective {} of {})",
-              in_sentence(planned_[made_]), made_ + 1, planned_.size());
+  refuse(fmt::format("does not make {}, which its description has (collective {} of {})",
+                     in_sentence(planned_[made_]), made_ + 1, planned_.size()));
 }
 
 }  // namespace sluice

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -57,6 +58,8 @@ class PlannedCollectives {
 
   [[nodiscard]] const Lists& lists_of(const StageBinding& binding, UnitShape shape);
   void make(CollectiveAxis axis, Collective* group, CollectiveCall call);
+  // Says on which rank: one-sided, unlike most errors of usage.
+  [[noreturn]] void refuse(const std::string& what) const;
 
   const EngineConfig& config_;
   std::array<OfAxis, kCollectiveAxes> axes_;

@@ -203,9 +203,9 @@ TEST(EngineTest, CollectivesAreThosePlanned) {
             ErrorCode::kUsage,
             {"forward of micro-batch 0: the stage ",
              forward == 1 ? "does not make a sum of 8 bytes of f64 over the tensor ranks, "
-                            "which its description has (collective 2 of 2)"
+                            "which its description has (collective 2 of 2), on rank 0"
                           : "makes a sum of 8 bytes of f64 over the tensor ranks where its "
-                            "description has no more (2 in this action)"},
+                            "description has no more (2 in this action), on rank 0"},
             [&] { rig.run(1); });
         continue;
       }
