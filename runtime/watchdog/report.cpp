@@ -54,9 +54,11 @@ bool has_not_come(const Activity& mine, const Activity& theirs) {
 }
 
 // "the sum of 24 bytes of f64 over the tensor ranks (collective 2 of stage 1, forward of
-// micro-batch 3); rank 5 did not come, it is in 0F3 of step 7".
+// micro-batch 3); rank 5 did not come, it is in 0F3 of step 7". What was heard before the wait
+// began does not say whether a rank has come since.
 std::string collective_text(const WatchView& view, int rank) {
-  const Activity& now = view.sightings[at(rank)].status.activity;
+  const Sighting& mine = view.sightings[at(rank)];
+  const Activity& now = mine.status.activity;
   std::string text = fmt::format("the {} in stage {}, {} of micro-batch {} (its collective {})",
                                  to_string(*now.collective), now.stage, in_words(now.action),
                                  now.micro_batch, now.collectives_begun);
@@ -66,7 +68,9 @@ std::string collective_text(const WatchView& view, int rank) {
     if (each.left) {
       text += fmt::format("; rank {} did not come, its pipeline is destroyed", other);
     } else if (each.seen && has_not_come(now, each.status.activity)) {
-      text += fmt::format("; rank {} did not come, it is in {}", other,
+      const bool older = each.silent > mine.silent + mine.status.still;
+      text += fmt::format("; rank {} {} {}", other,
+                          older ? "may not have come, it was heard in" : "did not come, it is in",
                           describe_place(each.status.activity));
     }
   }
@@ -154,15 +158,21 @@ std::string lost_headline(const WatchView& view, const Verdict& verdict) {
                        culprits_text(view, verdict.ranks), one ? "is" : "are", seconds_text(silent),
                        view.network_down ? "; no network of this host is up" : "");
   }
-  if (first.gone) {
-    return fmt::format("{} {}: {} ended; last seen in {}", culprits_text(view, verdict.ranks),
-                       one ? "is lost" : "are lost",
-                       one ? "its process has" : "their processes have",
-                       describe_place(first.status.activity));
+  std::vector<int> gone, silent;
+  double longest = 0;
+  for (const int rank : verdict.ranks) {
+    const Sighting& each = view.sightings[at(rank)];
+    (each.gone ? gone : silent).push_back(rank);
+    if (!each.gone) longest = std::max(longest, each.silent);
   }
-  return fmt::format("{} {} lost: silent for {}; last seen in {}",
-                     culprits_text(view, verdict.ranks), one ? "is" : "are",
-                     seconds_text(first.silent), describe_place(first.status.activity));
+  std::string why = fmt::format("silent for {}", seconds_text(longest));
+  if (silent.empty()) {
+    why = one ? "its process has ended" : "their processes have ended";
+  } else if (!gone.empty()) {
+    why = fmt::format("{} ended, {} {}", joined(gone, ", "), joined(silent, ", "), why);
+  }
+  return fmt::format("{} {} lost: {}; last seen in {}", culprits_text(view, verdict.ranks),
+                     one ? "is" : "are", why, describe_place(first.status.activity));
 }
 
 std::string deadlock_headline(const WatchView& view, const Verdict& verdict) {

@@ -153,6 +153,9 @@ TEST(WatchRulesTest, GiveTheLauncherTimeAfterAProcessHasEnded) {
   ASSERT_TRUE(verdict);
   EXPECT_THAT(verdict->ranks, ElementsAre(1));
   EXPECT_THAT(headline(job.view(), *verdict), HasSubstr("its process has ended"));
+  job.sightings[2].silent = 31;
+  EXPECT_THAT(headline(job.view(), *job.judged()),
+              HasSubstr("ranks 1, 2 on a are lost: 1 ended, 2 silent for 31 s; last seen in 1F5"));
   EXPECT_THAT(hang_event(job.view(), *verdict), HasSubstr(R"("kind":"ended")"));
 }
 
@@ -270,6 +273,13 @@ TEST(WatchRulesTest, SayWhoDidNotComeToACollective) {
       "the all-gather of 24 bytes of f32 over the tensor ranks in stage 4, forward of micro-batch "
       "5 (its collective 2)";
   EXPECT_THAT(lines(), HasSubstr(text + "; rank 2 did not come, it is in 4F5 of step 1207\n"));
+  job.sightings[0].status.still = 20;
+  job.sightings[2].silent = 21;
+  EXPECT_THAT(lines(),
+              HasSubstr(text + "; rank 2 may not have come, it was heard in 4F5 of step 1207\n"));
+  job.sightings[0].silent = 2;
+  EXPECT_THAT(lines(), HasSubstr("; rank 2 did not come, it is in 4F5 of step 1207\n"));
+  job.sightings[0].silent = job.sightings[2].silent = 0;
   make(2, CollectiveAxis::kTensor, 1);  // an earlier one of the same action
   EXPECT_THAT(lines(), HasSubstr(text + "; rank 2 did not come, "));
   make(2, CollectiveAxis::kTensor, 2);
