@@ -175,28 +175,6 @@ def leaves(setup, limit, ranks):
     return first
 
 
-def within_collective(setup, limit):
-    """One of the ranks that share the last stage does not come to a sum: the others' lines name it, and who is not
-    there."""
-    waits = (r"for the sum of 8 bytes of f64 over the tensor ranks in stage 1, forward of micro-batch 1 \(its collective "
-             r"1\); rank 3 did not come, it is in 1F1 of step 3")
-    job = program(setup, "collective-stop", limit, ranks=4)
-    first, seconds = report_of(job, limit, time.monotonic())
-    ends(job)
-    require(re.match(r"rank 3 on \S+ \(stage 1; tensor rank 1\) is lost: silent for \S+ s; last seen in 1F1 of step 3",
-                     first), first)
-    require(re.search(rf"^ +2  \S+ +1 +step 3: waits since \S+ s {waits}", job.output, re.MULTILINE),
-            f"rank 2 does not say for what it waits\n{job.tail()}")
-    job = program(setup, "collective-death", limit, ranks=4, launcher=SPARES)
-    report_of(job, limit, time.monotonic())
-    ends(job, SPARED)
-    require(re.search(waits, job.output), f"rank 2 does not say for what it waits\n{job.tail()}")
-    job = program(setup, "collective-other", limit, ranks=4)
-    job.expect(2, r"stage 1, forward of micro-batch 1: the stage makes a sum of 16 bytes of f64 over the tensor ranks "
-                  r"where its description has a sum of 8 bytes of f64 over the tensor ranks \(collective 1 of 1\)")
-    return f"{seconds:.1f} s: {first}"
-
-
 def embedded(setup, limit):
     """The program catches the loss of a rank on every rank that is left, and its pipeline ends quickly."""
     job = program(setup, "embedded", limit, ranks=3, launcher=SPARES)
@@ -378,7 +356,6 @@ def cases_of(setup, options):
         *((f"kill -9 of rank {rank}", lambda rank=rank: killed_all(setup, limit, rank)) for rank in kills[:5]),
         *(("deadlock", lambda: deadlock(setup, limit)) for _ in range(5 if full else 1)),
         *((f"one of {ranks} ranks leaves", lambda ranks=ranks: leaves(setup, limit, ranks)) for ranks in (3, 8)),
-        *(("within a collective", lambda: within_collective(setup, limit)) for _ in range(20 if full else 1)),
         ("embedded", lambda: embedded(setup, limit)),
         ("closed ports", lambda: no_ports(setup, limit)),
         ("many pipelines", lambda: many(setup, 1000 if full else 50)),

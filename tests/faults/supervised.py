@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """Trainings under `sluice run`: killed again and again, or failing each time.
 
-    tests/faults/supervised.py [--count KILLS] [--seed S] [--case NAME] [--build DIR]
+    tests/faults/supervised.py [--count KILLS] [--halves RUNS] [--seed S] [--case NAME] [--build DIR]
 
 "kills" is one training of four ranks. A random rank, the launcher or all ranks are killed --count times, each time at a
 random moment after the start has added a save. In the end the weights have the digest, and every step the loss, of a
 training without kills, and nothing is left of it.
+
+"halves" are --halves trainings of four virtual replicas. Each loses half of its ranks twice, at random moments after a
+save: a host of two ranks, then one of one. It goes on with the layouts that are left, and ends with the digest and the
+losses of a training of four ranks that lost none. The hosts are names alone, whose loss the job itself reports.
 """
 
 import functools
@@ -22,17 +26,32 @@ RANKS = 4
 EVERY = 4        # steps between saves
 STEPS_A_KILL = 30  # a start adds fewer before it is killed
 LAUNCHER, ALL = -1, -2  # victims besides a rank
+HALVES = ("1x4,1x2,1x1", "2x2,2x1,1x1", "2x2,1x2,1x1", "4x1,2x1,1x1", "4x1,1x2,1x1")
+HALVES_STEPS = 100
+# A host that is down is not reached; a start that fails has lost the host that went down last.
+ON_HOSTS = r"""
+hosts=$1; shift
+if grep -q -f $DOWN $hosts; then exit 205; fi
+"$@"; code=$?
+if [ $code -ne 0 ]; then
+  printf '\nsluice-event {"event":"hang","kind":"lost","hosts":["%s"]}\n' "$(tail -n 1 $DOWN)" >&2
+fi
+exit $code
+"""
 
 
 class Supervised:
-    def __init__(self, setup, name, steps, *options, training=(), supervisor=("--pause", "0")):
+    def __init__(self, setup, name, steps, *options, training=(), split=SPLIT, ranks=str(RANKS), before=(), model=None):
+        """`before`: words before those of the launcher."""
         self.folder = setup.folder / name
         self.folder.mkdir()
         self.directory, self.metrics = self.folder / "run", self.folder / "metrics.jsonl"
-        train = [setup.sluice, "train", *setup.model, *SPLIT, "--steps", str(steps), "--save", str(self.directory),
+        self.down = self.folder / "down"  # a line for each host that is
+        self.down.touch()
+        train = [setup.sluice, "train", *(model or setup.model), *split, "--steps", str(steps), "--save", str(self.directory),
                  "--save-every", str(EVERY), "--resume", "auto", "--metrics", str(self.metrics), *training]
-        self.job = Job([setup.sluice, "run", *supervisor, *options, "--", setup.mpiexec, "-n", str(RANKS), *train], {},
-                       self.folder / "output")
+        self.job = Job([setup.sluice, "run", "--pause", "0", *options, "--", *before, setup.mpiexec, "-n", ranks, *train],
+                       {"DOWN": str(self.down)}, self.folder / "output")
 
     def ranks(self):
         return {pid: rank for pid, rank in self.job.processes().items() if rank is not None}
@@ -53,16 +72,23 @@ class Supervised:
             self.job.signal(pid, signal.SIGKILL)
 
 
-def reference(setup, steps):
-    directory, metrics = setup.folder / "reference", setup.folder / "reference.jsonl"
-    setup.train(RANKS, *SPLIT, "--steps", steps, "--save", directory, "--metrics", metrics).expect(0)
+def reference(setup, name, steps, *words, model=True):
+    directory, metrics = setup.folder / f"{name}-reference", setup.folder / f"{name}-reference.jsonl"
+    setup.train(RANKS, *words, "--steps", steps, "--save", directory, "--metrics", metrics, model=model).expect(0)
     return setup.digest(directory), losses_in(metrics)
+
+
+def require_same(setup, run, digest, losses):
+    require(setup.digest(run.directory) == digest, f"digest {setup.digest(run.directory)} instead of {digest}")
+    found = losses_in(run.metrics)
+    different = [step for step in losses if found.get(step) != losses[step]]
+    require(not different, f"losses of steps {different} differ")
 
 
 def kills(setup, count, seed):
     draw = random.Random(seed)
     steps = STEPS_A_KILL * (count + 1)
-    digest, losses = reference(setup, steps)
+    digest, losses = reference(setup, "kills", steps, *SPLIT)
     run = Supervised(setup, "kills", steps, "--restarts", "unlimited")
     done = 0
     while done < count:
@@ -77,12 +103,47 @@ def kills(setup, count, seed):
         run.job.wait_for(lambda: run.job.output.count("; restart ") > restarts, f"no restart after kill {done}")  # noqa: B023
         done += 1
     output = run.job.expect(0, rf"sluice run: {count} restarts in \d+ s; [\d.]+ % of the time in steps that count")
-    require(setup.digest(run.directory) == digest, f"digest {setup.digest(run.directory)} instead of {digest}")
-    found = losses_in(run.metrics)
-    different = [step for step in losses if found.get(step) != losses[step]]
-    require(not different, f"losses of steps {different} differ")
+    require_same(setup, run, digest, losses)
     require("sluice-event" not in output, output)
     return re.findall(r"^sluice run: (\d+ restarts.*)", output, re.MULTILINE)[0]
+
+
+def halves(setup, count, seed):
+    model = ["--virtual-replicas", "4", *setup.model]
+    model[model.index("--layers") + 1] = "4"  # as many as a layout has ranks
+    digest, losses = reference(setup, "halves", HALVES_STEPS, "--pipeline", "1", "--replicas", "4", *model, model=False)
+    hosts = setup.folder / "hosts"
+    hosts.write_text("node1 slots=1\nnode2 slots=1\nnode3 slots=2\n")
+    draw = random.Random(seed)
+    for number in range(count):
+        layouts = draw.choice(HALVES)
+        run = Supervised(setup, f"halves-{number}", HALVES_STEPS, "--hosts", str(hosts), "--layouts", layouts, ranks="{ranks}",
+                         split=("--pipeline", "{pipeline}", "--replicas", "{replicas}"), model=model,
+                         before=("sh", "-c", ON_HOSTS, "job", "{hostfile}"))
+        for ranks, host, most in ((4, "node3", 40), (2, "node2", 80)):
+            lose_half(run, draw, ranks, host, most)
+        output = run.job.expect(0, r"sluice run: 4 restarts in \d+ s")
+        require_same(setup, run, digest, losses)
+        first, second, third = layouts.split(",")
+        for part in (f"layout {second} instead of {first}: ", f"layout {third} instead of {second}: "):
+            require(part in output, f"the output lacks '{part}'\n{output}")
+        print(f"  {layouts}: {', '.join(re.findall('from step [0-9]+', output))}", flush=True)
+    return f"{count} trainings"
+
+
+def lose_half(run, draw, ranks, host, most):
+    """Kills half of these ranks after a save of this start, and soon after a step before `most`."""
+    newest = (steps_in(run.directory) or [0])[-1]
+    run.job.wait_for(lambda: (steps_in(run.directory) or [0])[-1] > newest and len(run.ranks()) == ranks, "no save")
+    at = draw.randrange(most)
+    run.job.wait_for(lambda: (metrics_so_far(run.metrics) or [0])[-1] >= at, f"step {at} is not reached")
+    time.sleep(draw.random() * 0.02)  # anywhere within a step
+    half = draw.choice((range(ranks // 2), range(ranks // 2, ranks)))
+    with open(run.down, "a", encoding="utf-8") as down:
+        down.write(f"{host}\n")
+    for pid in [pid for pid, rank in run.ranks().items() if rank in half]:
+        run.job.signal(pid, signal.SIGKILL)
+    run.job.wait_for(lambda: f"leaving out {host} from now on" in run.job.output, f"{host} is not left out")
 
 
 def always_fails(setup):
@@ -140,8 +201,9 @@ def second_stop(setup):
 
 
 def campaign():
-    parser = arguments(__doc__.splitlines()[0], count=3, seed=1)
-    cases = {"kills": lambda s: kills(s, options.count, options.seed), "always fails": always_fails, "refused": refused,
+    parser = arguments(__doc__.splitlines()[0], count=3, halves=1, seed=1)
+    cases = {"kills": lambda s: kills(s, options.count, options.seed),
+             "halves": lambda s: halves(s, options.halves, options.seed), "always fails": always_fails, "refused": refused,
              "stops": stops, "kill -9 of the supervisor": killed_supervisor, "a second stop": second_stop}
     parser.add_argument("--case", choices=cases)
     options = parser.parse_args()

@@ -7,8 +7,6 @@
 //   leave     the last rank but one destroys its pipeline after step 3, the others go on
 //   embedded  as train; a lost rank is an Error that the program catches; prints it, and how long
 //             the end of the pipeline takes
-//   collective-stop, collective-death, collective-other   two ranks share each stage; in step 3 one
-//             of those of the last stage stops, dies or makes another collective before a sum
 //   many      makes and destroys <number> pipelines; prints threads and descriptors
 //   segv, bus, fpe, abort, terminate, bad_alloc   in step 3 the last stage fails so
 #include <fmt/core.h>
@@ -16,7 +14,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -76,35 +73,6 @@ void fail(const Arguments& arguments) {
   if (how == "bad_alloc") throw std::bad_alloc();
 }
 
-// Sums a number over the ranks that share it in each forward.
-class SharedStage final : public ArithmeticStage {
- public:
-  SharedStage(const StagePlace& place, std::string how)
-      : ArithmeticStage(place.stage),
-        fails_(place.stage + 1 == place.stages && place.tensor == 1),
-        how_(std::move(how)) {}
-  StageDescription describe(std::span<const TensorSpec> inputs,
-                            ComputeContext& compute) const override {
-    StageDescription description = ArithmeticStage::describe(inputs, compute);
-    description.collectives.forward = {{.bytes = sizeof(double), .type = DType::kF64}};
-    return description;
-  }
-  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
-    std::array<double, 2> numbers = {1, 1};
-    const bool fails = fails_ && ctx.step == kStep && ctx.micro_batch == 1;
-    if (fails && how_ != "collective-other") {
-      sleep_for(1);  // the others hear where it is
-      ::raise(how_ == "collective-stop" ? SIGSTOP : SIGKILL);
-    }
-    ctx.tensor->sum(std::span(numbers).first(fails ? 2 : 1));
-    ArithmeticStage::forward(ctx, x, y);
-  }
-
- private:
-  bool fails_;
-  std::string how_;
-};
-
 // Waits once while it loads step 3.
 class SlowSource final : public DataSource {
  public:
@@ -152,15 +120,6 @@ PipelineOptions options_of(const Arguments& arguments) {
 
 std::unique_ptr<Pipeline> make_pipeline(Communicator& world, const Arguments& arguments,
                                         const DataSource& source) {
-  if (arguments.how.starts_with("collective")) {
-    PipelineOptions options = options_of(arguments);
-    options.shape.pipeline = world.size() / 2;
-    options.shape.tensor = 2;
-    const StageFactory make = [&](const StagePlace& place) -> std::unique_ptr<Stage> {
-      return std::make_unique<SharedStage>(place, arguments.how);
-    };
-    return std::make_unique<Pipeline>(world, make, source, options);
-  }
   return std::make_unique<Pipeline>(
       world,
       [&](int stage, int stages) {
