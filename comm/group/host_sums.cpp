@@ -19,18 +19,30 @@ namespace {
 using What = BlockStep::What;
 
 // Blocks of a part, in floats. Operators let messages advance every few milliseconds, in which a
-// fast link takes a MiB or more: so many are on their way at a time. A gather adds nothing, and
-// needs no memory for its blocks.
+// fast link takes a MiB or more: so many are on their way at a time. Those of a sum stay in a
+// core's cache on one host; a gather adds nothing, and needs no memory for its blocks.
 struct Blocks {
   std::size_t size;    // of one
   std::size_t window;  // of those on their way, from all ranks
   std::size_t least;   // blocks on their way from a rank
 };
-constexpr Blocks kSums = {32 * 1024, 512 * 1024, 4};
-constexpr Blocks kGathers = {256 * 1024, 2048 * 1024, 8};
-// Between hosts MPI sends a message of up to 64 KiB with its header by default. A longer one waits
-// until the receiver has answered, which it does between operators.
-constexpr std::size_t kBetweenHosts = 15 * 1024;
+struct Lanes {
+  Blocks sums, gathers;
+};
+constexpr Lanes kOnOneHost = {{32 * 1024, 256 * 1024, 4}, {256 * 1024, 2048 * 1024, 8}};
+// MPI sends a message of up to 64 KiB with its header by default. A longer one waits until the
+// receiver has answered, which it does between operators.
+constexpr Lanes kBetweenHosts = {{15 * 1024, 512 * 1024, 4}, {15 * 1024, 1024 * 1024, 8}};
+
+const Lanes& lanes_of(std::span<const int> hosts) {
+  const bool one = std::count(hosts.begin(), hosts.end(), hosts.front()) == std::ssize(hosts);
+  return one ? kOnOneHost : kBetweenHosts;
+}
+
+// On their way from a rank.
+std::size_t most_blocks(const Blocks& blocks, std::size_t ranks) {
+  return std::max(blocks.least, blocks.window / blocks.size / (ranks - 1));
+}
 
 struct Range {
   std::size_t begin = 0;
@@ -97,13 +109,20 @@ void HostSums::set_hosts(std::span<const int> hosts) {
   if (comm_.size() == 1) return;
   sums_.steps = scatter_steps(hosts, comm_.rank());
   gathers_.steps = gather_steps(hosts, comm_.rank());
-  const bool one = std::count(hosts.begin(), hosts.end(), hosts.front()) == std::ssize(hosts);
-  for (auto [lane, blocks] : {std::pair(&sums_, kSums), std::pair(&gathers_, kGathers)}) {
-    lane->floats = one ? blocks.size : kBetweenHosts;
-    lane->most = std::max(blocks.least, blocks.window / lane->floats / (hosts.size() - 1));
+  const Lanes& blocks = lanes_of(hosts);
+  for (auto [lane, of] : {std::pair(&sums_, blocks.sums), std::pair(&gathers_, blocks.gathers)}) {
+    lane->floats = of.size;
+    lane->most = most_blocks(of, hosts.size());
     lane->open.resize(lane->most * at(lane->steps.requests));
   }
   slot_floats_ = 0;
+}
+
+std::size_t HostSums::bytes_for(std::span<const int> hosts, int rank, std::size_t count) {
+  if (hosts.size() == 1) return 0;
+  const Blocks& blocks = lanes_of(hosts).sums;
+  return most_blocks(blocks, hosts.size()) * at(scatter_steps(hosts, rank).slots) *
+         std::min(blocks.size, count) * sizeof(float);
 }
 
 void HostSums::reserve(std::size_t count, std::size_t calls) {

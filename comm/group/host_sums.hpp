@@ -51,6 +51,10 @@ class HostSums {
   // of each kind have started; without it, the first ones that need it do. Not while a call has
   // started.
   void reserve(std::size_t count, std::size_t calls = 1);
+  // What reserve() takes for the values on `rank` of these hosts; gathers take nothing.
+  [[nodiscard]] static std::size_t bytes_for(std::span<const int> hosts, int rank,
+                                             std::size_t count);
+  [[nodiscard]] std::size_t bytes_held() const { return slots_->size() * sizeof(float); }
 
   // In place; the values are the call's until it is done. `ended` may be null, else it gets that
   // time, in steady_seconds(). Error(kInternal), before any message, for ends that are not as

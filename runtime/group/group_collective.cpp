@@ -99,9 +99,45 @@ void GroupCollective::require_same() const {
   }
 }
 
+std::size_t GroupCollective::common_bytes(CollectiveKind kind, std::size_t bytes,
+                                          std::size_t ranks) {
+  return adds(kind) ? bytes : bytes * ranks;
+}
+
+GroupCollective::Parts GroupCollective::parts_of(CollectiveKind kind, DType type, std::size_t bytes,
+                                                 std::size_t ranks) {
+  const std::size_t halves_of_sum = type == DType::kF32 ? 1 : 2;
+  switch (kind) {
+    case CollectiveKind::kSum:
+      return {round_up(bytes / ranks + (bytes % ranks > 0 ? 1 : 0), sizeof(double)), halves_of_sum};
+    case CollectiveKind::kReduceScatter:
+      return {bytes / ranks, halves_of_sum};
+    case CollectiveKind::kAllGather:
+      return {round_up(bytes, sizeof(float)), 1};
+    case CollectiveKind::kAllToAll:
+      break;
+  }
+  return {bytes / ranks, 2};
+}
+
+void GroupCollective::Memory::raise(const PlannedCollective& collective, std::size_t ranks) {
+  const std::size_t bytes = collective.bytes;
+  firsts = ranks * sizeof(First);
+  if (bytes <= First::kValues) {
+    common = std::max(common, common_bytes(collective.kind, bytes, ranks));
+    return;
+  }
+  const Parts parts = parts_of(collective.kind, collective.type, bytes, ranks);
+  const std::size_t half = multiply_bytes(parts.part, ranks);
+  buffer = std::max(buffer, multiply_bytes(half, parts.halves));
+  if (adds(collective.kind) && collective.type == DType::kF32) {
+    summed = std::max(summed, half / sizeof(float));
+  }
+}
+
 void GroupCollective::make_short(const CollectiveCall& call) {
   const std::size_t bytes = call.in.size(), part = bytes / ranks();
-  common_.resize(adds(call.kind) ? bytes : bytes * ranks());
+  common_.resize(common_bytes(call.kind, bytes, ranks()));
   if (is_first() && adds(call.kind)) {
     add_all(call.type, ranks(), bytes, [&](std::size_t r) { return firsts_[r].values.data(); });
   }
@@ -124,29 +160,25 @@ void GroupCollective::make_short(const CollectiveCall& call) {
 }
 
 void GroupCollective::make_long(const CollectiveCall& call) {
-  const std::size_t bytes = call.in.size(), count = ranks();
+  const std::size_t bytes = call.in.size();
+  const Parts parts = parts_of(call.kind, call.type, bytes, ranks());
+  renew_buffer(parts);
   switch (call.kind) {
-    case CollectiveKind::kSum: {
-      const std::size_t part = round_up((bytes + count - 1) / count, sizeof(double));
-      sum_parts(call, part);
+    case CollectiveKind::kSum:
+      sum_parts(call, parts.part);
       group_.all_gather_parts(floats(), ends_, buffer_);
       return copy(buffer(0).first(bytes), call.out);
-    }
     case CollectiveKind::kReduceScatter:
-      sum_parts(call, bytes / count);
+      sum_parts(call, parts.part);
       return copy(buffer(0).subspan(me() * call.out.size(), call.out.size()), call.out);
-    case CollectiveKind::kAllGather: {
-      const std::size_t part = round_up(bytes, sizeof(float));
-      renew_buffer(part, 1);
-      copy(call.in, buffer(0).subspan(me() * part));
+    case CollectiveKind::kAllGather:
+      copy(call.in, buffer(0).subspan(me() * parts.part));
       group_.all_gather_parts(floats(), ends_, buffer_);
-      for (std::size_t r = 0; r < count; ++r) {
-        copy(buffer(0).subspan(r * part, bytes), call.out.subspan(r * bytes));
+      for (std::size_t r = 0; r < ranks(); ++r) {
+        copy(buffer(0).subspan(r * parts.part, bytes), call.out.subspan(r * bytes));
       }
       return;
-    }
     case CollectiveKind::kAllToAll:
-      renew_buffer(bytes / count, 2);
       copy(call.in, buffer(0));
       group_.all_to_all(buffer(0), buffer(1), buffer_);
       copy(buffer(1), call.out);
@@ -155,7 +187,6 @@ void GroupCollective::make_long(const CollectiveCall& call) {
 
 // The sum of this rank's part is at its place in the first half.
 void GroupCollective::sum_parts(const CollectiveCall& call, std::size_t part) {
-  renew_buffer(part, call.type == DType::kF32 ? 1 : 2);
   copy(call.in, buffer(0));
   std::fill(buffer(0).begin() + static_cast<std::ptrdiff_t>(call.in.size()), buffer(0).end(),
             std::byte{});
@@ -166,13 +197,13 @@ void GroupCollective::sum_parts(const CollectiveCall& call, std::size_t part) {
   copy(terms.first(part), buffer(0).subspan(me() * part));
 }
 
-void GroupCollective::renew_buffer(std::size_t part, std::size_t halves) {
-  half_ = part * ranks();
-  if (buffer_.use_count() > 1 || buffer_->size() < halves * half_) {
-    buffer_ = std::make_shared<std::vector<std::byte>>(halves * half_);
+void GroupCollective::renew_buffer(const Parts& parts) {
+  half_ = parts.part * ranks();
+  if (buffer_.use_count() > 1 || buffer_->size() < parts.halves * half_) {
+    buffer_ = std::make_shared<std::vector<std::byte>>(parts.halves * half_);
   }
   ends_.resize(ranks());
-  for (std::size_t r = 0; r < ranks(); ++r) ends_[r] = (r + 1) * part / sizeof(float);
+  for (std::size_t r = 0; r < ranks(); ++r) ends_[r] = (r + 1) * parts.part / sizeof(float);
 }
 
 std::span<std::byte> GroupCollective::buffer(std::size_t half) const {

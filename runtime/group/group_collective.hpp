@@ -26,6 +26,19 @@ class GroupCollective final : public Collective {
   // Error(kMismatch) on the first rank where another one makes another collective.
   void make(const CollectiveCall& call) override;
 
+  // Host memory that collectives take beside their values, and is kept: that of the first rank,
+  // which takes most.
+  struct Memory {
+    std::size_t firsts = 0, common = 0, buffer = 0;  // bytes
+    std::size_t summed = 0;                          // values of HostSums' calls, at most
+    // For one that `ranks` make.
+    void raise(const PlannedCollective& collective, std::size_t ranks);
+    [[nodiscard]] std::size_t bytes() const { return firsts + common + buffer; }
+  };
+  [[nodiscard]] std::size_t bytes_held() const {
+    return firsts_.size() * sizeof(First) + common_.size() + buffer_->size();
+  }
+
  private:
   struct Made {
     std::uint64_t bytes = 0;
@@ -47,9 +60,17 @@ class GroupCollective final : public Collective {
   void require_same() const;
   void make_short(const CollectiveCall& call);
   void make_long(const CollectiveCall& call);
+  // Of the buffer for a long one: bytes of each rank's part, and the number of halves.
+  struct Parts {
+    std::size_t part = 0, halves = 0;
+  };
+  [[nodiscard]] static Parts parts_of(CollectiveKind kind, DType type, std::size_t bytes,
+                                      std::size_t ranks);
+  [[nodiscard]] static std::size_t common_bytes(CollectiveKind kind, std::size_t bytes,
+                                                std::size_t ranks);
   void sum_parts(const CollectiveCall& call, std::size_t part);
-  // Makes buffer_ one of at least so many halves that no message uses, and ends_ those of parts.
-  void renew_buffer(std::size_t part, std::size_t halves);
+  // Makes buffer_ one for these parts that no message uses, and ends_ theirs.
+  void renew_buffer(const Parts& parts);
   [[nodiscard]] std::span<std::byte> buffer(std::size_t half) const;
   // The first half, as floats.
   [[nodiscard]] std::span<float> floats() const;

@@ -109,7 +109,7 @@ void JobContext::make_groups() {
     groups_[static_cast<std::size_t>(axis)] = RankGroup(
         world.ranks->split(place.topology.group_number(axis, place.here), place.here[axis]),
         std::make_unique<JobWatch>(*waits, axis, members));
-    if (!planned) group(axis).collectives->sums().set_hosts(hosts_of(devices.ranks, members));
+    if (!planned) group(axis).collectives->sums().set_hosts(place.hosts_of(members));
   }
   const std::vector<int> pipeline = place.topology.group(Axis::kPipeline, place.here);
   for (const int rank : pipeline) place.devices.push_back(devices.ranks[at(rank)]);
@@ -137,6 +137,9 @@ void JobContext::join(const PipelineOptions& options) {
   place.order_reason = std::move(order.reason);
   devices.ranks =
       choose_devices(*world.collectives, place.topology, options.devices.choices, hosts);
+  std::vector<int> all(at(size));
+  std::iota(all.begin(), all.end(), 0);
+  place.hosts = hosts_of(devices.ranks, all);
 }
 
 void JobContext::plan(const PipelineOptions& options) {
@@ -154,6 +157,7 @@ void JobContext::plan(const PipelineOptions& options) {
   const RankDevice mine =
       choose_devices(*world.collectives, Topology{}, options.devices.choices, {host_name()})
           .front();
+  place.hosts.resize(at(place.topology.ranks()));
   for (int rank = 0; rank < place.topology.ranks(); ++rank) {
     RankDevice& device = devices.ranks.emplace_back(mine);
     device.host = device.machine = device.nccl_machine = fmt::format("planned host {}", rank);

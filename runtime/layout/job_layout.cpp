@@ -23,12 +23,15 @@ std::string to_string(const RankMemory& memory) {
   return fmt::format(
       "parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, activations {:.1f}, workspace "
       "{:.1f}, operators {:.1f}, messages {:.1f}, libraries {:.1f}, of these outside the rank's "
-      "arena {:.1f}{}, in MiB",
+      "arena {:.1f}{}{}, in MiB",
       mebi(memory.parameters), mebi(memory.gradients), mebi(memory.optimizer),
       mebi(memory.activations), mebi(memory.workspace), mebi(memory.operators),
       mebi(memory.buffers), mebi(memory.libraries), mebi(memory.outside_arena),
       memory.save_copy > 0
           ? fmt::format(", in host memory for saving {:.1f}", mebi(memory.save_copy))
+          : "",
+      memory.collectives > 0
+          ? fmt::format(", in host memory for collectives {:.1f}", mebi(memory.collectives))
           : "");
 }
 

@@ -92,13 +92,14 @@ struct RankMemory {
   std::size_t libraries = 0;      // estimates of what NCCL and CUDA graphs allocate themselves
   std::size_t outside_arena = 0;  // of all these, what does not come from the rank's arena
   std::size_t save_copy = 0;      // in host memory: PipelineOptions' save_copy
+  std::size_t collectives = 0;    // in host memory: of sums and collectives over ranks
   std::size_t disk = 0;           // of each save, at most: f32 values and optimizer state
   [[nodiscard]] std::size_t total() const {
     return sum_of_bytes(
         {parameters, gradients, optimizer, activations, buffers, workspace, operators, libraries});
   }
   // In host memory, besides total() where that is the device's.
-  [[nodiscard]] std::size_t host() const { return save_copy; }
+  [[nodiscard]] std::size_t host() const { return sum_of_bytes({save_copy, collectives}); }
   // What a GPU's rank takes in one piece before the first step (DeviceMemory).
   [[nodiscard]] std::size_t arena() const { return total() - outside_arena; }
 };
@@ -113,12 +114,20 @@ struct RankPlace {
   Place here;
   int shares = 1;  // virtual replicas that a replica computes: PipelineOptions::Shape
   std::vector<RankDevice> devices;  // [pipeline rank], of this pipeline
-  std::string driver_note;          // as describe_different_drivers(), of the job
+  // [rank of the job] equal numbers for one host; in a planned job all are on one.
+  std::vector<int> hosts;
+  std::string driver_note;  // as describe_different_drivers(), of the job
 
   [[nodiscard]] int virtual_replicas() const { return topology.size.replica * shares; }
   // What has micro-batches of its own: "replica", or "virtual replica" where that is another thing.
   [[nodiscard]] const char* name_of_part() const {
     return shares == 1 ? "replica" : "virtual replica";
+  }
+  // Of the ranks of a group.
+  [[nodiscard]] std::vector<int> hosts_of(const std::vector<int>& members) const {
+    std::vector<int> of;
+    for (const int rank : members) of.push_back(hosts[static_cast<std::size_t>(rank)]);
+    return of;
   }
   [[nodiscard]] Device device() const {
     return devices[static_cast<std::size_t>(here.pipeline)].device;

@@ -2,6 +2,7 @@
 // Threading and errors are those of Pipeline.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <span>
@@ -39,6 +40,8 @@ class PipelineAccess {
   [[nodiscard]] static Collectives& world(Pipeline& pipeline);
   // The same over the ranks that share this rank's stages, of its replica.
   [[nodiscard]] static Collectives& tensor_ranks(Pipeline& pipeline);
+  // What sums and collectives over ranks hold in host memory: RankMemory::collectives plans it.
+  [[nodiscard]] static std::size_t collective_bytes(const Pipeline& pipeline);
   // Collective. Runs `body`; an exception in it on any rank becomes the same Error on all ranks.
   static void guarded(Pipeline& pipeline, const std::function<void()>& body);
   // The same; where memory runs out in `body`, the Error names `who` and the plan of this rank.

@@ -25,7 +25,7 @@ namespace sluice {
 namespace {
 
 // Null for a group of one rank.
-std::unique_ptr<Collective> collective_over(const RankGroup& group, std::string_view member) {
+std::unique_ptr<GroupCollective> collective_over(const RankGroup& group, std::string_view member) {
   if (group.ranks->size() == 1) return nullptr;
   return std::make_unique<GroupCollective>(*group.collectives, member);
 }

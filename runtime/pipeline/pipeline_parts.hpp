@@ -18,6 +18,7 @@
 #include "runtime/engine/slots.hpp"
 #include "runtime/gradients/step_record.hpp"
 #include "runtime/gradients/tied_uses.hpp"
+#include "runtime/group/group_collective.hpp"
 #include "runtime/group/host_mirror.hpp"
 #include "runtime/group/job_context.hpp"
 #include "runtime/group/nccl_routes.hpp"
@@ -85,7 +86,8 @@ struct PipelineParts {
   std::vector<StageBinding> bindings;
   std::unique_ptr<ComputeContext> compute;
   std::unique_ptr<HostMirror> mirror;
-  std::unique_ptr<Collective> over_replicas, over_tensor_ranks;  // within actions; null: one rank
+  // Within actions; null: one rank.
+  std::unique_ptr<GroupCollective> over_replicas, over_tensor_ranks;
   std::unique_ptr<NcclRoutes> nccl;
   std::unique_ptr<DeviceBatch> device_batch;
   Batches batches;

@@ -179,6 +179,15 @@ Collectives& PipelineAccess::world(Pipeline& pipeline) {
 Collectives& PipelineAccess::tensor_ranks(Pipeline& pipeline) {
   return *pipeline.impl_->parts.job.group(Axis::kTensor).collectives;
 }
+std::size_t PipelineAccess::collective_bytes(const Pipeline& pipeline) {
+  const PipelineParts& parts = pipeline.impl_->parts;
+  std::size_t bytes = 0;
+  for (const Axis axis : kAxes) bytes += parts.job.group(axis).collectives->sums().bytes_held();
+  for (const auto* each : {parts.over_replicas.get(), parts.over_tensor_ranks.get()}) {
+    if (each != nullptr) bytes += each->bytes_held();
+  }
+  return bytes;
+}
 void PipelineAccess::guarded(Pipeline& pipeline, const std::function<void()>& body) {
   pipeline.impl_->calls.guarded(body);
 }

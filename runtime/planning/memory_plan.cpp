@@ -19,12 +19,15 @@
 #include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
+#include "comm/group/host_sums.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/gradients/gradient_folds.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
+#include "runtime/group/group_collective.hpp"
 #include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/save_shares.hpp"
+#include "schedules/plan/collectives.hpp"
 #include "stages/operators/context.hpp"
 #include "stages/operators/optimizer.hpp"
 
@@ -140,6 +143,31 @@ class MemorySum {
     if (options_.expert.save_copy) memory_.save_copy = memory_.disk;
   }
 
+  // What sums over replicas, and collectives within actions, take beside their values.
+  void add_collectives() {
+    const bool trains = !options_.training.inference;
+    for (const Axis axis : {Axis::kReplica, Axis::kTensor}) {
+      const int ranks = layout_.place.topology.size[axis];
+      if (ranks == 1 || (axis == Axis::kReplica && !trains)) continue;
+      GroupCollective::Memory within;
+      std::size_t summed = 0;  // bytes, of one sum of gradients or of a buffer's means
+      for (const int stage : layout_.plans.placement().stages_of(rank_)) {
+        const StageEntry& entry = layout_.parameters.stages[at(stage)];
+        for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
+          if (kind == ActionKind::kBackward && !trains) continue;
+          for (const PlannedCollective& each : collectives_of(entry.collectives, kind, !trains)) {
+            if (axis_of(each) == axis) within.raise(each, at(ranks));
+          }
+        }
+        if (axis == Axis::kReplica) summed = std::max(summed, summed_by_host(entry));
+      }
+      // A GPU's values pass through a copy.
+      if (device_ != DeviceKind::kCpu) add_bytes(memory_.collectives, summed);
+      const std::size_t values = std::max(summed / sizeof(float), within.summed);
+      add_bytes(memory_.collectives, sum_of_bytes({within.bytes(), bytes_of_sums(axis, values)}));
+    }
+  }
+
   // The receive buffer for gradients of tied parameters, which arrive one at a time.
   void add_ties() {
     if (options_.training.inference) return;
@@ -175,6 +203,39 @@ class MemorySum {
   }
 
  private:
+  static Axis axis_of(const PlannedCollective& collective) {
+    return collective.axis == CollectiveAxis::kReplica ? Axis::kReplica : Axis::kTensor;
+  }
+
+  // The most values of a stage that HostSums adds at a time, in bytes.
+  [[nodiscard]] std::size_t summed_by_host(const StageEntry& stage) const {
+    std::size_t gradients = 0, most = 0;
+    for (const ParameterEntry& each : stage.parameters) {
+      add_bytes(gradients, parameter_bytes(each.elements));
+    }
+    for (const ParameterEntry& each : stage.buffers) {
+      most = std::max(most, sizeof(float) * static_cast<std::size_t>(each.elements));
+    }
+    return layout_.wires.sums_by_nccl(rank_) ? most : std::max(most, gradients);
+  }
+
+  // Of HostSums of `values` along `axis`: of the replica that needs most.
+  [[nodiscard]] std::size_t bytes_of_sums(Axis axis, std::size_t values) const {
+    const Topology& topology = layout_.place.topology;
+    std::size_t most = 0;
+    for (int replica = 0; values > 0 && replica < topology.size.replica; ++replica) {
+      const Place place = {
+          .pipeline = rank_, .replica = replica, .tensor = layout_.place.here.tensor};
+      const std::vector<int> hosts = layout_.place.hosts_of(topology.group(axis, place));
+      most = std::max(most, HostSums::bytes_for(hosts, place[axis], values));
+      if (axis == Axis::kReplica && on_one_host(hosts)) break;  // all replicas need the same
+    }
+    return most;
+  }
+  static bool on_one_host(const std::vector<int>& hosts) {
+    return std::equal(hosts.begin() + 1, hosts.end(), hosts.begin());
+  }
+
   // What libraries allocate themselves.
   void add_libraries(std::size_t bytes) {
     add_bytes(memory_.libraries, bytes);
@@ -208,6 +269,7 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
     sum.add_batches(source);
     sum.add_stages();
     sum.add_saves(shares);
+    sum.add_collectives();
     sum.add_ties();
     sum.add_nccl();
     sum.add_graphs();

@@ -98,12 +98,22 @@ std::string describe_notes(const JobLayout& layout) {
 // The memory and the disk that saving takes; empty without it.
 std::string describe_saves(const JobLayout& layout) {
   std::size_t most = 0;
-  for (const RankMemory& memory : layout.memory.ranks) most = std::max(most, memory.host());
+  for (const RankMemory& memory : layout.memory.ranks) most = std::max(most, memory.save_copy);
   if (most == 0) return "";
   return fmt::format(
       "  saving: each rank keeps a copy of its share in host memory, at most {:.1f} MiB; a save "
       "of f32 values and optimizer state takes {:.1f} MiB on disk\n",
       mebi(most), mebi(layout.memory.save_bytes));
+}
+
+// The memory of sums and collectives over ranks; empty without them.
+std::string describe_collectives(const JobLayout& layout) {
+  std::size_t most = 0;
+  for (const RankMemory& memory : layout.memory.ranks) most = std::max(most, memory.collectives);
+  if (most == 0) return "";
+  return fmt::format(
+      "  sums and collectives over ranks: at most {:.1f} MiB of host memory on each rank\n",
+      mebi(most));
 }
 
 // The ranks that --cuda-graphs concerns; empty without the option.
@@ -182,7 +192,7 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
           : "each replica holds the same");
   return text + describe_empty_stages(partition) + describe_connections(layout) +
          describe_arithmetic(layout) + describe_notes(layout) + describe_saves(layout) +
-         describe_graphs(layout);
+         describe_collectives(layout) + describe_graphs(layout);
 }
 
 std::string rank_table(const std::vector<RankRow>& ranks, std::string_view indent) {

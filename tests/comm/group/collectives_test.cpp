@@ -125,6 +125,36 @@ SLUICE_COMM_TEST(OrderedSumTest, HasItsBitsInTwoHalvesOverPartsOfAnySizes) {
   }
 }
 
+// Neighbours on a host, one host with more, ranks in turns, a host each, one for all.
+std::vector<std::vector<int>> divisions_into_hosts(int ranks) {
+  std::vector<std::vector<int>> all;
+  for (const auto& host_of : std::vector<std::function<int(int)>>{
+           [](int rank) { return rank / 2; }, [](int rank) { return rank < 3 ? 0 : 1; },
+           [](int rank) { return rank % 2; }, [](int rank) { return rank; },
+           [](int) { return 0; }}) {
+    std::vector<int>& hosts = all.emplace_back();
+    for (int rank = 0; rank < ranks; ++rank) hosts.push_back(host_of(rank));
+  }
+  return all;
+}
+
+SLUICE_COMM_TEST(OrderedSumTest, TakesTheMemoryThatIsSaidBefore) {
+  for (const std::vector<int>& hosts : divisions_into_hosts(comm.size())) {
+    for (const std::size_t count : {1UL, 1000UL, 100'000UL}) {
+      if (count > 1000 && comm.size() > 8) continue;  // takes long
+      Collectives collectives(comm, 0, nullptr);
+      collectives.sums().set_hosts(hosts);
+      std::vector<float> values(count, 1);
+      collectives.all_gather_parts(values, uneven_ends(comm.size(), count, 0));
+      EXPECT_EQ(collectives.sums().bytes_held(), 0U);
+      collectives.ordered_sum(values);
+      const std::size_t bytes = HostSums::bytes_for(hosts, comm.rank(), count);
+      EXPECT_EQ(collectives.sums().bytes_held(), bytes) << count;
+      EXPECT_EQ(bytes > 0, comm.size() > 1);
+    }
+  }
+}
+
 SLUICE_COMM_TEST(OrderedSumTest, HasItsBitsOverAnyHosts) {
   Collectives collectives(comm, 0, nullptr);
   const std::size_t count = comm.size() > 8 ? 500 : 32768UL * 2 * at(comm.size()) + 77;
@@ -132,12 +162,7 @@ SLUICE_COMM_TEST(OrderedSumTest, HasItsBitsOverAnyHosts) {
   for (std::size_t i = 0; i < count; ++i) expected[i] = addend(comm.rank(), i);
   const std::vector<float> mine = expected;
   collectives.ordered_sum(expected);
-  // Neighbours on a host, one host with more, ranks in turns, a host each.
-  for (const auto& host_of : std::vector<std::function<int(int)>>{
-           [](int rank) { return rank / 2; }, [](int rank) { return rank < 3 ? 0 : 1; },
-           [](int rank) { return rank % 2; }, [](int rank) { return rank; }}) {
-    std::vector<int> hosts;
-    for (int rank = 0; rank < comm.size(); ++rank) hosts.push_back(host_of(rank));
+  for (const std::vector<int>& hosts : divisions_into_hosts(comm.size())) {
     collectives.sums().set_hosts(hosts);
     for (std::size_t number = 0; number < 3; ++number) {
       const std::vector<std::size_t> ends = uneven_ends(comm.size(), count, number);

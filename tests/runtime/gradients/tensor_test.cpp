@@ -525,6 +525,37 @@ TEST(TensorTest, EachRankMayPassItsReplicasShare) {
   });
 }
 
+// Short collectives, long ones, and sums over replicas of one block and of several.
+TEST(TensorTest, TheMemoryTableHasWhatSumsAndCollectivesTake) {
+  for (const auto& [of, size] : std::initializer_list<std::pair<Layout, std::int64_t>>{
+           {kShared, 2},
+           {kShared, 200},
+           {{.tensor = 4, .rows = 2}, 400},
+           {{.replicas = 3}, 2},
+           {{.replicas = 2, .rows = 13001}, 1},
+           {{.replicas = 4, .shards = true}, 1}}) {
+    const auto comm = first_ranks(of.ranks());
+    if (comm == nullptr) continue;
+    PipelineOptions options = options_of(of);
+    options.shape.micro_batch_size = size;
+    Pipeline pipeline(*comm, sliced_stages(of.rows), batches(Feed::kRank0), options);
+    const Numbers numbers(1, size * options.shape.micro_batches * of.replicas);
+    (void)pipeline.train_step(comm->rank() == 0 ? numbers.all() : Batch{});
+    const JobLayout& layout = PipelineAccess::layout(pipeline);
+    const Place here = layout.place.here;
+    const std::size_t planned = layout.memory.of(here).collectives;
+    EXPECT_GT(planned, 0U);
+    // The first of a group's ranks has what the others send it first.
+    const std::size_t held = PipelineAccess::collective_bytes(pipeline);
+    if (here.tensor == 0) {
+      EXPECT_EQ(held, planned) << to_string(of) << " of " << size;
+    } else {
+      EXPECT_LE(held, planned) << to_string(of) << " of " << size;
+    }
+    pipeline.close();
+  }
+}
+
 TEST(TensorTest, SourcesAndLoadersReadOnAllRanksOfAStage) {
   const Numbers numbers(1, 2 * kSamples);
   const Batch whole = numbers.all();

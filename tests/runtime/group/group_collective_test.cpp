@@ -136,6 +136,30 @@ SLUICE_COMM_TEST(GroupCollectiveTest, MovesPartsOfAnyType) {
   expect_moves<std::uint8_t>(comm, group);
 }
 
+SLUICE_COMM_TEST(GroupCollectiveTest, TakesTheMemoryThatIsPlanned) {
+  const std::size_t ranks = at(comm.size());
+  const std::vector<int> one_host(ranks);
+  for (const CollectiveKind kind : {CollectiveKind::kSum, CollectiveKind::kAllGather,
+                                    CollectiveKind::kReduceScatter, CollectiveKind::kAllToAll}) {
+    for (const DType type : {DType::kF32, DType::kF64}) {
+      GroupCollective::Memory planned;
+      Collectives collectives(comm, 0, nullptr);
+      GroupCollective group(collectives, "tensor rank");
+      for (const std::size_t values : {1UL, 50'000UL, 7UL}) {
+        std::vector<std::byte> in(values * ranks * size_of(type)), out(in);
+        if (kind == CollectiveKind::kAllGather) out.resize(in.size() * ranks);
+        if (kind == CollectiveKind::kReduceScatter) out.resize(in.size() / ranks);
+        group.make({.kind = kind, .type = type, .in = in, .out = out});
+        planned.raise({.kind = kind, .bytes = in.size(), .type = type}, ranks);
+      }
+      const std::size_t firsts = comm.rank() == 0 ? 0 : planned.firsts;
+      EXPECT_EQ(group.bytes_held() + firsts, planned.bytes());
+      EXPECT_EQ(collectives.sums().bytes_held(),
+                HostSums::bytes_for(one_host, comm.rank(), planned.summed));
+    }
+  }
+}
+
 SLUICE_COMM_TEST(GroupCollectiveTest, RefusesSizesThatDoNotFitTheRanks) {
   Collectives collectives(comm, 0, nullptr);
   GroupCollective group(collectives, "tensor rank");
