@@ -62,7 +62,6 @@ class Collectives {
   // an `owner` of both, the caller keeps their memory as HostSums says.
   void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive,
                   const KeepAlive& owner = nullptr);
-  void reserve_sum(std::size_t count) { sums_.reserve(count); }
   // The same without waiting, over this object's ranks and interrupt.
   [[nodiscard]] HostSums& sums() { return sums_; }
 

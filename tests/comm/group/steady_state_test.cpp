@@ -41,7 +41,7 @@ SLUICE_COMM_TEST(SteadyStateTest, AllocatesNothing) {
     std::vector<std::byte> outgoing(kHeaderBytes + payload);
     std::vector<std::byte> incoming(kHeaderBytes + payload);
     std::vector<float> values(5001, 1.0F);
-    collectives.reserve_sum(values.size());
+    collectives.sums().reserve(values.size());
     const std::vector<std::size_t> parts(static_cast<std::size_t>(comm.size()), values.size());
     std::vector<int> all(static_cast<std::size_t>(comm.size()));
     // Records of a step: longer on rank 0, as replica 0's are.
