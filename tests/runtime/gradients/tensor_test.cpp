@@ -239,22 +239,27 @@ struct Layout {
   int chunks = 1;
   int depth = 1, replicas = 1, tensor = 1;
   bool shards = false, clips = false;
-  std::int64_t rows = kRows;
+  std::int64_t rows = kRows, samples = kSamples;
+  int parts = 0;  // virtual replicas
 
   [[nodiscard]] int ranks() const { return depth * replicas * tensor; }
   [[nodiscard]] int stages() const { return depth * chunks; }
 };
 
 std::string to_string(const Layout& of) {
-  return fmt::format("{} p{} d{} t{}{}{} rows {}", of.schedule, of.depth, of.replicas, of.tensor,
-                     of.shards ? " shards" : "", of.clips ? " clip" : "", of.rows);
+  return fmt::format("{} p{} d{} of {} t{}{}{} rows {}", of.schedule, of.depth, of.replicas,
+                     std::max(of.parts, of.replicas), of.tensor, of.shards ? " shards" : "",
+                     of.clips ? " clip" : "", of.rows);
 }
 
 PipelineOptions options_of(const Layout& of) {
   PipelineOptions options;
-  options.shape = {.pipeline = of.depth, .replicas = of.replicas, .tensor = of.tensor};
+  options.shape = {.pipeline = of.depth,
+                   .replicas = of.replicas,
+                   .virtual_replicas = of.parts,
+                   .tensor = of.tensor};
   options.shape.micro_batches = 4;
-  options.shape.micro_batch_size = kSamples / 4 / of.replicas;
+  options.shape.micro_batch_size = of.samples / 4 / std::max(of.parts, of.replicas);
   if (of.shards) options.shape.shard = ShardLevel::kOptimizer;
   options.order.schedule = of.schedule;
   options.order.chunks = of.chunks;
@@ -317,7 +322,7 @@ Outcome train(Communicator& comm, const Layout& of) {
   outcome.drawn = values_of(pipeline);
   const Numbers other(9, 11);
   for (std::uint64_t step = 1; step <= 3; ++step) {
-    const Numbers numbers(step, step == 2 ? kSamples / 2 : kSamples);
+    const Numbers numbers(step, step == 2 ? of.samples / 2 : of.samples);
     add(outcome, pipeline.train_step(passed(numbers)));
     if (step == 1) add(outcome, pipeline.evaluate(passed(other)));
   }
@@ -407,6 +412,33 @@ TEST(TensorTest, SlicesMayBeEmptyOrLarge) {
         {.depth = 2, .replicas = 2, .tensor = 2, .shards = true, .clips = true, .rows = rows});
   }
   expect_bits_of_one_rank(layouts);
+}
+
+// Of as many samples gradients are no multiples of 1/64, and an order of additions shows.
+TEST(TensorTest, RanksThatShareStagesHaveTheBitsOfTheirVirtualReplicas) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  for (const int depth : {1, 2}) {
+    const auto train = [&](int parts, int replicas, bool more) {
+      return train_on_some({.schedule = more ? "gpipe" : "1f1b",
+                            .depth = depth,
+                            .replicas = replicas,
+                            .tensor = 2,
+                            .shards = more,
+                            .clips = true,
+                            .samples = 3 * kSamples,
+                            .parts = parts});
+    };
+    const Outcome expected = train(4, 1, false), other = train(2, 1, false);
+    EXPECT_TRUE(world().rank() > 0 || expected.values != other.values);
+    for (const int replicas : {1, 2, 4}) {
+      if (2 * depth * replicas > 8) continue;
+      const Outcome outcome = train(4, replicas, replicas > 1);
+      if (world().rank() != 0) continue;
+      EXPECT_EQ(expected.numbers, outcome.numbers) << depth << " " << replicas;
+      EXPECT_EQ(expected.values, outcome.values) << depth << " " << replicas;
+      EXPECT_EQ(expected.outputs, outcome.outputs) << depth << " " << replicas;
+    }
+  }
 }
 
 // --- values, outputs and batches ---

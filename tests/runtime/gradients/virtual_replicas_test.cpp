@@ -163,9 +163,10 @@ TEST(VirtualReplicasTest, TheirNumberAloneDeterminesTheBits) {
       };
       const Outcome expected = train(whole);
       digests.push_back(expected.digest);
-      for (const int replicas : {1, 2, 3, 4}) {
+      for (const int replicas : {1, 2, 3, 4, 8}) {
         if (parts < replicas || !can_divide(parts, replicas)) continue;
         for (const int depth : {1, 2}) {
+          if (depth * replicas > world().size()) continue;
           const std::size_t turn = i + static_cast<std::size_t>(parts + replicas + depth);
           for (std::size_t s = 0; s < kSchedules.size(); ++s) {
             if (!all && s != turn % kSchedules.size()) continue;
