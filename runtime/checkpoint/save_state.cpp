@@ -15,6 +15,7 @@
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/files/read_file.hpp"
+#include "runtime/layout/virtual_replicas.hpp"
 #include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
@@ -225,6 +226,22 @@ void read_lists(const Reader& reader, const Json& json, SaveState& state) {
   }
 }
 
+// What says how the batch was divided. Versions before 0.3 have no virtual replicas.
+void require_division(const Reader& reader, const std::map<std::string, int>& layout) {
+  const auto replicas = layout.find("replicas"), parts = layout.find("virtual_replicas");
+  if (replicas != layout.end() && replicas->second == 0) {
+    reader.refuse("'replicas' of 'layout' is 0; legal are numbers from 1");
+  }
+  if (parts == layout.end()) return;
+  if (replicas == layout.end()) {
+    reader.refuse("'layout' has 'virtual_replicas', but no 'replicas'");
+  }
+  if (parts->second > 0 && can_divide(parts->second, replicas->second)) return;
+  reader.refuse("'virtual_replicas' of 'layout' is {}, with {} replica{}; {}", parts->second,
+                replicas->second, replicas->second == 1 ? "" : "s",
+                legal_virtual_replicas(parts->second, replicas->second));
+}
+
 }  // namespace
 
 std::span<const std::string_view> model_file_names() {
@@ -382,6 +399,7 @@ SaveState parse_save_state(std::string_view text, const std::filesystem::path& p
     }
     state.layout[name] = value.get<int>();
   }
+  require_division(reader, state.layout);
   if (json.contains("arithmetic")) {  // version 0.2 did not record it
     for (const Json& each : reader.array(json, "arithmetic")) {
       if (!each.is_string()) reader.refuse("'arithmetic' holds what is no text");

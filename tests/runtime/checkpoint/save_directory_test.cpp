@@ -206,6 +206,30 @@ TEST_F(SaveDirectoryTest, NamesWhatIsWrongInAState) {
   refused(state, {"32 hexadecimal digits"});
 }
 
+TEST_F(SaveDirectoryTest, AStateWhoseReplicasCannotDivideTheVirtualOnesIsRefused) {
+  SaveState state = state_of(7, 1);
+  const auto refused = [&](const std::map<std::string, int>& layout, const std::string& text) {
+    state.layout = layout;
+    expect_error(ErrorCode::kWeights, {"x/state.json' is damaged: " + text},
+                 [&] { (void)parse_save_state(to_json_text(state), "x/state.json"); });
+  };
+  const std::string of_two = "legal is the number of replicas times a power of two, here ";
+  refused({{"replicas", 2}, {"virtual_replicas", 0}},
+          "'virtual_replicas' of 'layout' is 0, with 2 replicas; " + of_two + "2");
+  refused({{"replicas", 1}, {"virtual_replicas", 0}},
+          "'virtual_replicas' of 'layout' is 0, with 1 replica; legal are numbers from 1");
+  refused({{"replicas", 2}, {"virtual_replicas", 6}},
+          "'virtual_replicas' of 'layout' is 6, with 2 replicas; " + of_two + "4 or 8");
+  refused({{"replicas", 4}, {"virtual_replicas", 2}},
+          "'virtual_replicas' of 'layout' is 2, with 4 replicas; " + of_two + "4");
+  refused({{"virtual_replicas", 2}}, "'layout' has 'virtual_replicas', but no 'replicas'");
+  refused({{"replicas", 0}}, "'replicas' of 'layout' is 0; legal are numbers from 1");
+  for (const int parts : {2, 4, 64}) {
+    state.layout = {{"replicas", 2}, {"virtual_replicas", parts}};
+    EXPECT_EQ(parse_save_state(to_json_text(state), "x").virtual_replicas(), parts);
+  }
+}
+
 // Deep text would overflow the stack, wide objects take time quadratic in their keys.
 TEST_F(SaveDirectoryTest, AStateThatIsDeepOrWideIsRefused) {
   const auto deep = [](int levels) {

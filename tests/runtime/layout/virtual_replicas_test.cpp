@@ -4,6 +4,7 @@
 
 #include <limits>
 #include <string>
+#include <vector>
 
 #include <sluice/error.hpp>
 
@@ -20,6 +21,16 @@ TEST(VirtualReplicasTest, OneReplicaComputesAnyNumberOthersAPowerOfTwoEach) {
   EXPECT_EQ(shares_of(8, 4), 2);
   for (const int replicas : {1, 2, 3, 64}) EXPECT_EQ(shares_of(0, replicas), 1);
   for (const int replicas : {2, 4, 5, 12}) EXPECT_FALSE(can_divide(6, replicas)) << replicas;
+}
+
+TEST(VirtualReplicasTest, KnowsAllReplicasThatCanDivideThem) {
+  for (const int parts : {1, 2, 3, 6, 7, 8, 12, 96}) {
+    std::vector<int> expected;
+    for (int replicas = 1; replicas <= parts; ++replicas) {
+      if (can_divide(parts, replicas)) expected.push_back(replicas);
+    }
+    EXPECT_EQ(dividing(parts), expected) << parts;
+  }
 }
 
 TEST(VirtualReplicasTest, RefusesOthersAndNamesTheNearestLegalNumbers) {
