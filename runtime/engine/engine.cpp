@@ -203,8 +203,11 @@ struct Engine::Impl final : DeviceWait {
   template <typename Body>
   void in_stage(const LocalStage& stage, const PlanOp& op, const Body& body) {
     const auto where = [&] {
-      return fmt::format("stage {}, {} of micro-batch {}", op.stage, in_words(op.action),
-                         op.micro_batch);
+      const bool folds = config.plan->fold_every > 0;
+      return fmt::format(
+          "stage {}, {} of micro-batch {}{}", op.stage, in_words(op.action),
+          folds ? op.micro_batch % config.plan->fold_every : op.micro_batch,
+          folds ? fmt::format(" of virtual replica {}", virtual_replica_of(op)) : "");
     };
     try {
       collectives.begin(stage.binding, op, shape_of(op), result_of(stage, op) != nullptr);
@@ -216,6 +219,17 @@ struct Engine::Impl final : DeviceWait {
     } catch (...) {
       rethrow_from(where());
     }
+  }
+
+  // Where the plan has folds.
+  [[nodiscard]] int virtual_replica_of(const PlanOp& op) const {
+    return config.first_virtual_replica + op.micro_batch / config.plan->fold_every;
+  }
+  // As the board of activities has it: a fold is of a virtual replica.
+  [[nodiscard]] PlanOp shown(const PlanOp& op) const {
+    PlanOp shown = op;
+    if (op.kind == OpKind::kFold) shown.micro_batch = virtual_replica_of(op);
+    return shown;
   }
 
   void progress() {
@@ -270,7 +284,7 @@ struct Engine::Impl final : DeviceWait {
   }
   void now_at(const PlanOp& op) {
     if (config.activity == nullptr) return;
-    config.activity->at(op, static_cast<std::int32_t>(index_in_plan(op)));
+    config.activity->at(shown(op), static_cast<std::int32_t>(index_in_plan(op)));
   }
   static bool host_takes_part(const PlanOp& op, const StageContext& ctx) {
     return op.collectives > 0 || ctx.final_gradients != nullptr;

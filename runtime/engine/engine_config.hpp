@@ -43,8 +43,9 @@ struct ActionSeconds {
 };
 
 struct EngineConfig {
-  const Plan* plan = nullptr;  // outlives the engine
-  int rank = 0;                // of the pipeline
+  const Plan* plan = nullptr;     // outlives the engine
+  int rank = 0;                   // of the pipeline
+  int first_virtual_replica = 0;  // of this rank's
   const EdgeTable* edges = nullptr;
   std::vector<StageBinding> stages;  // of this rank, ascending
   ComputeContext* compute = nullptr;

@@ -63,6 +63,12 @@ std::string_view describe_doing(const Activity& activity, std::array<char, 96>& 
   if (activity.doing != Doing::kOperation) return kDoings[static_cast<std::size_t>(activity.doing)];
   if (activity.kind == OpKind::kOptimizer) return "the update of parameters";
   if (activity.kind == OpKind::kReduceTied) return "the sum over tied parameters";
+  if (activity.kind == OpKind::kFold) {
+    const int size =
+        std::snprintf(into.data(), into.size(), "the fold of virtual replica %d in stage %d",
+                      activity.micro_batch, activity.stage);
+    return {into.data(), static_cast<std::size_t>(size)};
+  }
   const std::string_view name = name_of(activity.action);
   int size = std::snprintf(into.data(), into.size(), "%d%.*s", activity.stage,
                            static_cast<int>(name.size()), name.data());

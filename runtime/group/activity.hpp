@@ -40,7 +40,7 @@ struct Activity {
   // With kOperation; `op` numbers the ops of the rank's plan.
   OpKind kind = OpKind::kCompute;
   ActionKind action = ActionKind::kForward;
-  std::int32_t stage = 0, micro_batch = -1, op = 0;
+  std::int32_t stage = 0, micro_batch = -1, op = 0;  // of a fold, `micro_batch`: virtual replica
   std::uint32_t run = 0;  // counts executions of plans: the same on all ranks
   Phase phase = Phase::kTrain;
   std::uint64_t step = 0;    // 0: before the first
@@ -53,8 +53,9 @@ struct Activity {
   std::uint64_t moves = 0;  // grows with every change
 };
 
-// "2F5", "2RECV_F5", "the update of parameters", "a save", "its own program".
-// Allocates nothing: writes into `into`, and returns the part that it used.
+// "2F5", "2RECV_F5", "the fold of virtual replica 1 in stage 2", "the update of parameters", "a
+// save", "its own program". Allocates nothing: writes into `into`, and returns the part that it
+// used.
 [[nodiscard]] std::string_view describe_doing(const Activity& activity,
                                               std::array<char, 96>& into) noexcept;
 

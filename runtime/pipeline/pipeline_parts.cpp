@@ -272,6 +272,7 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
   return std::make_unique<Engine>(
       EngineConfig{.plan = &plan,
                    .rank = layout.place.here.pipeline,
+                   .first_virtual_replica = layout.place.here.replica * layout.place.shares,
                    .edges = &layout.wires.edges,
                    .stages = bindings,
                    .compute = compute.get(),

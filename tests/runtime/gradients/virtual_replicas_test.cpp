@@ -14,6 +14,7 @@
 #include <limits>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -338,6 +339,16 @@ BatchSpec numbers() {
   return {.inputs = {{DType::kF32, {1}}}, .targets = {{DType::kF32, {1}}}, .feed = Feed::kRank0};
 }
 
+struct Ones {
+  explicit Ones(int parts) : values(static_cast<std::size_t>(kMicroBatches * kSize * parts), 1) {}
+  [[nodiscard]] Batch batch(const Communicator& comm) const {
+    if (comm.rank() != 0) return {};
+    const Tensor all = view(values, {std::ssize(values), 1});
+    return {.inputs = {all}, .targets = {all}};
+  }
+  std::vector<float> values;
+};
+
 class StageOfFirst : public ArithmeticStage {
  public:
   StageOfFirst() : ArithmeticStage(0) {
@@ -363,6 +374,27 @@ TEST(VirtualReplicasMistakesTest, AccumulatedBatchesAreRefusedAndChangeNothing) 
                   "legal: as many virtual replicas as replicas, or one batch a step"},
                  [&] { (void)pipeline.accumulate(images.batch(comm)); });
     EXPECT_EQ(pipeline.train_step(images.batch(comm)).step, 1U);
+    return Outcome{};
+  });
+}
+
+// A stage sees numbers within its virtual replica.
+TEST(VirtualReplicasMistakesTest, AnErrorNamesTheMicroBatchAndItsVirtualReplica) {
+  const Layout of = {.replicas = 2};
+  on_some(of, [&](Communicator& comm) {
+    int calls = 0;
+    const PlannedFailure second{1, 2, [&] {
+                                  if (comm.rank() == 1 && ++calls == 2)
+                                    throw std::runtime_error("no numbers today");
+                                }};
+    const StageFactory stages = [&](int, int) {
+      return std::make_unique<ArithmeticStage>(0, second);
+    };
+    Pipeline pipeline(comm, stages, numbers(), options_of(of, 4));
+    const Ones ones(4);
+    expect_error(ErrorCode::kUser,
+                 {"stage 0, forward of micro-batch 2 of virtual replica 3: no numbers today"},
+                 [&] { (void)pipeline.train_step(ones.batch(comm)); });
     return Outcome{};
   });
 }

@@ -41,6 +41,13 @@ PlanOp op(OpKind kind, ActionKind action, int stage, int micro_batch) {
   return result;
 }
 
+TEST(ActivityBoardTest, AFoldIsOfAVirtualReplica) {
+  ActivityBoard board(2, "node3");
+  std::array<char, 96> room{};
+  board.at(op(OpKind::kFold, ActionKind::kBackward, 2, 5), 17);
+  EXPECT_EQ(describe_doing(board.read(), room), "the fold of virtual replica 5 in stage 2");
+}
+
 TEST(ActivityBoardTest, ShowsWhatTheRankDoes) {
   ActivityBoard board(2, "node3");
   std::array<char, 96> room{};
