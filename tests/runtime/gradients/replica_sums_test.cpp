@@ -16,14 +16,12 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/schedule.hpp>
 
-#include "runtime/files/trace.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
-#include "runtime/layout/job_layout.hpp"
-#include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/engine/copying_stage.hpp"
+#include "tests/runtime/gradients/sums_cases.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #ifdef SLUICE_EMULATED
 #include "tests/emulated_cuda/control.hpp"
@@ -171,99 +169,19 @@ TEST_P(MixedReplicaSumsTest, OverNcclOnOneRankAndThroughMessagesOnTheOther) {
   });
 }
 
-// With two chunks per rank, the sum of the chunk that finishes first comes between the other's
-// actions.
 TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
-  const TransformerConfig model = small_model();
-  const auto source = synthetic_tokens(model);
-  const StageFactory factory = Transformer(model);
-  run_loopback(ranks(), [&](Communicator& comm) {
-    PipelineOptions options;
-    options.shape.pipeline = GetParam().pipeline;
-    options.shape.replicas = GetParam().replicas;
-    options.order.schedule = "interleaved";
-    options.order.chunks = 2;
-    options.shape.micro_batches = 4;
-    options.devices.choices = parse_devices("cuda,cpu");
-    options.checks.trace = true;
-    Pipeline pipeline(comm, factory, *source, options);
-    (void)pipeline.train_step();
-    double last_compute = 0;
-    std::vector<TraceEvent> sums;
-    for (const TraceEvent& event : PipelineAccess::trace(pipeline)) {
-      if (event.track == TraceTrack::kCompute) last_compute = std::max(last_compute, event.start);
-      if (event.track == TraceTrack::kSums) sums.push_back(event);
-    }
-    ASSERT_EQ(sums.size(), 2U);
-    EXPECT_EQ(sums[0].action, static_cast<std::uint8_t>(ActionKind::kReduceGrad));
-    EXPECT_LT(sums[0].start, last_compute);
-    EXPECT_GT(sums[1].start, last_compute);
-    EXPECT_EQ(sums[0].stage, PipelineAccess::layout(pipeline).place.here.pipeline + 2);
-  });
+  expect_sums_between_actions(GetParam().replicas, "cuda,cpu");
 }
 
 INSTANTIATE_TEST_SUITE_P(Jobs, MixedReplicaSumsTest, ::testing::Values(Job{2, 2}, Job{2, 3}),
                          job_name);
 
-// A whole model with two parameters of one bucket each, whose gradients are the replica's number
-// from 1 on. Its last backward finishes the second one, calls `meanwhile` and goes on.
-class TwoBucketStage : public CopyingStage {
- public:
-  static constexpr std::size_t kFloats = kBufferAlignment / sizeof(float);
-  using Meanwhile = std::function<void(StageContext&, std::span<float> second)>;
-
-  TwoBucketStage(int replica, Meanwhile meanwhile)
-      : first_(&set_.add("first", Shape{kFloats}, Init::constant(0))),
-        second_(&set_.add("second", Shape{kFloats}, Init::constant(0))),
-        ones_(kFloats, static_cast<float>(replica + 1)),
-        meanwhile_(std::move(meanwhile)) {}
-
-  void backward(StageContext& ctx, std::span<const Tensor>, std::span<const Tensor>) override {
-    write(ctx, *second_);
-    if (ctx.final_gradients != nullptr) meanwhile_(ctx, second_->grad.floats());
-    write(ctx, *first_);
-  }
-
- private:
-  void write(StageContext& ctx, const Parameter& parameter) {
-    copy_now(ctx.compute.device(), parameter.grad.data, ones_.data(), kFloats * sizeof(float));
-  }
-
-  Parameter *first_, *second_;
-  std::vector<float> ones_;
-  Meanwhile meanwhile_;
-};
-
 class BucketOrderTest : public ReplicaSumsTest {
  protected:
-  // One step of a TwoBucketStage per replica. Returns each rank's error, empty where none failed.
+  // Each rank's error, empty where none failed.
   static std::vector<std::string> run(
       const std::function<void(int replica, StageContext&, std::span<float>)>& meanwhile) {
-    std::vector<std::string> said(static_cast<std::size_t>(ranks()));
-    run_loopback(ranks(), [&](Communicator& comm) {
-      PipelineOptions options;
-      options.shape.pipeline = 1;
-      options.shape.replicas = ranks();
-      options.shape.micro_batches = 2;
-      options.devices.choices = parse_devices("cuda");
-      options.expert.bucket_bytes = TwoBucketStage::kFloats * sizeof(float);
-      const auto source =
-          make_array_source({1, 2, 3, 4, 5, 6, 7, 8}, 1, std::vector<float>(8, 1), 1, 2 * ranks());
-      const int replica = comm.rank();
-      const StageFactory factory = [&](int, int) {
-        return std::make_unique<TwoBucketStage>(
-            replica, [&meanwhile, replica](StageContext& ctx, std::span<float> second) {
-              meanwhile(replica, ctx, second);
-            });
-      };
-      try {
-        Pipeline pipeline(comm, factory, *source, options);
-        (void)pipeline.train_step();
-      } catch (const Error& error) {
-        said[static_cast<std::size_t>(comm.rank())] = error.what();
-      }
-    });
-    return said;
+    return run_two_buckets(ranks(), "cuda", true, meanwhile).errors;
   }
 };
 

@@ -410,18 +410,21 @@ class StageThatMixes : public ArithmeticStage {
   }
 };
 
-TEST(VirtualReplicasMistakesTest, ALossThatWritesOtherGradientsIsRefused) {
+// The first step of such a stage, on one rank with two virtual replicas.
+template <typename MadeStage>
+void expect_refused_step(std::initializer_list<std::string> texts) {
   on_some({}, [&](Communicator& comm) {
-    const StageFactory stages = [](int, int) { return std::make_unique<StageThatMixes>(); };
+    const StageFactory stages = [](int, int) { return std::make_unique<MadeStage>(); };
     Pipeline pipeline(comm, stages, numbers(), options_of({}, 2));
-    const std::vector<float> ones(kMicroBatches * kSize * 2, 1);
-    const Tensor all = view(ones, {std::ssize(ones), 1});
-    expect_error(
-        ErrorCode::kUsage,
-        {"forward() or loss() writes the gradient of parameter 'w0'", "Parameter::written_by_loss"},
-        [&] { (void)pipeline.train_step({.inputs = {all}, .targets = {all}}); });
+    const Ones ones(2);
+    expect_error(ErrorCode::kUsage, texts, [&] { (void)pipeline.train_step(ones.batch(comm)); });
     return Outcome{};
   });
+}
+
+TEST(VirtualReplicasMistakesTest, ALossThatWritesOtherGradientsIsRefused) {
+  expect_refused_step<StageThatMixes>(
+      {"forward() or loss() writes the gradient of parameter 'w0'", "Parameter::written_by_loss"});
 }
 
 // Its backward adds to a gradient that it leaves to its loss.
@@ -431,17 +434,8 @@ class StageThatClaims : public ArithmeticStage {
 };
 
 TEST(VirtualReplicasMistakesTest, ABackwardThatWritesAGradientOfTheLossIsRefused) {
-  on_some({}, [&](Communicator& comm) {
-    const StageFactory stages = [](int, int) { return std::make_unique<StageThatClaims>(); };
-    Pipeline pipeline(comm, stages, numbers(), options_of({}, 2));
-    const std::vector<float> ones(kMicroBatches * kSize * 2, 1);
-    const Tensor all = view(ones, {std::ssize(ones), 1});
-    expect_error(
-        ErrorCode::kUsage,
-        {"backward writes the gradient of parameter 'w0'", "without Parameter::written_by_loss"},
-        [&] { (void)pipeline.train_step({.inputs = {all}, .targets = {all}}); });
-    return Outcome{};
-  });
+  expect_refused_step<StageThatClaims>(
+      {"backward writes the gradient of parameter 'w0'", "without Parameter::written_by_loss"});
 }
 
 }  // namespace
