@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sluice/data.hpp>
@@ -297,12 +298,17 @@ TEST(StageCollectivesTest, ASmallerMicroBatchHasTheSameWithNoMoreBytes) {
 // y = weight x, and the mean of the same of all ranks that share the stage, in each direction.
 class Agreeing final : public nn::Layer {
  public:
-  explicit Agreeing(int tensors) : tensors_(tensors) {}
+  // `dropped`: lists that a layer may not have.
+  explicit Agreeing(int tensors, StageCollectives dropped = {})
+      : tensors_(tensors), dropped_(std::move(dropped)) {}
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override { return input; }
   [[nodiscard]] nn::LayerNeeds needs(const TensorSpec& input, ComputeContext&) const override {
     nn::LayerNeeds needs{.memory = {.gradients = 4, .scratch = at(tensors_) * input.bytes()}};
     const PlannedCollective gather{.kind = CollectiveKind::kAllGather, .bytes = input.bytes()};
-    needs.collectives = {.forward = {gather}, .backward_input = {gather, gather}};
+    needs.collectives = {.forward = {gather},
+                         .loss = dropped_.loss,
+                         .backward_input = {gather, gather},
+                         .backward_weight = dropped_.backward_weight};
     return needs;
   }
   void forward(nn::LayerCall& call, const Tensor& y) override { agree(call, call.x, y); }
@@ -325,18 +331,22 @@ class Agreeing final : public nn::Layer {
     }
   }
   int tensors_;
+  StageCollectives dropped_;
 };
 
 // The sum of the outputs, added up by one rank after the other.
 class SharedSum final : public nn::Loss {
  public:
-  explicit SharedSum(int tensors) : tensors_(tensors) {}
+  // `dropped`: lists that a loss may not have.
+  explicit SharedSum(int tensors, StageCollectives dropped = {})
+      : tensors_(tensors), dropped_(std::move(dropped)) {}
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override { return outputs; }
   [[nodiscard]] double weight(const TensorSpec&, const Tensor& targets) const override {
     return static_cast<double>(targets.elements());
   }
   [[nodiscard]] nn::LayerNeeds needs(const TensorSpec&, ComputeContext&) const override {
     nn::LayerNeeds needs;
+    needs.collectives = dropped_;
     needs.collectives.forward = {{.bytes = sizeof(double), .type = DType::kF64}};
     return needs;
   }
@@ -352,6 +362,7 @@ class SharedSum final : public nn::Loss {
 
  private:
   int tensors_;
+  StageCollectives dropped_;
 };
 
 // Sequential: with recompute(), layers that make collectives keep what they keep.
@@ -385,6 +396,27 @@ TEST(StageCollectivesTest, LayersAndLossesMakeThemToo) {
     if (alone.empty()) alone = losses;
     EXPECT_EQ(losses, alone) << each.schedule;  // means of two equal numbers are exact
   }
+}
+
+TEST(StageCollectivesTest, ListsOfLayersAndLossesThatNothingWouldMakeAreRefused) {
+  const auto comm = first_ranks(1);
+  if (comm == nullptr) return;
+  const std::vector<PlannedCollective> some = {{.bytes = 4}};
+  const auto refused = [&](const StageCollectives& of_layer, const StageCollectives& of_loss,
+                           const std::string& text) {
+    const Sequential model({nn::layer<Agreeing>("agreeing", 1, of_layer)},
+                           nn::loss<SharedSum>("shared_sum", 1, of_loss));
+    expect_error(ErrorCode::kUsage, {text},
+                 [&] { const Pipeline none(*comm, model, batches(), options_of(kAlone)); });
+  };
+  const std::string of_layer =
+      "; legal in a layer: collectives.forward and collectives.backward_input";
+  refused({.loss = some}, {}, "layer 0 (agreeing): needs() has collectives of loss" + of_layer);
+  refused({.backward_weight = some}, {}, "needs() has collectives of backward_weight" + of_layer);
+  const std::string of_loss = "; legal in a loss: collectives.forward";
+  refused({}, {.loss = some}, "shared_sum: needs() has collectives of loss" + of_loss);
+  refused({}, {.backward_input = some}, "needs() has collectives of backward_input" + of_loss);
+  refused({}, {.backward_weight = some}, "needs() has collectives of backward_weight" + of_loss);
 }
 
 }  // namespace
