@@ -61,7 +61,8 @@ ONLY = {
     "runtime/files": ("comm/base", "schedules/model"),
     "runtime/process": ("comm/base",),
     "runtime/program/options": ("comm/base", "runtime/files", "runtime/process"),
-    "runtime/program/supervise": ("comm/base", "runtime/files", "runtime/process", "runtime/program/options"),
+    "runtime/program/supervise": ("comm/base", "runtime/files", "runtime/layout", "runtime/process",
+                                  "runtime/program/options"),
     "runtime/program/explore": ("comm/base", "schedules", "runtime/files", "runtime/process", "runtime/program/options"),
     "runtime/program/dispatch": ("comm/base", "runtime/program/explore", "runtime/program/supervise"),
 }

@@ -271,6 +271,8 @@ def refused(setup):
             (USAGE, [], [""], "the command is missing"),
             (USAGE, ["--layouts", "2x2"], ["true"], "--layouts has no effect"),
             (USAGE, ["--layouts", "2y2"], ranks, "'2y2' is no layout"),
+            (USAGE, ["--layouts", "2x4,2x3"], ["train", "{replicas}", "--virtual-replicas", "8"],
+             "'2x3' has 3 replicas, .*; legal numbers of replicas: 1, 2, 4, 8"),
             (USAGE, ["--hosts", hosts], ["true"], "--hosts has no effect"),
             (DATA, ["--hosts", setup.folder / "none"], file, "'.*/none': No such file"),
             (DATA, ["--hosts", setup.folder], file, "Is a directory"),

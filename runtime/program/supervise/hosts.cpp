@@ -10,8 +10,10 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/read_file.hpp"
+#include "runtime/layout/virtual_replicas.hpp"
 #include "runtime/program/options/option_table.hpp"
 
 namespace sluice {
@@ -145,6 +147,17 @@ std::vector<Layout> parse_layouts(std::string_view text) {
     layouts.push_back(layout);
     if (comma == std::string_view::npos) return layouts;
     text.remove_prefix(comma + 1);
+  }
+}
+
+void require_division(std::string_view layouts, int virtual_replicas) {
+  for (const Layout& layout : parse_layouts(layouts)) {
+    if (can_divide(virtual_replicas, layout.replicas)) continue;
+    throw_usage(
+        "option --layouts: '{}' has {} replicas, which cannot divide the --virtual-replicas {} of "
+        "the command; legal numbers of replicas: {}",
+        to_string(layout), layout.replicas, virtual_replicas,
+        joined(dividing(virtual_replicas), ", "));
   }
 }
 

@@ -39,6 +39,9 @@ struct Layout {
 // with at most 1,000,000 ranks, none twice.
 [[nodiscard]] std::vector<Layout> parse_layouts(std::string_view text);
 
+// Throws Error(kUsage) with the legal numbers for replicas that cannot divide so many virtual ones.
+void require_division(std::string_view layouts, int virtual_replicas);
+
 // The hosts that are left, and the first layout that fits them.
 class Places {
  public:

@@ -4,9 +4,11 @@
 #include <array>
 #include <cstdlib>
 #include <functional>
+#include <sstream>
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/process/supervisor_events.hpp"
+#include "runtime/program/options/option_table.hpp"
 
 namespace sluice {
 namespace {
@@ -78,6 +80,26 @@ JobCommand::JobCommand(std::vector<std::string> words) : words_(std::move(words)
       return std::string();
     });
   }
+}
+
+std::optional<int> JobCommand::virtual_replicas() const {
+  constexpr std::string_view kOption = "--virtual-replicas";
+  std::optional<int> found;
+  bool follows = false;
+  for (const std::string& word : words_) {
+    std::istringstream in(word);
+    for (std::string part; in >> part;) {
+      const bool joined = part.starts_with(kOption) && part.substr(kOption.size()).starts_with('=');
+      int number = 0;
+      if ((follows || joined) &&
+          parse_whole(std::string_view(part).substr(joined ? kOption.size() + 1 : 0), number) &&
+          number >= 1) {
+        found = number;
+      }
+      follows = part == kOption;
+    }
+  }
+  return found;
 }
 
 std::vector<std::string> JobCommand::fill(const Placeholders& values) const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -12,8 +13,8 @@ namespace sluice {
 
 using Placeholders = std::map<std::string, std::string, std::less<>>;  // value by name
 
-// A command with {ranks}, {hostfile}, {pipeline}, {replicas}. Nothing else of it is looked at:
-// braces around other text, and "${ranks}" of a shell, stay as they are.
+// A command with {ranks}, {hostfile}, {pipeline}, {replicas}. Braces around other text, and
+// "${ranks}" of a shell, stay as they are.
 class JobCommand {
  public:
   // Error(kUsage) for no words, an empty first word, and a name that begins like one of the four.
@@ -22,6 +23,9 @@ class JobCommand {
   [[nodiscard]] bool uses(std::string_view placeholder) const {
     return used_.contains(placeholder);
   }
+  // The number after --virtual-replicas, in a word or between blanks of one, as for a shell; none:
+  // there is none, or what follows is no number from 1.
+  [[nodiscard]] std::optional<int> virtual_replicas() const;
   // The words with the values in place. All placeholders that are used must be in `values`.
   [[nodiscard]] std::vector<std::string> fill(const Placeholders& values) const;
 

@@ -122,6 +122,8 @@ class Supervisor {
         environment_(job_environment(own_environment())) {
     require_use(command_, "hosts", options_.hosts, {"hostfile"});
     require_use(command_, "layouts", options_.layouts, {"ranks", "pipeline", "replicas"});
+    const std::optional<int> parts = command_.virtual_replicas();
+    if (parts && command_.uses("replicas")) require_division(options_.layouts, *parts);
   }
 
   int run() {

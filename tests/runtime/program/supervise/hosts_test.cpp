@@ -88,6 +88,17 @@ TEST(LayoutsTest, AreRefusedByPart) {
                [] { (void)parse_layouts("2x2,4x1,2x2"); });
 }
 
+TEST(LayoutsTest, HaveReplicasThatCanDivideTheVirtualOnes) {
+  require_division("8x1,2x2,4x4,1x8", 8);
+  require_division("2x3,2x6", 6);
+  expect_error(ErrorCode::kUsage,
+               {"'2x3' has 3 replicas, which cannot divide the --virtual-replicas 8",
+                "legal numbers of replicas: 1, 2, 4, 8"},
+               [] { require_division("4x2,2x3,2x16", 8); });
+  expect_error(ErrorCode::kUsage, {"'4x2'", "legal numbers of replicas: 1, 3, 6"},
+               [] { require_division("4x2", 6); });
+}
+
 class PlacesTest : public HostFileTest {
  protected:
   Places places(const std::string& text, const std::string& layouts) const {
