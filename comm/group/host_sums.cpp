@@ -131,8 +131,9 @@ void HostSums::reserve(std::size_t count, std::size_t calls) {
   }
   const std::size_t floats = std::min(sums_.floats, count);
   if (slots_.use_count() == 1 && floats <= slot_floats_) return;
-  slot_floats_ = std::max(slot_floats_, floats);
-  slots_ = std::make_shared<std::vector<float>>(sums_.most * at(sums_.steps.slots) * slot_floats_);
+  const std::size_t larger = std::max(slot_floats_, floats);
+  slots_ = std::make_shared<std::vector<float>>(sums_.most * at(sums_.steps.slots) * larger);
+  slot_floats_ = larger;
 }
 
 HostSums::Ticket HostSums::start_reduce_scatter(std::span<float> values,
@@ -171,13 +172,14 @@ void HostSums::start(Lane& lane, std::span<float> values, std::span<const std::s
   const std::size_t largest = largest_part(ends);
   if (comm_.size() == 1 || largest == 0) return;
   if (lane.last == lane.calls.size()) lane.calls.emplace_back();
-  Call& call = lane.calls[lane.last++];
+  Call& call = lane.calls[lane.last];
   call.values = values;
   call.ends.assign(ends.begin(), ends.end());
   call.owner = owner;
   call.ended = ended;
   call.blocks = (largest + lane.floats - 1) / lane.floats;
   call.after = started().sums;
+  ++lane.last;
 }
 
 HostSums::Ticket HostSums::started() const {

@@ -32,7 +32,8 @@ class HostSums {
   struct Tags {
     int direct, second_hand;
   };
-  // What has started so far: the number of sums of parts, and of gathers.
+  // What has started so far: the number of sums of parts, and of gathers. After a throw all of it
+  // counts as done.
   struct Ticket {
     std::uint64_t sums = 0, gathers = 0;
   };

@@ -256,7 +256,7 @@ struct Engine::Impl final : DeviceWait {
   void drain();
   void fold(const PlanOp& op, StepActions& actions) const;
   void reduce_grad(const PlanOp& op, StepActions& actions);
-  void end_sums(const PlanOp& optimizer, StepActions& actions);
+  void end_sums(const PlanOp& place, StepActions& actions);
   void tally(const PlanOp& op, double start, double end);
 
   LocalStage& local(const PlanOp& op) {
@@ -282,9 +282,11 @@ struct Engine::Impl final : DeviceWait {
   [[nodiscard]] std::size_t index_in_plan(const PlanOp& op) const {
     return static_cast<std::size_t>(&op - mine.ops.data());
   }
-  void now_at(const PlanOp& op) {
+  // Shows that the rank is at `op`, or at `place` in its plan doing what `what` is.
+  void now_at(const PlanOp& op) { now_at(op, op); }
+  void now_at(const PlanOp& place, const PlanOp& what) {
     if (config.activity == nullptr) return;
-    config.activity->at(shown(op), static_cast<std::int32_t>(index_in_plan(op)));
+    config.activity->at(shown(what), static_cast<std::int32_t>(index_in_plan(place)));
   }
   static bool host_takes_part(const PlanOp& op, const StageContext& ctx) {
     return op.collectives > 0 || ctx.final_gradients != nullptr;
@@ -408,6 +410,7 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
     case OpKind::kReduceGrad:
       return reduce_grad(op, *actions);
     case OpKind::kReduceTied:
+      end_sums(op, *actions);
       return actions->reduce_tied(op.channel);
     case OpKind::kOptimizer:
       end_sums(op, *actions);
@@ -543,17 +546,17 @@ void Engine::Impl::reduce_grad(const PlanOp& op, StepActions& actions) {
   timer.stop(stream());
 }
 
-// What this waits for belongs to REDUCE_GRAD, not to `optimizer`.
-void Engine::Impl::end_sums(const PlanOp& optimizer, StepActions& actions) {
+// What this waits for is REDUCE_GRAD's, not that of `place`, where the rank is in its plan.
+void Engine::Impl::end_sums(const PlanOp& place, StepActions& actions) {
   for (const PlanOp& op : mine.ops) {
     if (op.kind != OpKind::kReduceGrad) continue;
-    now_at(op);
+    now_at(place, op);
     const std::optional<TimeSpan> ran = actions.end_sums(op.stage);
     if (ran && !on_gpu && config.trace_events > 0) {
       record(TraceTrack::kSums, op, ran->start, ran->end);
     }
   }
-  now_at(optimizer);
+  now_at(place);
 }
 
 void Engine::Impl::tally(const PlanOp& op, double start, double end) {

@@ -66,7 +66,8 @@ void PlannedCollectives::begin(const StageBinding& binding, const PlanOp& op, Un
   planned_ = {};
   in_loss_ = false;
   stage_ = op.stage;
-  micro_batch_ = op.micro_batch;
+  const int group = config_.plan->fold_every;  // as the stage sees it
+  micro_batch_ = group > 0 ? op.micro_batch % group : op.micro_batch;
   const std::span<const PlannedCollective> plan = collectives_of(*config_.plan, op);
   if (plan.empty()) return;
   const Lists& lists = lists_of(binding, shape);

@@ -138,6 +138,7 @@ Traffic traffic_of(const Topology& topology, const Placement& placement,
     }
   }
   for (const std::vector<int>& replicas : topology.groups(Axis::kReplica)) {
+    if (part_bytes == 0) break;
     std::vector<int> hosts(replicas.size());
     std::iota(hosts.begin(), hosts.end(), 0);  // each sends for itself
     if (hosts_sum) {
@@ -200,8 +201,8 @@ RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions& o
   const double edge_bytes = known ? expert.edge_bytes : 1;
   const double part_bytes = expert.gradient_bytes / size.replica;
   // GPUs of one host do not send together (comm/nccl/nccl_sums.hpp).
-  const bool hosts_sum =
-      !built_with_cuda() || options.devices.choices.front().kind == DeviceChoice::Kind::kCpu;
+  const bool hosts_sum = !built_with_cuda() || options.devices.choices.empty() ||
+                         options.devices.choices.front().kind == DeviceChoice::Kind::kCpu;
   constexpr const char* kByNumber = "the order of the ranks' numbers";
   const auto packed = [&](Axis axis) { return pack_groups(host_of_rank, size, axis); };
   const auto by_number = [&](RankOrder order) {

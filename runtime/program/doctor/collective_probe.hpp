@@ -27,9 +27,9 @@ struct CollectiveResult {
 
 // Collective over the job, with the device of each rank; the same on all ranks. All groups work at
 // once: each gathers, sums, and sends as many bytes around its ranks, in turns. Takes about a
-// second; on slow links there are fewer bytes. Without replicas there is nothing to measure. Tags
-// base_tag..base_tag+7 of `comm` are the call's. Throws Error(kPeer) where a round takes longer
-// than silence_seconds; requests are cancelled then.
+// second; on slow links there are fewer bytes. Without replicas there is nothing to measure. The
+// first Collectives::kTags tags from base_tag on are the call's. Throws Error(kPeer) where a round
+// takes longer than silence_seconds; requests are cancelled then.
 [[nodiscard]] CollectiveResult probe_collectives(Communicator& comm, int base_tag,
                                                  const Topology& topology,
                                                  const std::vector<RankDevice>& devices,
