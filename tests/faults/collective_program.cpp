@@ -106,7 +106,8 @@ class FromWithin {
   // Seconds that the collective took the last time.
   void took(double seconds) { seconds_ = seconds; }
   void start() {
-    if (!thread_.joinable()) thread_ = std::jthread([this](std::stop_token end) { watch(end); });
+    if (!thread_.joinable())
+      thread_ = std::jthread([this](const std::stop_token& end) { watch(end); });
   }
 
  private:
