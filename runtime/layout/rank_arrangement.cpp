@@ -51,8 +51,9 @@ std::vector<std::vector<int>> pack(const std::vector<int>& host_of_member, int s
   return groups;
 }
 
-// Replicas in an order in which subtrees of the tree of sums are on one host, as far as that can
-// be; the first replica stays the first. `hosts_of` says where one is.
+// Replicas in an order in which subtrees of the tree of sums are on one host, taken one after
+// the other, which is not always the best order; the first replica stays the first. `hosts_of` says
+// where one is.
 template <typename Replica, typename HostsOf>
 std::vector<Replica> align_subtrees(const std::vector<Replica>& replicas, const HostsOf& hosts_of) {
   std::vector<std::vector<Replica>> left;  // [their hosts]
@@ -199,7 +200,8 @@ RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions& o
   const PipelineOptions::Expert& expert = options.expert;
   const bool known = expert.edge_bytes > 0 || expert.gradient_bytes > 0;
   const double edge_bytes = known ? expert.edge_bytes : 1;
-  const double part_bytes = expert.gradient_bytes / size.replica;
+  // Sizes that nobody knows: edges decide, and sums among orders that are equal in them.
+  const double part_bytes = known ? expert.gradient_bytes / size.replica : 1e-6;
   // GPUs of one host do not send together (comm/nccl/nccl_sums.hpp).
   const bool hosts_sum = !built_with_cuda() || options.devices.choices.empty() ||
                          options.devices.choices.front().kind == DeviceChoice::Kind::kCpu;

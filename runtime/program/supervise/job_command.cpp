@@ -90,11 +90,11 @@ std::optional<int> JobCommand::virtual_replicas() const {
     std::istringstream in(word);
     for (std::string part; in >> part;) {
       const bool joined = part.starts_with(kOption) && part.substr(kOption.size()).starts_with('=');
-      int number = 0;
-      if ((follows || joined) &&
-          parse_whole(std::string_view(part).substr(joined ? kOption.size() + 1 : 0), number) &&
-          number >= 1) {
-        found = number;
+      if (follows || joined) {  // the last one counts
+        int number = 0;
+        const std::string_view value =
+            std::string_view(part).substr(joined ? kOption.size() + 1 : 0);
+        found = parse_whole(value, number) && number >= 1 ? std::optional(number) : std::nullopt;
       }
       follows = part == kOption;
     }

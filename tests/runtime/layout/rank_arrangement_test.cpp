@@ -118,6 +118,12 @@ TEST(RankArrangementTest, ReplicasOfAHostAreASubtreeOfTheSum) {
   EXPECT_EQ(places("AAAABCCB", sums), "AB AB AC AC");
 }
 
+// Aligned subtrees would send more there.
+TEST(RankArrangementTest, SumsDecideWhereSizesAreNotKnownAndEdgesDoNot) {
+  EXPECT_EQ(places("AAABBBBB", {.pipeline = 1, .replicas = 8}), "A A A B B B B B");
+  EXPECT_EQ(places("ABBC", {.pipeline = 1, .replicas = 4}), "A C B B");
+}
+
 TEST(RankArrangementTest, UnevenHostsSplitAsFewPipelinesAsTheyCan) {
   EXPECT_EQ(places("AAABBCCC", {.replicas = 4}), "AA BB CC AC");
   EXPECT_EQ(places("ABBB", {}), "AB BB");

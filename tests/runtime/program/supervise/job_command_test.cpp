@@ -53,6 +53,8 @@ TEST(JobCommandTest, KnowsTheVirtualReplicas) {
   EXPECT_EQ(JobCommand({"sh", "-c", "exec sluice train --virtual-replicas 4 --save a"})
                 .virtual_replicas(),
             4);
+  EXPECT_EQ(JobCommand({"--virtual-replicas", "4", "--virtual-replicas=auto"}).virtual_replicas(),
+            std::nullopt);
   EXPECT_EQ(JobCommand({"train", "--virtual-replicas-of", "4"}).virtual_replicas(), std::nullopt);
   EXPECT_EQ(JobCommand({"train", "--replicas", "4"}).virtual_replicas(), std::nullopt);
 }
