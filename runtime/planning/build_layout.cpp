@@ -485,18 +485,6 @@ bool fits(const StageEntry& needed, const StageEntry& planned) {
 
 }  // namespace
 
-Slice StagePlace::slice(int axis, std::int64_t whole) const {
-  if (axis < 0 || whole < 0) {
-    throw_usage("a slice of {} rows of dimension {}; legal are numbers from 0", whole, axis);
-  }
-  if (tensors == 1) return {};
-  const std::int64_t least = whole / tensors, more = whole % tensors;
-  return {.axis = axis,
-          .begin = tensor * least + std::min<std::int64_t>(tensor, more),
-          .length = least + (tensor < more ? 1 : 0),
-          .whole = whole};
-}
-
 std::unique_ptr<Stage> StageFactory::operator()(const StagePlace& place) const {
   return make_(place);
 }

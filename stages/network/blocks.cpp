@@ -40,6 +40,10 @@ class RunLayer final : public Layer {
     run_.set_precision(precision);
     return Edges::kStream;
   }
+  bool set_shards(const Shards& shards) override {
+    run_.set_shards(shards);
+    return true;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     return run_.output(input);
   }
@@ -88,6 +92,11 @@ class ResidualBlock final : public Layer {
     main_.set_precision(precision);
     shortcut_.set_precision(precision);
     return Edges::kStream;
+  }
+  bool set_shards(const Shards& shards) override {
+    main_.set_shards(shards);
+    shortcut_.set_shards(shards);
+    return true;
   }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     const TensorSpec result = main_.output(input), added = shortcut_.output(input);

@@ -162,7 +162,20 @@ LayerRun::LayerRun(std::vector<NumberedLayer> layers, Options options)
   }
   joins_before(layers_.empty() ? options.begin : layers_.back().number + 1);
   source_gradients_.resize(made_by_.size());
+  set_shards(options.shards);
   set_precision(options.precision);
+}
+
+void LayerRun::set_shards(const Shards& shards) {
+  if (shards.count == 1) return;
+  for (const Part& part : parts_) {
+    if (part.join) continue;
+    const NumberedLayer& each = layers_[part.index];
+    if (naming(each, [&] { return each.layer->set_shards(shards); })) continue;
+    throw_usage(
+        "{} does not say how {} shards divide it (Layer::set_shards); legal: 1 shard, of 1 rank",
+        each.full_name(), shards.count);
+  }
 }
 
 void LayerRun::set_precision(const Precision& precision) {

@@ -73,6 +73,7 @@ class LayerRun {
     // The run of a stage: it says which gradients are final.
     bool outermost = false;
     Precision precision = {};
+    Shards shards = {};
     // Makes LayerCall::rounded_dy of its last layer. Else its owner has it from promises().
     bool rounds = false;
     StageSkips skips = {};
@@ -119,6 +120,8 @@ class LayerRun {
     Tensor rounded_dy = {}, rounded_dx = {};  // as LayerCall's
   };
 
+  // Before set_precision(): tells the layers. An Error names one that computes by no shards.
+  void set_shards(const Shards& shards);
   // Before all other calls: tells the layers, and puts conversions around those that need some.
   void set_precision(const Precision& precision);
   [[nodiscard]] bool empty() const { return parts_.empty(); }

@@ -17,6 +17,7 @@ namespace sluice::nn {
 NetworkStage::NetworkStage(StageLayers parts)
     : run_(std::move(parts.layers), {.outermost = true,
                                      .precision = parts.precision,
+                                     .shards = parts.shards,
                                      .rounds = true,
                                      .skips = std::move(parts.skips),
                                      .begin = parts.begin}),

@@ -25,6 +25,7 @@ struct StageLayers {
   StageSkips skips = {};
   std::string model = {};  // StageDescription::model
   Precision precision = {};
+  Shards shards = {};
 };
 
 // Without layers it passes its input on. Its edges have the main tensor, then those that skip

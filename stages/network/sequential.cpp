@@ -50,12 +50,17 @@ struct Sequential::Model {
                              loss.settings);
   }
   // Null without a loss; an Error names it.
-  [[nodiscard]] std::unique_ptr<nn::Loss> make_loss() const {
+  [[nodiscard]] std::unique_ptr<nn::Loss> make_loss(const Shards& shards = {}) const {
     if (loss.kind.empty() && !loss.make) return nullptr;
     return nn::naming(loss.kind.empty() ? "a loss" : loss.kind, [&] {
       if (!loss.make) throw_usage("a LossSpec without `make`; legal: a function that makes a Loss");
       std::unique_ptr<nn::Loss> made = loss.make();
       if (made == nullptr) throw_usage("LossSpec::make returned null; legal: a Loss");
+      if (shards.count > 1 && !made->set_shards(shards)) {
+        throw_usage(
+            "does not say how {} shards divide it (Loss::set_shards); legal: 1 shard, of 1 rank",
+            shards.count);
+      }
       if (precision.operands == DType::kF32 || made->set_precision(precision)) return made;
       return widened(std::move(made));
     });
@@ -181,7 +186,12 @@ std::unique_ptr<Stage> Sequential::operator()(int stage, int stages) const {
   return stage_of(partition(stages), stage);
 }
 
-std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stage) const {
+std::unique_ptr<Stage> Sequential::operator()(const StagePlace& place) const {
+  return stage_of(partition(place.stages), place.stage, place.shards_here());
+}
+
+std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stage,
+                                            const Shards& shards) const {
   const std::vector<int>& first = partition.first;
   const int count = static_cast<int>(model_->layers.size());
   if (first.size() < 2 || first.front() != 0 || first.back() != count ||
@@ -198,13 +208,15 @@ std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stag
   nn::StageLayers mine{.layers = {},
                        .begin = first[at(stage)],
                        .model = model_->text,
-                       .precision = model_->precision};
+                       .precision = model_->precision,
+                       .shards = shards};
+  if (shards.count > 1) mine.model += fmt::format("{} shards\n", shards.count);
   for (int i = first[at(stage)]; i < first[at(stage) + 1]; ++i) {
     std::ranges::move(model_->make(at(i)), std::back_inserter(mine.layers));
   }
   mine.skips = nn::StageSkips(model_->skips, first[at(stage)], first[at(stage) + 1],
                               /*last=*/stage == stages - 1);
-  std::unique_ptr<nn::Loss> loss = stage < stages - 1 ? nullptr : model_->make_loss();
+  std::unique_ptr<nn::Loss> loss = stage < stages - 1 ? nullptr : model_->make_loss(shards);
   if (loss == nullptr) return std::make_unique<nn::NetworkStage>(std::move(mine));
   return std::make_unique<nn::LossNetworkStage>(std::move(mine), model_->loss.kind,
                                                 std::move(loss));

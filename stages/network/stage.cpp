@@ -176,4 +176,16 @@ Partition parse_partition(std::string_view text, std::span<const double> costs, 
   return from_block_counts(parse_counts(text, blocks, stages));
 }
 
+Slice StagePlace::slice(int axis, std::int64_t whole) const {
+  if (axis < 0 || whole < 0) {
+    throw_usage("a slice of {} rows of dimension {}; legal are numbers from 0", whole, axis);
+  }
+  if (tensors == 1) return {};
+  const std::int64_t least = whole / tensors, more = whole % tensors;
+  return {.axis = axis,
+          .begin = tensor * least + std::min<std::int64_t>(tensor, more),
+          .length = least + (tensor < more ? 1 : 0),
+          .whole = whole};
+}
+
 }  // namespace sluice

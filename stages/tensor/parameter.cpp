@@ -61,6 +61,23 @@ void draw_run(const Init& init, const std::array<std::uint32_t, 2>& key, std::ui
   }
 }
 
+// for_runs() of a parameter's elements.
+template <typename Visit>
+void for_runs(const Parameter& parameter, std::int64_t first, std::int64_t count,
+              const Visit& visit) {
+  const Shape whole = parameter.whole_shape();
+  for (const PlacedPart& part :
+       placed_parts(parameter.slice, parameter.parts, parameter.shape.elements())) {
+    const std::int64_t from = std::max(first, part.first);
+    const std::int64_t to = std::min(first + count, part.end());
+    if (from >= to) continue;
+    sluice::for_runs(slice_shape(whole, part.slice), part.slice, from - part.first, to - from,
+                     [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
+                       visit(part.first + here, in_whole, elements);
+                     });
+  }
+}
+
 // On as many threads as this process has cores, each at least a quarter of a million elements (some
 // milliseconds); an element depends only on its place in the whole parameter.
 void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> values) {
@@ -76,8 +93,7 @@ void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> value
   const auto draw_part = [&](std::size_t part) {
     const std::size_t first = std::min(part * each, values.size());
     const std::size_t count = std::min(each, values.size() - first);
-    for_runs(parameter.shape, parameter.slice, static_cast<std::int64_t>(first),
-             static_cast<std::int64_t>(count),
+    for_runs(parameter, static_cast<std::int64_t>(first), static_cast<std::int64_t>(count),
              [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
                draw_run(parameter.init, key, static_cast<std::uint64_t>(in_whole),
                         values.subspan(static_cast<std::size_t>(here),
@@ -111,7 +127,8 @@ void require_distinct(const std::deque<Parameter>& parameters) {
           "or declare both uses as tied",
           parameter.name);
     }
-    if (parameter.shape != use->second->shape || parameter.slice != use->second->slice) {
+    if (parameter.shape != use->second->shape || parameter.slice != use->second->slice ||
+        parameter.parts != use->second->parts) {
       throw_usage("tied parameter {} is used with shapes {} and {}; uses share a shape and a slice",
                   parameter.name, to_string(use->second->shape), to_string(parameter.shape));
     }
@@ -207,6 +224,25 @@ Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool deca
   return parameter;
 }
 
+Parameter& ParameterSet::add_parts(std::string name, Shape shape, Init init, bool decay, bool tied,
+                                   std::vector<SlicePart> parts) {
+  if (parts.empty()) throw_usage("parameter '{}' has no parts; legal: at least one", name);
+  Slice all = parts.front().slice;
+  all.length = 0;
+  for (const SlicePart& part : parts) {
+    require_slice(name, shape, part.slice);
+    if (part.slice.axis != all.axis || part.slice.all()) {
+      throw_usage("parts of parameter '{}' lie along dimensions {} and {}; legal: one dimension",
+                  name, all.axis, part.slice.axis);
+    }
+    all.length += part.slice.length;
+  }
+  all.begin = std::min(all.begin, all.whole - all.length);
+  Parameter& parameter = add(std::move(name), shape, init, decay, tied, all);
+  parameter.parts = std::move(parts);
+  return parameter;
+}
+
 void ParameterSet::begin_unit() {
   if (allocated_) throw_usage("a unit begins after allocate(); begin it before");
   if (!parameters_.empty()) unit_ = parameters_.back().unit + 1;
@@ -249,6 +285,7 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
     parameter.memory = memory_;
     ++offset;
   }
+  if (gradients) allocate_shares(memory);
   draw_values(device, seed);
   allocate_buffers(memory, seed);
   allocate_bf16_copies(memory);
@@ -261,6 +298,42 @@ void ParameterSet::require_memory() const {
   throw_usage(
       "parameters have no memory in or after prepare(); legal: those of a set that parameters() "
       "returns, or ParameterSet::allocate() by whoever calls prepare()");
+}
+
+std::size_t ParameterSet::share_bytes() const {
+  std::size_t bytes = 0;
+  for (const Parameter& parameter : parameters_) {
+    for (int i = 0; i < parameter.shares; ++i) add_bytes(bytes, padded_bytes(parameter));
+  }
+  return bytes;
+}
+
+void ParameterSet::allocate_shares(const DeviceMemory& memory) {
+  memory_->shares = memory.allocate(share_bytes());
+  const Stream stream(memory.device());
+  fill_zero_async(memory_->shares.data(), memory_->shares.size(), stream.view());
+  stream.view().synchronize();
+  std::byte* place = memory_->shares.data();
+  for (int share = 0;; ++share) {
+    const std::byte* const begin = place;
+    for (Parameter& parameter : parameters_) {
+      if (share >= parameter.shares) continue;
+      parameter.share_grads.push_back({place, {DType::kF32, parameter.shape}});
+      place += padded_bytes(parameter);
+    }
+    if (place == begin) return;
+  }
+}
+
+std::span<float> ParameterSet::flat_shares(int share) const {
+  int shares = 0;
+  for (const Parameter& parameter : parameters_) shares = std::max(shares, parameter.shares);
+  if (share >= shares || memory_->shares.data() == nullptr) return {};
+  const std::size_t floats =
+      memory_->shares.size() / sizeof(float) / static_cast<std::size_t>(shares);
+  return {
+      reinterpret_cast<float*>(memory_->shares.data()) + static_cast<std::size_t>(share) * floats,
+      floats};
 }
 
 static bool keeps_bf16(const Parameter& parameter, DeviceKind device) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include <sluice/tensor.hpp>
 
@@ -38,6 +39,44 @@ void for_runs(const Shape& shape, const Slice& slice, std::int64_t first, std::i
     visit(here, here / run * slice.whole * inner + slice.begin * inner + offset, elements);
     here += elements;
   }
+}
+
+// Elements of a part in the memory that it shares with others.
+struct PlacedPart {
+  Slice slice;
+  int shard = 0;
+  std::int64_t first = 0, count = 0;
+  [[nodiscard]] std::int64_t end() const { return first + count; }
+};
+
+// Of a parameter with `elements` in this memory: its parts in order, or the one that `slice` is.
+// `elements` are those of `slice`, all of its rows together.
+[[nodiscard]] inline std::vector<PlacedPart> placed_parts(const Slice& slice,
+                                                          std::span<const SlicePart> parts,
+                                                          std::int64_t elements) {
+  if (parts.empty()) return {{slice, 0, 0, elements}};
+  std::vector<PlacedPart> placed;
+  std::int64_t first = 0;
+  const std::int64_t row = slice.length == 0 ? 0 : elements / slice.length;
+  for (const SlicePart& part : parts) {
+    placed.push_back({part.slice, part.shard, first, part.slice.length * row});
+    first = placed.back().end();
+  }
+  return placed;
+}
+
+// The elements of each shard, in order: those of its parts. Of a parameter without parts: all.
+[[nodiscard]] inline std::vector<std::int64_t> shard_elements(const Slice& slice,
+                                                              std::span<const SlicePart> parts,
+                                                              std::int64_t elements) {
+  std::vector<std::int64_t> counts;
+  int last = -1;
+  for (const PlacedPart& part : placed_parts(slice, parts, elements)) {
+    if (counts.empty() || part.shard != last) counts.push_back(0);
+    counts.back() += part.count;
+    last = part.shard;
+  }
+  return counts;
 }
 
 }  // namespace sluice

@@ -15,6 +15,9 @@ void zero(const Parameter& parameter, StreamView stream) {
 void ParameterSet::zero_grads(StreamView stream) {
   const std::span<float> grads = flat_grads();
   if (!grads.empty()) fill_zero_async(grads.data(), grads.size_bytes(), stream);
+  if (memory_->shares.size() > 0) {
+    fill_zero_async(memory_->shares.data(), memory_->shares.size(), stream);
+  }
   GradientAccess::set_stale(*this, false);
 }
 
@@ -24,6 +27,9 @@ void GradientAccess::set_stale(ParameterSet& set, bool stale) {
 
 void GradientAccess::mark_stale(ParameterSet& set, StreamView stream) {
   if (set.flat_grads().empty()) return;
+  if (const Buffer& shares = set.memory_->shares; shares.size() > 0) {
+    fill_zero_async(set.memory_->shares.data(), shares.size(), stream);
+  }
   for (Parameter& parameter : set.parameters_) {
     set_stale(parameter, true);
     if (!parameter.is_stale()) zero(parameter, stream);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <sluice/parameter.hpp>
+#include <sluice/stage.hpp>
 #include <sluice/world.hpp>
 
 #pragma GCC visibility push(default)
@@ -39,32 +40,23 @@ enum class TransportChoice { kAuto, kMpi, kNccl };
 // "auto" | "mpi" | "nccl".
 [[nodiscard]] const char* name_of(TransportChoice choice);
 
-// Which stage a factory is to make: global stage `stage` of `stages`, on the `tensor`-th of
-// `tensors` ranks that share it (PipelineOptions::Shape::tensor).
-struct StagePlace {
-  int stage = 0, stages = 1;
-  int tensor = 0, tensors = 1;
-
-  // This rank's part of a parameter's dimension `axis` of `whole` rows, for ParameterSet::add().
-  // Parts follow each other in order of ranks; they differ by at most one row, the first ones are
-  // the larger. All of it where `tensors` is 1.
-  [[nodiscard]] Slice slice(int axis, std::int64_t whole) const;
-};
-
 // Makes stages: by a copyable function of a stage and the number of stages as two ints, or of a
 // const StagePlace&; the former are refused where several ranks share a stage. Called on each rank
 // that runs the stage, once, by the thread that constructs the pipeline; must not return null.
 class StageFactory {
   using Made = std::unique_ptr<Stage>;
   template <typename Make>
-  static constexpr bool kByNumbers = std::is_invocable_r_v<Made, Make&, int, int>;
+  static constexpr bool kByPlace = std::is_invocable_r_v<Made, Make&, const StagePlace&>;
+  template <typename Make>
+  static constexpr bool kByNumbers =
+      !kByPlace<Make> && std::is_invocable_r_v<Made, Make&, int, int>;
 
  public:
   StageFactory() = default;        // null: refused by a Pipeline, as is one of a null function
   StageFactory(std::nullptr_t) {}  // NOLINT(google-explicit-constructor)
   template <typename Make>
   requires(!std::is_same_v<Make, StageFactory> && std::is_copy_constructible_v<Make> &&
-           (kByNumbers<Make> || std::is_invocable_r_v<Made, Make&, const StagePlace&>))
+           (kByNumbers<Make> || kByPlace<Make>))
       StageFactory(Make make)  // NOLINT(google-explicit-constructor)
       : takes_place_(!kByNumbers<Make>) {
     if constexpr (requires { make == nullptr; }) {
@@ -114,6 +106,11 @@ struct PipelineOptions {
     // see to the parts (StagePlace, Slice) and to the sums between these ranks
     // (StageContext::tensor).
     int tensor = 1;
+    // The shards of the model, of which a rank computes tensor_shards / tensor (Shards). The bits
+    // of a training depend on this number, not on `tensor`. Legal: any number for one rank, else
+    // `tensor` times a power of two. 0: as many as `tensor` where the factory's stages are divided
+    // by shards, as Sluice's are.
+    int tensor_shards = 0;
     RankOrder rank_order = RankOrder::kAuto;
     int micro_batches = 1;              // per virtual replica and step
     std::int64_t micro_batch_size = 1;  // samples

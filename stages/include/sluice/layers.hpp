@@ -128,6 +128,10 @@ class Layer {
 
   // Before all other calls but promises(), in a model with a precision of bf16 alone.
   virtual Edges set_precision(const Precision& /*precision*/) { return Edges::kF32; }
+  // Before all other calls but promises(), in a model of several shards alone. Whether the layer
+  // computes by these shards, or does the same on each rank that shares the stage without gradients
+  // of its own; if not, Error(kUsage) names it.
+  virtual bool set_shards(const Shards& /*shards*/) { return false; }
   // Type and shape of the output. Pure. Throws Error(kUsage) that says what is legal.
   [[nodiscard]] virtual TensorSpec output(const TensorSpec& input) const = 0;
   // Adds its parameters and buffers to `set`, once. Their names begin with `name`: "3.".
@@ -354,6 +358,8 @@ class Loss {
   // Before all other calls, in a model with a precision of bf16 alone. False: it takes f32 outputs,
   // and Sluice converts them and their gradient in scratch.
   virtual bool set_precision(const Precision& /*precision*/) { return false; }
+  // As Layer's.
+  virtual bool set_shards(const Shards& /*shards*/) { return false; }
   // Type and shape of the targets of these outputs. Pure. Throws Error(kUsage) for outputs that it
   // cannot take.
   [[nodiscard]] virtual TensorSpec targets(const TensorSpec& outputs) const = 0;
@@ -483,8 +489,11 @@ class Sequential {
   // the layers. Throws Error(kUsage) where neither is given, or the cuts make another number of
   // stages.
   [[nodiscard]] std::unique_ptr<Stage> operator()(int stage, int stages) const;
+  // The same of a model of shards, where a layer that computes by none is Error(kUsage).
+  [[nodiscard]] std::unique_ptr<Stage> operator()(const StagePlace& place) const;
   // Stage `stage` of another partition of the layers.
-  [[nodiscard]] std::unique_ptr<Stage> stage_of(const Partition& partition, int stage) const;
+  [[nodiscard]] std::unique_ptr<Stage> stage_of(const Partition& partition, int stage,
+                                                const Shards& shards = {}) const;
   // Which layers are on which stage; cut() does not count.
   [[nodiscard]] Partition partition(int stages) const;
 

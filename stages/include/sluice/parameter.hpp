@@ -61,6 +61,9 @@ struct Parameter {
   bool tied = false;  // other uses of the same name exist
   int unit = 0;       // its number in the set: ParameterSet::begin_unit()
   Slice slice = {};   // of the whole
+  // Of a parameter that shards divide: what its memory is, in order; slices along `slice.axis`,
+  // whose rows are those of `shape`. Empty: it is `slice` in its order.
+  std::vector<SlicePart> parts = {};
   [[nodiscard]] Shape whole_shape() const;
   // fp32, set by allocate(); they start at multiples of kBufferAlignment. grad: null data without
   // gradients.
@@ -82,6 +85,13 @@ struct Parameter {
   // first step. A loss writes no other gradient where a rank computes several virtual
   // replicas; CPUs refuse one that does.
   bool written_by_loss = false;
+  // Of a parameter that all ranks have whole in a model of shards: how many shares of its gradient
+  // this rank adds up, one for each of its shards; to be set before allocate(). The gradient is the
+  // tree of all shards' shares, which the runtime makes where a virtual replica's gradients end. 0:
+  // the stage adds to `grad`.
+  int shares = 0;
+  std::vector<Tensor> share_grads = {};  // [shares] f32, with gradients; set by allocate()
+
   // Stale: left by the previous step, to be overwritten by the step's first write.
   [[nodiscard]] bool is_stale() const { return stale_; }
 
@@ -112,6 +122,11 @@ class ParameterSet {
   // constant: any finite one), and for a slice that does not lie in the shape.
   Parameter& add(std::string name, Shape shape, Init init, bool decay = true, bool tied = false,
                  const Slice& slice = {});
+
+  // A parameter that shards divide: this rank has `parts`, slices of `shape` along one dimension.
+  // Else as add(). Throws Error(kUsage) for no parts, and for parts that do not lie in the shape.
+  Parameter& add_parts(std::string name, Shape shape, Init init, bool decay, bool tied,
+                       std::vector<SlicePart> parts);
 
   // What add() gets from now on is one unit, such as a block of layers: the grain in which ranks
   // divide parameters among them. Without a call all parameters are one unit. Throws Error(kUsage)
@@ -144,7 +159,12 @@ class ParameterSet {
   [[nodiscard]] std::span<float> flat_grads() const;
   [[nodiscard]] std::span<float> flat_values() const;
   [[nodiscard]] std::span<float> flat_buffers() const;
-  void zero_grads(StreamView stream);  // in stream order; none is stale then
+  void zero_grads(StreamView stream);  // shares too; in stream order; none is stale then
+  // Share `share` of the gradients of all parameters that have some, in order of add(), each padded
+  // as in flat_grads(). Empty without such parameters.
+  [[nodiscard]] std::span<float> flat_shares(int share) const;
+  // Bytes of the shares of gradients that allocate() takes.
+  [[nodiscard]] std::size_t share_bytes() const;
   // Bytes of the bf16 copies that allocate() takes besides values, gradients and buffers.
   [[nodiscard]] std::size_t bf16_copy_bytes(DeviceKind device) const;
   // Owns what all values and gradients lie in.
@@ -158,10 +178,11 @@ class ParameterSet {
   friend struct GradientAccess;  // internal
   std::deque<Parameter> parameters_, buffers_;
   struct Memory {
-    Buffer values, grads, buffers, bf16_copies;
+    Buffer values, grads, shares, buffers, bf16_copies;
   };
   std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   void allocate_buffers(const DeviceMemory& memory, std::uint64_t seed);
+  void allocate_shares(const DeviceMemory& memory);
   void allocate_bf16_copies(const DeviceMemory& memory);
   void draw_values(Device device, std::uint64_t seed);
 

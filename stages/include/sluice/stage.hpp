@@ -35,6 +35,36 @@ namespace sluice {
 
 enum class Phase : std::uint8_t { kTrain = 0, kEvaluate = 1, kGenerate = 2 };
 
+// A model of shards computes each product of its layers by parts, of which a shard has one, and
+// adds what the shards make by a binary tree that splits at the largest power of two below their
+// number. Ranks that share a stage have equally many consecutive shards each: an aligned subtree.
+// So the bits depend on `count`, not on the ranks.
+struct Shards {
+  int count = 1;             // of the model
+  int first = 0, local = 1;  // this rank's
+  // Where the part of shard `shard` of so many equal units begins; that of the next one is its end.
+  [[nodiscard]] std::int64_t begin(int shard, std::int64_t units) const {
+    return units * shard / count;
+  }
+  friend bool operator==(const Shards&, const Shards&) = default;
+};
+
+// Which stage a factory is to make: global stage `stage` of `stages`, on the `tensor`-th of
+// `tensors` ranks that share it (PipelineOptions::Shape::tensor).
+struct StagePlace {
+  int stage = 0, stages = 1;
+  int tensor = 0, tensors = 1;
+  int shards = 1;  // of the model: PipelineOptions::Shape::tensor_shards
+
+  // This rank's part of a parameter's dimension `axis` of `whole` rows, for ParameterSet::add().
+  // Parts follow each other in order of ranks; they differ by at most one row, the first ones are
+  // the larger. All of it where `tensors` is 1.
+  [[nodiscard]] Slice slice(int axis, std::int64_t whole) const;
+  [[nodiscard]] Shards shards_here() const {
+    return {shards, shards / tensors * tensor, shards / tensors};
+  }
+};
+
 // How large a micro-batch is. `positions` of each sample, such as tokens of a sequence, where the
 // data counts them (DataSource::position_dimension()); 0: all that the data has.
 struct UnitShape {

@@ -69,6 +69,14 @@ struct Slice {
   friend bool operator==(const Slice&, const Slice&) = default;
 };
 
+// One of the parts that a rank has of a parameter in a model of shards (Shards). Each lies by
+// itself in the order of its slice. Parts of one shard follow each other in memory.
+struct SlicePart {
+  Slice slice;
+  int shard = 0;  // of the model's
+  friend bool operator==(const SlicePart&, const SlicePart&) = default;
+};
+
 struct TensorSpec {
   DType dtype = DType::kF32;
   Shape shape;
