@@ -17,6 +17,24 @@ struct Conversion {
 // As convert(), from f32 to bf16: in one launch for a thousand of them.
 void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
 
+// --- sums over shards, on CPUs alone ---
+// y [rows, width] = residual + (the sum of shards' products + bias), in f32, rounded once to y's
+// type, f32 or the operands'. Shard i has a dense x [rows, sizes[i]] and weight [width, sizes[i]],
+// and x weightᵀ; with `backward` weight [sizes[i], width], and x weight. The shards' matrices lie
+// one after the other at x and at weight, of one type. Each product is rounded to f32, and the tree
+// of comm/base/sum_tree.hpp joins them; one of size 0 is zeros. bias f32 [width] and residual, of
+// y's type and not its memory: null data: none. Bits of a row do not depend on the rows beside it.
+void sum_of_shards(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
+                   std::span<const std::int64_t> sizes, bool backward, const Tensor& bias,
+                   const Tensor& residual, const Tensor& y);
+// `operands`, `result`: the types of x and y.
+[[nodiscard]] std::size_t sum_of_shards_workspace(ComputeContext& ctx, std::int64_t rows,
+                                                  std::int64_t width, std::size_t shards,
+                                                  DType operands, DType result);
+// The end of it, where the sum is there, f32; it is lost. A y of f32 is its memory.
+void finish_sum(ComputeContext& ctx, const Tensor& sum, const Tensor& bias, const Tensor& residual,
+                const Tensor& y);
+
 // --- the loss by rows ---
 // The two halves of softmax_cross_entropy(), for logits that are never there at once: *losses and
 // the losses after it = those of the rows, in memory of the device; *sum = all of them, in the

@@ -26,6 +26,7 @@ namespace sluice {
 [[nodiscard]] inline double operand_bytes(std::span<const float> vector) {
   return static_cast<double>(vector.size_bytes());
 }
+[[nodiscard]] inline double operand_bytes(std::span<const std::int64_t> /*sizes*/) { return 0; }
 [[nodiscard]] double operand_bytes(const NormGradients& gradients);
 template <typename Each>
 [[nodiscard]] double operand_bytes(std::span<const Each> list) {

@@ -23,6 +23,7 @@
   X(query_key_norm_backward) X(query_key_norm_backward_workspace)                               \
   X(pointwise_forward) X(pointwise_backward) X(swiglu_forward) X(swiglu_backward)               \
   X(dropout_residual) X(add) X(convert) X(convert_all)                                          \
+  X(sum_of_shards) X(sum_of_shards_workspace) X(finish_sum)                                     \
   X(row_cross_entropy) X(sum_of_losses) X(mean_squared_error)                                   \
   X(adamw) X(sgd) X(sums_of_squares)
 // clang-format on

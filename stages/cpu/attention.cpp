@@ -24,6 +24,8 @@ struct Places {
   explicit Places(const AttentionShape& shape)
       : sequence(shape.sequence),
         heads(shape.heads),
+        first_head(shape.first_head),
+        all_heads(shape.all_heads > 0 ? shape.all_heads : shape.heads),
         kv_heads(shape.kv_heads),
         group(shape.heads / shape.kv_heads),
         head_dim(shape.head_dim),
@@ -34,7 +36,7 @@ struct Places {
         keys(width),
         values(width + kv_heads * head_dim) {}
 
-  std::int64_t sequence, heads, kv_heads, group, head_dim;
+  std::int64_t sequence, heads, first_head, all_heads, kv_heads, group, head_dim;
   std::int64_t seen;           // the most columns that a row sees
   std::int64_t packed, width;  // leading dimensions of qkv and of out
   std::int64_t ld;             // of scores
@@ -201,7 +203,8 @@ void Attention::drop(const TypedKernels& kernels, std::int64_t sample, std::int6
                      const Scores& to, std::int64_t to_row) const {
   const std::int64_t begin = places_.begin(row), end = places_.end(row);
   for (std::int64_t i = 0; i < rows; ++i) {
-    const std::int64_t line = (sample * places_.heads + head) * places_.sequence + row + i;
+    const std::int64_t of_all = sample * places_.all_heads + places_.first_head + head;
+    const std::int64_t line = of_all * places_.sequence + row + i;
     const DropoutArguments arguments = dropout_arguments(dropout_, line * places_.sequence + begin);
     kernels.dropout(&arguments, from.at(head, from_row + i, begin), to.at(head, to_row + i, begin),
                     end - begin);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <sluice/layers.hpp>
 
@@ -47,7 +48,7 @@ struct BranchResult {
 };
 
 // The feed-forward part of a block: down(gelu(up(x))), or down(silu(gate(x)) * up(x)) (SwiGLU,
-// Shazeer 2020) with gate and up in one matmul.
+// Shazeer 2020) with gate and up in one matmul. Shards have columns of `hidden`, in units of 16.
 class Mlp final : public Branch {
  public:
   enum class Kind { kGelu, kSwiGlu };
@@ -58,6 +59,7 @@ class Mlp final : public Branch {
     bool bias = false;
     DType precision = DType::kF32;
     BranchResult result = {};
+    Shards shards = {};
   };
   // Its parameters are <name>up.weight (SwiGLU: gate_up), <name>down.weight and so on.
   Mlp(const Options& options, const std::string& name, ParameterSet& parameters);
@@ -74,6 +76,7 @@ class Mlp final : public Branch {
     Tensor raised;   // until the input gradient: the up matmul's result
     Tensor hidden;   // until the weight gradient: after the activation
     Tensor draised;  // gradients
+    Tensor sum;      // scratch: Linear::shard_sum()
   };
   Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Activation activation() const {
@@ -88,7 +91,8 @@ class Mlp final : public Branch {
 
 // Causal self-attention with grouped queries (Ainslie et al. 2023): queries, keys and values by one
 // matmul, perhaps a norm of each query and key and rotary positions, attention, and a matmul of
-// its result.
+// its result. Shards have heads of keys and values, with the heads of queries over them; what is
+// kept of heads is panels, as Linear's.
 class SelfAttention final : public Branch {
  public:
   struct Options {
@@ -104,6 +108,7 @@ class SelfAttention final : public Branch {
     bool qkv_bias = false, output_bias = false;
     DType precision = DType::kF32;
     BranchResult result = {};
+    Shards shards = {};
   };
   // Its parameters are <name>qkv.weight, <name>output.weight and so on.
   SelfAttention(const Options& options, const std::string& name, ParameterSet& parameters);
@@ -122,15 +127,27 @@ class SelfAttention final : public Branch {
     std::byte* probabilities = nullptr;  // likewise; recomputed: scratch
     Tensor mixed;                        // until the weight gradient; recomputed: gradients
     Tensor dqkv, dgains;                 // gradients
-    Tensor dmixed;                       // scratch
+    Tensor dmixed, sum;                  // scratch; sum: Linear::shard_sum()
   };
-  [[nodiscard]] AttentionShape attention_shape(const BlockShape& shape) const;
+  // What a shard of this rank has, among its heads.
+  struct Heads {
+    int first = 0, kv_first = 0;  // of the model's
+    int heads = 0, kv_heads = 0;
+  };
+  [[nodiscard]] static std::vector<Heads> heads_of(const Options& options);
+  [[nodiscard]] static ShardRanges ranges_of(const Options& options, bool queries_alone);
+  [[nodiscard]] AttentionShape attention_shape(const BlockShape& shape, const Heads& heads) const;
+  // work(shape, kept, shard) with what is kept of each shard of this rank that has heads.
+  template <typename Work>
+  void for_shards(const BlockShape& shape, const Kept& all, const Work& work) const;
   Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Dropout mask(const BranchCall& call) const;
   // Computes probabilities and mixed from qkv.
   void attend(const BranchCall& call, const Kept& kept) const;
 
-  int heads_, kv_heads_, head_dim_, window_;
+  int all_heads_, head_dim_, window_;
+  std::vector<Heads> heads_;       // of each shard
+  std::int64_t normed_heads_ = 0;  // of queries and keys, of all of them
   DType precision_;
   BranchResult result_;
   std::optional<RotaryPositions> positions_;

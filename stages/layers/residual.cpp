@@ -13,7 +13,7 @@ TensorSpec ResidualLayer::output(const TensorSpec& input) const {
 
 void ResidualLayer::add_parameters(ParameterSet& set, const std::string& name) {
   norm_.emplace(options_.norm, name + options_.norm_name, options_.width, options_.norm_epsilon,
-                set);
+                set, options_.shards);
   branch_ = make_(options_, name, set);
 }
 

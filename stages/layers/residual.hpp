@@ -24,6 +24,7 @@ struct ResidualOptions {
   DType stream = DType::kF32;                        // of x and y: f32, or the precision
   std::int64_t by_sample_from = kRowsToSumBySample;  // as of block_shape()
   std::int64_t context = 0;                          // the most positions; 0: any
+  Shards shards = {};
   // Multiply-adds of one sample of so many positions.
   std::function<double(std::int64_t sequence)> cost = {};
 
@@ -46,6 +47,10 @@ class ResidualLayer final : public OwnLayer<kOnGpus> {
     options_.precision = precision.operands;
     options_.stream = precision.stream;
     return Edges::kStream;
+  }
+  bool set_shards(const Shards& shards) override {
+    options_.shards = shards;
+    return true;
   }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
   void add_parameters(ParameterSet& set, const std::string& name) override;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
@@ -16,6 +17,22 @@
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice::nn {
+
+// work(share, first row, rows) for the rows of which each shard of this rank adds up a parameter's
+// gradient that all ranks have whole: its part of the positions of each sample, in order of
+// samples.
+template <typename Work>
+void for_shared_rows(const Shards& shards, std::int64_t samples, std::int64_t sequence,
+                     const Work& work) {
+  for (std::int64_t sample = 0; sample < samples; ++sample) {
+    for (int share = 0; share < shards.local; ++share) {
+      const int shard = shards.first + share;
+      const std::int64_t first = shards.begin(shard, sequence);
+      const std::int64_t rows = shards.begin(shard + 1, sequence) - first;
+      if (rows > 0) work(static_cast<std::size_t>(share), sample * sequence + first, rows);
+    }
+  }
+}
 
 // A micro-batch, and what it is computed on: all that a layer's memory depends on.
 struct BlockShape {
@@ -65,9 +82,24 @@ struct StreamGradient {
   Tensor rounded = {};
 };
 
+// Rows of a dimension, `length` from `begin` on.
+struct RowRange {
+  std::int64_t begin = 0, length = 0;
+};
+// Of each shard of this rank: what it has of a dimension, in order.
+using ShardRanges = std::vector<std::vector<RowRange>>;
+// Of a dimension dealt in units of so many rows, the last of which may be short.
+[[nodiscard]] ShardRanges unit_ranges(const Shards& shards, std::int64_t rows, std::int64_t unit);
+
 // y = x weightᵀ + bias, weight [out, in] and, if asked, bias [out].
+//
+// Shards may divide it. Then a tensor of what is divided is panels: that of each shard of this
+// rank, dense [rows, what the shard has], one after the other in memory.
 class Linear {
  public:
+  // kColumns: columns of y, so rows of the weight and of the bias; x is whole. kRows: columns of
+  // the weight, which go with columns of x; y is whole, and the bias too, which is added once.
+  enum class Split { kNone, kColumns, kRows };
   struct Options {
     std::int64_t in = 0, out = 0;
     Init weight = Init::normal(0.02), bias_init = Init::constant(0);
@@ -76,20 +108,35 @@ class Linear {
     DType precision = DType::kF32;  // of x, and of the weight as matmuls read it
     // y may have that precision: then a GPU adds a copy of the bias in it.
     bool rounds_bias = false;
+    Split split = Split::kNone;  // kNone where there is one shard
+    Shards shards = {};
+    ShardRanges ranges = {};  // of `out` (kColumns) or `in` (kRows)
   };
   // Its parameters are <name>weight and <name>bias.
   Linear(const std::string& name, const Options& options, ParameterSet& parameters);
 
+  // What this rank has.
   [[nodiscard]] std::int64_t in() const { return weight_->shape[1]; }
   [[nodiscard]] std::int64_t out() const { return weight_->shape[0]; }
   // The largest ctx.workspace() of a call. `result`: type of y; `before`: the activation that
   // precedes the matmul.
   [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows, DType result,
                                       std::optional<Activation> before = std::nullopt) const;
-  // residual: with data, y = residual + the matmul.
+  // residual: with data, y = residual + the matmul. Not of kRows.
   void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y,
                const Tensor& residual = {}) const;
+  // Not of kColumns.
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& dx) const;
+  // Of any split. The sum over all shards, in f32, rounded once with what is added to it; between
+  // ranks a collective: sums_over_ranks(). sum: shard_sum() of the result's type.
+  void forward(const StageContext& stage, const Tensor& x, const Tensor& y, const Tensor& residual,
+               const Tensor& sum) const;
+  void backward_input(const StageContext& stage, const Tensor& dy, const Tensor& dx,
+                      const Tensor& sum) const;
+  // Scratch of the two above; no data where they need none.
+  [[nodiscard]] Tensor shard_sum(BumpAllocator& scratch, std::int64_t rows, DType result) const;
+  // The collective that forward() (kRows) or backward_input() (kColumns) makes, if any.
+  [[nodiscard]] std::vector<PlannedCollective> sums_over_ranks(std::int64_t rows) const;
   void backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& x,
                        const Tensor& dy) const;
   // With the activation that follows (precedes) the matmul; raised is what it was applied to.
@@ -105,19 +152,36 @@ class Linear {
   }
   // As a matmul with this result adds it.
   [[nodiscard]] Tensor bias_for(const Tensor& y) const;
+  // work(shard) for each shard of this rank that has something of it, else for 0.
+  template <typename Work>
+  void for_shards(const Work& work) const;
+  // What this rank's shards before `shard` have of what is divided, and all of them.
+  [[nodiscard]] std::int64_t before(std::size_t shard) const;
+  [[nodiscard]] std::int64_t divided() const { return split_ == Split::kRows ? in() : out(); }
+  // Of a shard: what it has of the weight's memory, and of the bias's if that is divided, and of
+  // panels, whose columns are those of what is divided or as many for each.
+  [[nodiscard]] Tensor weight_panel(const Tensor& all, std::size_t shard) const;
+  [[nodiscard]] Tensor bias_panel(const Tensor& all, std::size_t shard) const;
+  [[nodiscard]] Tensor panel(const Tensor& all, std::size_t shard) const;
+  void sum_shards(const StageContext& stage, bool backward, const Tensor& operand,
+                  const Tensor& residual, const Tensor& result, const Tensor& sum) const;
 
+  Split split_;
+  Shards shards_;
+  std::vector<std::int64_t> sizes_;  // of what is divided, of each shard of this rank
   Parameter* weight_;
   Parameter* bias_ = nullptr;
   bool rounds_bias_;
   DType precision_;
 };
 
-// LayerNorm with parameters <name>weight and <name>bias, or RMSNorm with the first.
+// LayerNorm with parameters <name>weight and <name>bias, or RMSNorm with the first. In a model of
+// shards their gradients are shares: shard i has that of the i-th part of each sample's positions.
 class Norm {
  public:
   enum class Kind { kLayer, kRms };
   Norm(Kind kind, const std::string& name, std::int64_t width, float epsilon,
-       ParameterSet& parameters);
+       ParameterSet& parameters, const Shards& shards = {});
 
   [[nodiscard]] std::int64_t stats_per_row() const { return kind_ == Kind::kLayer ? 2 : 1; }
   // What forward keeps of so many rows until the weight gradient, f32.
@@ -142,17 +206,19 @@ class Norm {
 
   Kind kind_;
   float epsilon_;
+  Shards shards_;
   Parameter* weight_;
   Parameter* bias_ = nullptr;
 };
 
 // RMSNorm of each head of queries and keys in a packed qkv, with weights <name>query_norm.weight
 // and <name>key_norm.weight. `gains`: their gradients of one micro-batch, from the input gradient
-// to the weight gradient.
+// to the weight gradient. In a model of shards a call is of the heads of one, whose share of the
+// gradients they add up.
 class QueryKeyNorm {
  public:
   QueryKeyNorm(const std::string& name, std::int64_t head_dim, float epsilon,
-               ParameterSet& parameters);
+               ParameterSet& parameters, const Shards& shards = {});
 
   // f32 [n, head_dim]: two rows for each part whose sums are added up by themselves.
   [[nodiscard]] static Shape gains(const BlockShape& shape, std::int64_t head_dim) {
@@ -162,7 +228,8 @@ class QueryKeyNorm {
                const Tensor& raw, const Tensor& stats) const;
   void backward_input(ComputeContext& ctx, const AttentionShape& shape, const Tensor& raw,
                       const Tensor& stats, const Tensor& dqkv, const Tensor& gains) const;
-  void backward_weight(ComputeContext& ctx, const Tensor& gains) const;
+  // `shard`: of this rank's.
+  void backward_weight(ComputeContext& ctx, const Tensor& gains, std::size_t shard = 0) const;
 
  private:
   float epsilon_;
@@ -195,6 +262,8 @@ struct EmbeddingOptions {
 };
 [[nodiscard]] std::unique_ptr<Layer> make_embedding(const EmbeddingOptions& options);
 
+// The same memory from an element on; null data stays null.
+[[nodiscard]] Tensor tensor_at(const Tensor& all, std::int64_t first, const Shape& shape);
 // The same memory as [rows, last dimension].
 [[nodiscard]] Tensor as_rows(const Tensor& tensor);
 

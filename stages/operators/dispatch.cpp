@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -644,6 +645,28 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
   run({__func__}, &OperatorTable::sum_of_losses, ctx, losses, rows, sum);
 }
 
+void sum_of_shards(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
+                   std::span<const std::int64_t> sizes, bool backward, const Tensor& bias,
+                   const Tensor& residual, const Tensor& y) {
+  check<"y:F[r,w] bias?:f(w) residual?:1[r,w]">(__func__, {&y, &bias, &residual}, {});
+  const std::int64_t size = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+  if (x.elements() != leading_rows(y) * size || weight.elements() != width_of(y) * size ||
+      x.spec.dtype != weight.spec.dtype) {
+    refuse(__func__,
+           fmt::format("{} and {} with {}; legal: {} columns in all and one type", to_text("x", x),
+                       to_text("weight", weight), to_text("y", y), size));
+  }
+  run({__func__, matmul_flops(y, weight)}, &OperatorTable::sum_of_shards, ctx, x, weight, sizes,
+      backward, bias, residual, y);
+}
+
+void finish_sum(ComputeContext& ctx, const Tensor& sum, const Tensor& bias, const Tensor& residual,
+                const Tensor& y) {
+  check<"sum:f(r,w) bias?:f(w) y:F[r,w] residual?:<[r,w]">(__func__, {&sum, &bias, &y, &residual},
+                                                           {});
+  run({__func__}, &OperatorTable::finish_sum, ctx, sum, bias, residual, y);
+}
+
 void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                        StepValue<double> scale, bool gradient, double* losses) {
   check<"logits:F[r,w] targets:i#(r,1)">(__func__, {&logits, &targets}, {});
@@ -694,6 +717,11 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
 
 std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape) {
   return operators_of(ctx).linear_forward_workspace(ctx, shape);
+}
+
+std::size_t sum_of_shards_workspace(ComputeContext& ctx, std::int64_t rows, std::int64_t width,
+                                    std::size_t shards, DType operands, DType result) {
+  return operators_of(ctx).sum_of_shards_workspace(ctx, rows, width, shards, operands, result);
 }
 
 std::size_t linear_backward_weight_workspace(ComputeContext& ctx, const LinearShape& shape) {

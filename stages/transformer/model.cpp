@@ -74,6 +74,7 @@ std::unique_ptr<Layer> with_branch(const ResidualOptions& outer, const typename 
         typename T::Options mine = options;
         mine.precision = around.precision;
         mine.result = around.result();
+        mine.shards = around.shards;
         return std::make_unique<T>(mine, name + named, parameters);
       });
 }

@@ -127,8 +127,8 @@ void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, c
 // qkv [rows, packed_width]: all queries, then keys, then values of a position. A query at position
 // i sees the keys of positions i - seen() + 1 to i; what it does not see is not computed. out
 // [rows, heads * head_dim]; scores are scaled by 1/sqrt(head_dim). `dropout` applies to the
-// probabilities; its element index is ((sample * heads + head) * sequence + query) * sequence +
-// key.
+// probabilities; its element index is ((sample * all_heads + first_head + head) * sequence + query)
+// * sequence + key.
 void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                        const Dropout& dropout, const Tensor& out, std::byte* state);
 // dtype: of qkv; drops: whether the dropout's probability is not 0.

@@ -1,0 +1,30 @@
+// Models of several shards run on CPUs alone (NetworkStage::describe() refuses a GPU).
+#include "comm/base/throw_error.hpp"
+#include "stages/cuda_kernels/kernels.hpp"
+
+namespace sluice::cuda {
+
+namespace {
+
+[[noreturn]] void refuse() { throw_usage("shards run on CPUs alone; legal on a GPU: 1 shard"); }
+
+}  // namespace
+
+void sum_of_shards(ComputeContext& /*ctx*/, const Tensor& /*x*/, const Tensor& /*weight*/,
+                   std::span<const std::int64_t> /*sizes*/, bool /*backward*/,
+                   const Tensor& /*bias*/, const Tensor& /*residual*/, const Tensor& /*y*/) {
+  refuse();
+}
+
+std::size_t sum_of_shards_workspace(ComputeContext& /*ctx*/, std::int64_t /*rows*/,
+                                    std::int64_t /*width*/, std::size_t /*shards*/,
+                                    DType /*operands*/, DType /*result*/) {
+  refuse();
+}
+
+void finish_sum(ComputeContext& /*ctx*/, const Tensor& /*sum*/, const Tensor& /*bias*/,
+                const Tensor& /*residual*/, const Tensor& /*y*/) {
+  refuse();
+}
+
+}  // namespace sluice::cuda
