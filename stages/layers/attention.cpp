@@ -65,7 +65,7 @@ class AttentionSpecLayer final : public OwnLayer<kOnGpus> {
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
     LayerAllocators memory;
-    return branch_->needs(compute, block_shape(input, compute.device().kind), memory);
+    return branch_->needs(compute, {block_shape(input, compute.device().kind), {}}, memory);
   }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
     const auto rows = static_cast<double>(input.shape[0] * input.shape[1]);
@@ -94,7 +94,8 @@ class AttentionSpecLayer final : public OwnLayer<kOnGpus> {
 
  private:
   static BranchCall inner(LayerCall& call) {
-    return {call, block_shape(call.x.spec, call.compute().device().kind), LayerAllocators(call)};
+    return {
+        call, {block_shape(call.x.spec, call.compute().device().kind), {}}, LayerAllocators(call)};
   }
 
   std::int64_t width_;

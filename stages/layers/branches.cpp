@@ -50,48 +50,49 @@ Mlp::Mlp(const Options& options, const std::string& name, ParameterSet& paramete
              .ranges = unit_ranges(options.shards, options.hidden, kHiddenUnit)},
             parameters) {}
 
-Mlp::Kept Mlp::allocate(const BlockShape& shape, LayerAllocators& memory) const {
-  const std::int64_t rows = shape.rows();
+Mlp::Kept Mlp::allocate(const StreamShape& shape, LayerAllocators& memory) const {
+  const std::int64_t rows = shape.whole.rows();
   Kept kept;
   kept.raised = memory.until_input.tensor(precision_, rows, up_.out());
   kept.hidden = memory.until_weight.tensor(precision_, rows, down_.in());
   kept.draised = memory.gradients.tensor(precision_, rows, up_.out());
-  kept.sum = up_.shard_sum(memory.scratch, rows, precision_);  // of either matmul
+  kept.sum = up_.shard_sum(memory.scratch, shape, precision_);  // of either matmul
   return kept;
 }
 
-LayerNeeds Mlp::needs(ComputeContext& compute, const BlockShape& shape,
+LayerNeeds Mlp::needs(ComputeContext& compute, const StreamShape& shape,
                       LayerAllocators& memory) const {
   (void)allocate(shape, memory);
-  const std::int64_t rows = shape.rows();
+  const std::int64_t rows = shape.whole.rows();
   return {.memory = memory.used(),
           .operator_bytes = std::max({up_.workspace(compute, rows, precision_),
                                       down_.workspace(compute, rows, result_.sum, activation()),
                                       down_.workspace(compute, rows, result_.alone, activation())}),
-          .collectives = {.forward = down_.sums_over_ranks(rows),
-                          .backward_input = up_.sums_over_ranks(rows)}};
+          .collectives = {.forward = down_.sums_over_ranks(shape),
+                          .backward_input = up_.sums_over_ranks(shape)}};
 }
 
 void Mlp::keep(BranchCall call, const Tensor& x) {
-  const Kept kept = allocate(call.shape, call.memory);
+  const Kept kept = allocate(call.stream, call.memory);
   up_.forward(call.compute(), activation(), x, kept.raised, kept.hidden);
 }
 
 void Mlp::result(BranchCall call, const Tensor& residual, const Tensor& y) {
-  const Kept kept = allocate(call.shape, call.memory);
-  down_.forward(call.layer.stage, kept.hidden, y, residual, kept.sum);
+  const Kept kept = allocate(call.stream, call.memory);
+  down_.forward(call.layer.stage, call.stream, kept.hidden, y, residual, kept.sum);
 }
 
 void Mlp::backward_input(BranchCall call, const Tensor& dy, const Tensor& dx) {
-  const Kept kept = allocate(call.shape, call.memory);
+  const Kept kept = allocate(call.stream, call.memory);
   down_.backward_input(call.compute(), activation(), dy, kept.raised, kept.draised);
-  if (dx.data != nullptr) up_.backward_input(call.layer.stage, kept.draised, dx, kept.sum);
+  if (dx.data != nullptr)
+    up_.backward_input(call.layer.stage, call.stream, kept.draised, dx, kept.sum);
 }
 
 void Mlp::backward_weight(BranchCall call, const Tensor& x, const Tensor& dy) {
-  const Kept kept = allocate(call.shape, call.memory);
-  down_.backward_weight(call.compute(), call.shape, kept.hidden, dy);
-  up_.backward_weight(call.compute(), call.shape, x, kept.draised);
+  const Kept kept = allocate(call.stream, call.memory);
+  down_.backward_weight(call.compute(), call.shape(), kept.hidden, dy);
+  up_.backward_weight(call.compute(), call.shape(), x, kept.draised);
 }
 
 std::vector<SelfAttention::Heads> SelfAttention::heads_of(const Options& options) {
@@ -202,8 +203,9 @@ void SelfAttention::for_shards(const BlockShape& shape, const Kept& all, const W
   }
 }
 
-SelfAttention::Kept SelfAttention::allocate(const BlockShape& shape,
+SelfAttention::Kept SelfAttention::allocate(const StreamShape& stream,
                                             LayerAllocators& memory) const {
+  const BlockShape& shape = stream.whole;
   const std::int64_t rows = shape.rows();
   BumpAllocator& probabilities = recompute_ ? memory.scratch : memory.until_input;
   BumpAllocator& mixed = recompute_ ? memory.gradients : memory.until_weight;
@@ -225,14 +227,15 @@ SelfAttention::Kept SelfAttention::allocate(const BlockShape& shape,
   kept.mixed = mixed.tensor(precision_, rows, output_.in());
   kept.dqkv = memory.gradients.tensor(precision_, rows, qkv_.out());
   kept.dmixed = memory.scratch.tensor(precision_, rows, output_.in());
-  kept.sum = qkv_.shard_sum(memory.scratch, rows, precision_);  // of either matmul
+  kept.sum = qkv_.shard_sum(memory.scratch, stream, precision_);  // of either matmul
   return kept;
 }
 
 // The note names the engine of training. Evaluation drops nothing and may use another one.
-LayerNeeds SelfAttention::needs(ComputeContext& compute, const BlockShape& batch,
+LayerNeeds SelfAttention::needs(ComputeContext& compute, const StreamShape& stream,
                                 LayerAllocators& memory) const {
-  const Kept kept = allocate(batch, memory);
+  const Kept kept = allocate(stream, memory);
+  const BlockShape& batch = stream.whole;
   const bool drops = probabilities_.probability > 0;
   const std::int64_t rows = batch.rows();
   LayerNeeds needs{
@@ -241,8 +244,8 @@ LayerNeeds SelfAttention::needs(ComputeContext& compute, const BlockShape& batch
                                   output_.workspace(compute, rows, result_.alone),
                                   output_.workspace(compute, rows, result_.sum)}),
       .table_bytes = positions_ ? ComputeContext::rotary_table_bytes(batch.sequence, head_dim_) : 0,
-      .collectives = {.forward = output_.sums_over_ranks(rows),
-                      .backward_input = qkv_.sums_over_ranks(rows)}};
+      .collectives = {.forward = output_.sums_over_ranks(stream),
+                      .backward_input = qkv_.sums_over_ranks(stream)}};
   for_shards(batch, kept, [&](const AttentionShape& shape, const Kept& /*kept*/, std::size_t) {
     const std::string engine = attention_engine(compute, shape, precision_, drops);
     if (!engine.empty()) needs.note = "attention: " + engine;
@@ -256,20 +259,20 @@ LayerNeeds SelfAttention::needs(ComputeContext& compute, const BlockShape& batch
 }
 
 Dropout SelfAttention::mask(const BranchCall& call) const {
-  return probabilities_.at(call.layer, all_heads_ * call.shape.sequence * call.shape.sequence);
+  return probabilities_.at(call.layer, all_heads_ * call.shape().sequence * call.shape().sequence);
 }
 
 void SelfAttention::attend(const BranchCall& call, const Kept& all) const {
-  for_shards(call.shape, all, [&](const AttentionShape& shape, const Kept& kept, std::size_t) {
+  for_shards(call.shape(), all, [&](const AttentionShape& shape, const Kept& kept, std::size_t) {
     attention_forward(call.compute(), shape, kept.qkv, mask(call), kept.mixed, kept.probabilities);
   });
 }
 
 void SelfAttention::keep(BranchCall call, const Tensor& x) {
-  const Kept all = allocate(call.shape, call.memory);
+  const Kept all = allocate(call.stream, call.memory);
   ComputeContext& compute = call.compute();
   qkv_.forward(compute, x, all.qkv);
-  for_shards(call.shape, all, [&](const AttentionShape& shape, const Kept& kept, std::size_t) {
+  for_shards(call.shape(), all, [&](const AttentionShape& shape, const Kept& kept, std::size_t) {
     if (norm_) norm_->forward(compute, shape, kept.qkv, kept.raw, kept.stats);
     if (positions_) rotary(compute, shape, *positions_, kept.qkv, false);
   });
@@ -277,31 +280,31 @@ void SelfAttention::keep(BranchCall call, const Tensor& x) {
 }
 
 void SelfAttention::result(BranchCall call, const Tensor& residual, const Tensor& y) {
-  const Kept kept = allocate(call.shape, call.memory);
-  output_.forward(call.layer.stage, kept.mixed, y, residual, kept.sum);
+  const Kept kept = allocate(call.stream, call.memory);
+  output_.forward(call.layer.stage, call.stream, kept.mixed, y, residual, kept.sum);
 }
 
 void SelfAttention::backward_input(BranchCall call, const Tensor& dy, const Tensor& dx) {
-  const Kept all = allocate(call.shape, call.memory);
+  const Kept all = allocate(call.stream, call.memory);
   ComputeContext& compute = call.compute();
   if (recompute_) attend(call, all);
   output_.backward_input(compute, dy, all.dmixed);
-  for_shards(call.shape, all, [&](const AttentionShape& shape, const Kept& kept, std::size_t) {
+  for_shards(call.shape(), all, [&](const AttentionShape& shape, const Kept& kept, std::size_t) {
     attention_backward(compute, shape, kept.qkv, kept.mixed, kept.dmixed, mask(call),
                        kept.probabilities, kept.dqkv);
     if (positions_) rotary(compute, shape, *positions_, kept.dqkv, true);
     if (norm_) norm_->backward_input(compute, shape, kept.raw, kept.stats, kept.dqkv, kept.dgains);
   });
-  if (dx.data != nullptr) qkv_.backward_input(call.layer.stage, all.dqkv, dx, all.sum);
+  if (dx.data != nullptr) qkv_.backward_input(call.layer.stage, call.stream, all.dqkv, dx, all.sum);
 }
 
 void SelfAttention::backward_weight(BranchCall call, const Tensor& x, const Tensor& dy) {
-  const Kept all = allocate(call.shape, call.memory);
-  output_.backward_weight(call.compute(), call.shape, all.mixed, dy);
-  for_shards(call.shape, all, [&](const AttentionShape&, const Kept& kept, std::size_t shard) {
+  const Kept all = allocate(call.stream, call.memory);
+  output_.backward_weight(call.compute(), call.shape(), all.mixed, dy);
+  for_shards(call.shape(), all, [&](const AttentionShape&, const Kept& kept, std::size_t shard) {
     if (norm_) norm_->backward_weight(call.compute(), kept.dgains, shard);
   });
-  qkv_.backward_weight(call.compute(), call.shape, x, all.dqkv);
+  qkv_.backward_weight(call.compute(), call.shape(), x, all.dqkv);
 }
 
 }  // namespace sluice::nn

@@ -17,20 +17,22 @@ namespace sluice::nn {
 // around it has taken.
 struct BranchCall {
   LayerCall& layer;
-  BlockShape shape;
+  StreamShape stream;
   LayerAllocators memory;
 
   [[nodiscard]] ComputeContext& compute() const { return layer.compute(); }
+  [[nodiscard]] const BlockShape& shape() const { return stream.whole; }
 };
 
-// Operands are [rows, width] of the matmuls' precision where nothing else is said.
+// Operands are [rows, width] of the matmuls' precision where nothing else is said: all rows of the
+// stream, but for y, its residual and dx, which are this rank's.
 class Branch {
  public:
   virtual ~Branch() = default;
 
   // The most in any phase. Allocates all that it uses; the other calls find it at the same place.
   // The needs' memory is all that was allocated so far.
-  [[nodiscard]] virtual LayerNeeds needs(ComputeContext& compute, const BlockShape& shape,
+  [[nodiscard]] virtual LayerNeeds needs(ComputeContext& compute, const StreamShape& shape,
                                          LayerAllocators& memory) const = 0;
   // Forward in two calls. keep() computes what the branch keeps from x. result() computes y from
   // it: of the stream's type with `residual` added where that has data, else of the result's.
@@ -64,7 +66,7 @@ class Mlp final : public Branch {
   // Its parameters are <name>up.weight (SwiGLU: gate_up), <name>down.weight and so on.
   Mlp(const Options& options, const std::string& name, ParameterSet& parameters);
 
-  [[nodiscard]] LayerNeeds needs(ComputeContext& compute, const BlockShape& shape,
+  [[nodiscard]] LayerNeeds needs(ComputeContext& compute, const StreamShape& shape,
                                  LayerAllocators& memory) const override;
   void keep(BranchCall call, const Tensor& x) override;
   void result(BranchCall call, const Tensor& residual, const Tensor& y) override;
@@ -73,12 +75,12 @@ class Mlp final : public Branch {
 
  private:
   struct Kept {
-    Tensor raised;   // until the input gradient: the up matmul's result
-    Tensor hidden;   // until the weight gradient: after the activation
-    Tensor draised;  // gradients
-    Tensor sum;      // scratch: Linear::shard_sum()
+    Tensor raised;         // until the input gradient: the up matmul's result
+    Tensor hidden;         // until the weight gradient: after the activation
+    Tensor draised;        // gradients
+    Linear::ShardSum sum;  // scratch
   };
-  Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
+  Kept allocate(const StreamShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Activation activation() const {
     return kind_ == Kind::kGelu ? Activation::kGelu : Activation::kSwiglu;
   }
@@ -113,7 +115,7 @@ class SelfAttention final : public Branch {
   // Its parameters are <name>qkv.weight, <name>output.weight and so on.
   SelfAttention(const Options& options, const std::string& name, ParameterSet& parameters);
 
-  [[nodiscard]] LayerNeeds needs(ComputeContext& compute, const BlockShape& shape,
+  [[nodiscard]] LayerNeeds needs(ComputeContext& compute, const StreamShape& shape,
                                  LayerAllocators& memory) const override;
   void keep(BranchCall call, const Tensor& x) override;
   void result(BranchCall call, const Tensor& residual, const Tensor& y) override;
@@ -127,7 +129,8 @@ class SelfAttention final : public Branch {
     std::byte* probabilities = nullptr;  // likewise; recomputed: scratch
     Tensor mixed;                        // until the weight gradient; recomputed: gradients
     Tensor dqkv, dgains;                 // gradients
-    Tensor dmixed, sum;                  // scratch; sum: Linear::shard_sum()
+    Tensor dmixed;                       // scratch
+    Linear::ShardSum sum;                // likewise
   };
   // What a shard of this rank has, among its heads.
   struct Heads {
@@ -140,7 +143,7 @@ class SelfAttention final : public Branch {
   // work(shape, kept, shard) with what is kept of each shard of this rank that has heads.
   template <typename Work>
   void for_shards(const BlockShape& shape, const Kept& all, const Work& work) const;
-  Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
+  Kept allocate(const StreamShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Dropout mask(const BranchCall& call) const;
   // Computes probabilities and mixed from qkv.
   void attend(const BranchCall& call, const Kept& kept) const;

@@ -92,7 +92,8 @@ void HeadLayer::backward_weight(LayerCall& call, const Tensor& dy) {
   if (!in_chunks()) {
     projection_->backward_weight(call.compute(), kept.shape, kept.normed, as_rows(dy));
   }
-  norm_->backward_weight(call.compute(), kept.shape, normed_gradient(kept, dy), kept.x, kept.stats);
+  norm_->backward_weight(call.compute(), {kept.shape, {}}, normed_gradient(kept, dy), kept.x,
+                         kept.stats);
 }
 
 void HeadLayer::backward(LayerCall& call, const Tensor& dy, const Tensor& dx) {
@@ -101,8 +102,8 @@ void HeadLayer::backward(LayerCall& call, const Tensor& dy, const Tensor& dx) {
     projection_->backward_input(call.compute(), as_rows(dy), kept.dnormed);
     projection_->backward_weight(call.compute(), kept.shape, kept.normed, as_rows(dy));
   }
-  norm_->backward(call.compute(), kept.shape, normed_gradient(kept, dy), kept.x, kept.stats, {},
-                  {as_rows(dx), as_rows(call.rounded_dx)});
+  norm_->backward(call.compute(), {kept.shape, {}}, normed_gradient(kept, dy), kept.x, kept.stats,
+                  {}, {as_rows(dx), as_rows(call.rounded_dx)});
 }
 
 TensorSpec TokenLoss::targets(const TensorSpec& outputs) const {

@@ -7,7 +7,7 @@
 namespace sluice::nn {
 
 TensorSpec ResidualLayer::output(const TensorSpec& input) const {
-  require_stream(input, options_.stream, options_.width, options_.context);
+  require_stream(input, options_.stream, options_.width, options_.context, options_.shards);
   return input;
 }
 
@@ -17,26 +17,38 @@ void ResidualLayer::add_parameters(ParameterSet& set, const std::string& name) {
   branch_ = make_(options_, name, set);
 }
 
-ResidualLayer::Kept ResidualLayer::allocate(const BlockShape& shape,
+StreamShape ResidualLayer::shape_of(const TensorSpec& input, ComputeContext& compute) const {
+  return stream_shape(input, options_.shards, compute.device().kind, options_.by_sample_from);
+}
+
+ResidualLayer::Kept ResidualLayer::allocate(const StreamShape& shape,
                                             LayerAllocators& memory) const {
-  const std::int64_t rows = shape.rows(), width = options_.width;
+  const std::int64_t all = shape.whole.rows(), rows = shape.mine.rows(), width = options_.width;
   const DType precision = options_.precision, result = options_.result().alone;
   Kept kept;
-  kept.normed = memory.until_weight.tensor(precision, rows, width);
+  kept.normed = memory.until_weight.tensor(precision, all, width);
   kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_->stats_per_row());
   kept.dnormed = memory.gradients.tensor(precision, rows, width);
-  if (!drops()) return kept;
-  kept.dbranch = memory.gradients.tensor(precision, rows, width);
-  if (result != options_.stream) kept.branch = memory.scratch.tensor(result, rows, width);
+  if (drops() || shape.dealt) kept.dbranch = memory.gradients.tensor(precision, all, width);
+  if (drops() && result != options_.stream) {
+    kept.branch = memory.scratch.tensor(result, rows, width);
+  }
+  kept.by_rank = gather_space(memory.scratch, shape, precision, width);
+  kept.mine = shape.dealt ? memory.scratch.tensor(precision, rows, width) : Tensor{};
   return kept;
 }
 
 LayerNeeds ResidualLayer::needs(const TensorSpec& input, ComputeContext& compute) const {
-  const BlockShape shape = block_shape(input, compute.device().kind, options_.by_sample_from);
+  const StreamShape shape = shape_of(input, compute);
   LayerAllocators memory;
   (void)allocate(shape, memory);
   LayerNeeds needs = branch_->needs(compute, shape, memory);
-  needs.operator_bytes = std::max(needs.operator_bytes, norm_->workspace(compute, shape.rows()));
+  needs.operator_bytes =
+      std::max(needs.operator_bytes, norm_->workspace(compute, shape.mine.rows()));
+  needs.again = gathers(shape, options_.precision, options_.width);  // of normed, as of dbranch
+  for (auto* list : {&needs.collectives.forward, &needs.collectives.backward_input}) {
+    list->insert(list->begin(), needs.again->begin(), needs.again->end());
+  }
   return needs;
 }
 
@@ -54,20 +66,23 @@ double ResidualLayer::cost(const TensorSpec& input) const {
 }
 
 ResidualLayer::Made ResidualLayer::made_of(LayerCall& call) const {
-  const BlockShape shape =
-      block_shape(call.x.spec, call.compute().device().kind, options_.by_sample_from);
+  const StreamShape shape = shape_of(call.x.spec, call.compute());
   LayerAllocators memory(call);
   const Kept kept = allocate(shape, memory);
   return {{call, shape, memory}, kept, as_rows(call.x)};
 }
 
-Dropout ResidualLayer::dropped(const Made& made) const {
-  return options_.output.at(made.call.layer, made.call.shape.sequence * options_.width);
+template <typename Work>
+void ResidualLayer::for_dropped(const Made& made, const Work& work) const {
+  options_.output.for_rows(made.call.layer, made.call.stream, options_.width, work);
 }
 
 void ResidualLayer::keep_again(LayerCall& call, const Tensor& /*y*/) {
   const Made made = made_of(call);
-  norm_->forward(call.compute(), made.x, made.kept.normed, made.kept.stats);
+  const StreamShape& shape = made.call.stream;
+  const Tensor& mine = shape.dealt ? made.kept.mine : made.kept.normed;
+  norm_->forward(call.compute(), made.x, mine, made.kept.stats);
+  if (shape.dealt) gather_rows(call.stage, shape, mine, made.kept.by_rank, made.kept.normed);
   branch_->keep(made.call, made.kept.normed);
 }
 
@@ -78,17 +93,29 @@ void ResidualLayer::forward(LayerCall& call, const Tensor& y) {
   if (!options_.output.active(call)) return branch_->result(made.call, made.x, out);
   const Tensor branch = made.kept.branch.data != nullptr ? made.kept.branch : out;
   branch_->result(made.call, {}, branch);
-  dropout_residual(call.compute(), branch, dropped(made), made.x, out);
+  for_dropped(made, [&](const Dropout& dropped, std::int64_t first, std::int64_t rows) {
+    dropout_residual(call.compute(), rows_from(branch, first, rows), dropped,
+                     rows_from(made.x, first, rows), rows_from(out, first, rows));
+  });
 }
 
 Tensor ResidualLayer::branch_gradient(const Made& made, const Tensor& dy) const {
-  if (drops()) return made.kept.dbranch;
+  if (made.kept.dbranch.data != nullptr) return made.kept.dbranch;
   return as_rows(operand_gradient(made.call.layer, dy));
 }
 
 void ResidualLayer::backward_branch(const Made& made, const Tensor& dy) {
+  const StreamShape& shape = made.call.stream;
+  Tensor mine = as_rows(operand_gradient(made.call.layer, dy));
   if (options_.output.active(made.call.layer)) {
-    dropout(made.call.compute(), as_rows(dy), dropped(made), made.kept.dbranch);
+    mine = shape.dealt ? made.kept.mine : made.kept.dbranch;
+    for_dropped(made, [&](const Dropout& dropped, std::int64_t first, std::int64_t rows) {
+      dropout(made.call.compute(), rows_from(as_rows(dy), first, rows), dropped,
+              rows_from(mine, first, rows));
+    });
+  }
+  if (shape.dealt) {
+    gather_rows(made.call.layer.stage, shape, mine, made.kept.by_rank, made.kept.dbranch);
   }
   branch_->backward_input(made.call, branch_gradient(made, dy), made.kept.dnormed);
 }
@@ -103,7 +130,7 @@ void ResidualLayer::backward_input(LayerCall& call, const Tensor& dy, const Tens
 void ResidualLayer::backward_weight(LayerCall& call, const Tensor& dy) {
   const Made made = made_of(call);
   branch_->backward_weight(made.call, made.kept.normed, branch_gradient(made, dy));
-  norm_->backward_weight(call.compute(), made.call.shape, made.kept.dnormed, made.x,
+  norm_->backward_weight(call.compute(), made.call.stream, made.kept.dnormed, made.x,
                          made.kept.stats);
 }
 
@@ -112,7 +139,7 @@ void ResidualLayer::backward(LayerCall& call, const Tensor& dy, const Tensor& dx
   const Made made = made_of(call);
   backward_branch(made, dy);
   branch_->backward_weight(made.call, made.kept.normed, branch_gradient(made, dy));
-  norm_->backward(call.compute(), made.call.shape, made.kept.dnormed, made.x, made.kept.stats,
+  norm_->backward(call.compute(), made.call.stream, made.kept.dnormed, made.x, made.kept.stats,
                   as_rows(dy), {as_rows(dx), as_rows(call.rounded_dx)});
 }
 

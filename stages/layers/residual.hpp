@@ -66,8 +66,9 @@ class ResidualLayer final : public OwnLayer<kOnGpus> {
  private:
   struct Kept {
     Tensor normed, stats;     // until the weight gradient
-    Tensor dbranch, dnormed;  // gradients; dbranch: where something is dropped
+    Tensor dbranch, dnormed;  // gradients; dbranch: where something is dropped, or ranks gather it
     Tensor branch;            // scratch, forward: before dropout; no data: in the memory of y
+    Tensor by_rank, mine;     // scratch, where ranks gather: normed and dbranch before
   };
   // A call of the branch, with what lies before its memory.
   struct Made {
@@ -76,9 +77,12 @@ class ResidualLayer final : public OwnLayer<kOnGpus> {
     Tensor x;
   };
   [[nodiscard]] bool drops() const { return options_.output.probability > 0; }
-  Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
+  [[nodiscard]] StreamShape shape_of(const TensorSpec& input, ComputeContext& compute) const;
+  Kept allocate(const StreamShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Made made_of(LayerCall& call) const;
-  [[nodiscard]] Dropout dropped(const Made& made) const;
+  // work(dropout, first row, rows)
+  template <typename Work>
+  void for_dropped(const Made& made, const Work& work) const;
   // What the branch's matmuls read: of the matmuls' precision.
   [[nodiscard]] Tensor branch_gradient(const Made& made, const Tensor& dy) const;
   // backward_input except for the norm.

@@ -139,6 +139,8 @@ class ResidualBlock final : public Layer {
                    .scratch = sum_of_bytes({branch_bytes(input), std::max(a.scratch, b.scratch)})}};
     add_needs(all, main, /*backward_first=*/false);
     add_needs(all, shortcut, /*backward_first=*/false);
+    all.again = main.again;
+    all.again->insert(all.again->end(), shortcut.again->begin(), shortcut.again->end());
     return all;
   }
 

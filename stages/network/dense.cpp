@@ -94,10 +94,10 @@ class NormLayer final
     norm_->backward_input(call.compute(), dy, call.x, stats_of(call), {}, {dx, call.rounded_dx});
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    norm_->backward_weight(call.compute(), shape_of(call), dy, call.x, stats_of(call));
+    norm_->backward_weight(call.compute(), {shape_of(call), {}}, dy, call.x, stats_of(call));
   }
   void backward(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    norm_->backward(call.compute(), shape_of(call), dy, call.x, stats_of(call), {},
+    norm_->backward(call.compute(), {shape_of(call), {}}, dy, call.x, stats_of(call), {},
                     {dx, call.rounded_dx});
   }
 

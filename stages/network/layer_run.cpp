@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include <sluice/error.hpp>
@@ -317,9 +318,34 @@ const LayerRun::Plan& LayerRun::plan_of(std::span<const TensorSpec> inputs,
       if (made_by_[k] == i) plan.sources[k] = plan.specs.back();
     }
   }
+  plan_again(plan);
   lay_out(plan);
   lay_out_shared(plan);
   return plans_.emplace_back(std::move(plan));
+}
+
+// The collectives of keep_again(), which come first in a backward that recomputes.
+void LayerRun::plan_again(Plan& plan) const {
+  std::vector<PlannedCollective>& all = plan.needs.again.emplace();
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    const Place& place = plan.places[i];
+    if (recomputes_ && !place.again) continue;
+    const bool last = i + 1 == parts_.size();
+    if (last && !keeps(place)) continue;
+    if (last && place.needs.again) {
+      all.insert(all.end(), place.needs.again->begin(), place.needs.again->end());
+      continue;
+    }
+    std::ranges::copy_if(place.needs.collectives.forward, std::back_inserter(all),
+                         [](const auto& each) { return each.axis == CollectiveAxis::kTensor; });
+  }
+  if (!recomputes_) return;
+  std::vector<PlannedCollective>& backward = plan.needs.collectives.backward_input;
+  backward.insert(backward.begin(), all.begin(), all.end());
+}
+
+bool LayerRun::keeps(const Place& place) {
+  return place.needs.memory.until_input > 0 || place.needs.memory.until_weight > 0;
 }
 
 std::vector<TensorSpec> LayerRun::outputs_of(const Plan& plan) const {
@@ -358,8 +384,7 @@ void LayerRun::lay_out(Plan& plan) const {
     const bool rounds = reads_rounded(plan, i) && (!last || rounds_);
     place.split.rounded = take(gradients, rounds ? rounded_spec(plan.specs[i + 1]).bytes() : 0);
     scratch_of_a_layer = std::max(scratch_of_a_layer, memory.scratch);
-    const bool keeps = memory.until_input > 0 || memory.until_weight > 0;
-    if (last && place.again && keeps && !parts_[i].promises.keeps_alone) {
+    if (last && place.again && keeps(place) && !parts_[i].promises.keeps_alone) {
       plan.again_output = plan.specs[i + 1];
       scratch_of_a_layer = std::max(
           scratch_of_a_layer, sum_of_bytes({aligned(memory.scratch), plan.again_output->bytes()}));
@@ -471,12 +496,11 @@ void LayerRun::keep_again(Call call, const Tensor& y) {
       run_forward(call, i, output_of(call, i));
       continue;
     }
-    const LayerMemory& memory = place.needs.memory;
-    if (memory.until_input == 0 && memory.until_weight == 0) continue;
+    if (!keeps(place)) continue;
     LayerCall made = call_of(call, i);
     Tensor to = y;
     if (call.plan.again_output) {
-      to = {at(made.scratch, aligned(memory.scratch)), *call.plan.again_output};
+      to = {at(made.scratch, aligned(place.needs.memory.scratch)), *call.plan.again_output};
     }
     const NumberedLayer& each = layers_[parts_[i].index];
     naming(each, [&] { each.layer->keep_again(made, to); });

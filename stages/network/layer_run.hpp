@@ -171,6 +171,9 @@ class LayerRun {
 
   [[nodiscard]] TensorSpec measure(std::size_t part, const TensorSpec& in, ComputeContext& compute,
                                    Plan& plan) const;
+  void plan_again(Plan& plan) const;
+  // Whether keep_again() has something to make.
+  [[nodiscard]] static bool keeps(const Place& place);
   void lay_out(Plan& plan) const;
   void lay_out_shared(Plan& plan) const;
   [[nodiscard]] bool in_place(const Plan& plan, std::size_t part) const;

@@ -15,6 +15,65 @@ BlockShape block_shape(const TensorSpec& input, DeviceKind device, std::int64_t 
   return shape;
 }
 
+StreamShape stream_shape(const TensorSpec& stream, const Shards& shards, DeviceKind device,
+                         std::int64_t by_sample_from) {
+  StreamShape shape(block_shape(stream, device, by_sample_from), shards);
+  shape.dealt = stream.shape.rank() == 4;
+  if (!shape.dealt) return shape;
+  shape.whole.sequence *= shape.ranks();
+  shape.whole.by_sample = device == DeviceKind::kCpu && shape.whole.sequence >= by_sample_from;
+  return shape;
+}
+
+TensorSpec dealt_stream(const TensorSpec& whole, const Shards& shards) {
+  const Shape& shape = whole.shape;
+  const bool deals =
+      shards.deals_positions && shards.local < shards.count && shape[1] % shards.count == 0;
+  if (!deals) return whole;
+  return {whole.dtype, {shape[0], shards.local, shape[1] / shards.count, shape[2]}};
+}
+
+namespace {
+
+// Between rows in the order of ranks, of each the samples one after the other, and in the order of
+// samples.
+void reorder(const StageContext& stage, const StreamShape& shape, const Tensor& by_rank,
+             const Tensor& whole, bool to_whole) {
+  const std::int64_t ranks = shape.ranks(), samples = shape.whole.samples;
+  const std::int64_t rows = shape.mine.sequence;
+  for (std::int64_t rank = 0; rank < ranks; ++rank) {
+    for (std::int64_t sample = 0; sample < samples; ++sample) {
+      const Tensor a = rows_from(by_rank, (rank * samples + sample) * rows, rows);
+      const Tensor b = rows_from(whole, (sample * ranks + rank) * rows, rows);
+      copy_async(to_whole ? b.data : a.data, to_whole ? a.data : b.data, a.spec.bytes(),
+                 stage.compute.stream());
+    }
+  }
+}
+
+}  // namespace
+
+Tensor gather_space(BumpAllocator& scratch, const StreamShape& shape, DType type,
+                    std::int64_t width) {
+  if (!shape.dealt || shape.whole.samples == 1) return {};
+  return scratch.tensor(type, shape.whole.rows(), width);
+}
+
+void gather_rows(const StageContext& stage, const StreamShape& shape, const Tensor& mine,
+                 const Tensor& by_rank, const Tensor& whole) {
+  if (shape.whole.samples == 1) return stage.tensor->all_gather(mine, whole);
+  stage.tensor->all_gather(mine, by_rank);
+  reorder(stage, shape, by_rank, whole, true);
+}
+
+std::vector<PlannedCollective> gathers(const StreamShape& shape, DType type, std::int64_t width) {
+  if (!shape.dealt) return {};
+  return {{.axis = CollectiveAxis::kTensor,
+           .kind = CollectiveKind::kAllGather,
+           .bytes = TensorSpec{type, {shape.mine.rows(), width}}.bytes(),
+           .type = type}};
+}
+
 namespace {
 
 std::vector<SlicePart> parts_of(const Linear::Options& options) {
@@ -140,30 +199,47 @@ std::size_t Linear::workspace(ComputeContext& ctx, std::int64_t rows, DType resu
                                      over_ranks ? DType::kF32 : (by_rows ? result : precision_)));
 }
 
-Tensor Linear::shard_sum(BumpAllocator& scratch, std::int64_t rows, DType result) const {
-  if (split_ == Split::kNone || shards_.local == shards_.count || result == DType::kF32) return {};
-  return scratch.tensor(DType::kF32, rows, split_ == Split::kRows ? out() : in());
+Linear::ShardSum Linear::shard_sum(BumpAllocator& scratch, const StreamShape& shape,
+                                   DType result) const {
+  ShardSum sum;
+  if (split_ == Split::kNone || shards_.local == shards_.count) return sum;
+  const std::int64_t width = split_ == Split::kRows ? out() : in();
+  const bool serves = result == DType::kF32;
+  if (!serves || shape.dealt) sum.all = scratch.tensor(DType::kF32, shape.whole.rows(), width);
+  sum.by_rank = gather_space(scratch, shape, DType::kF32, width);
+  if (!serves && shape.dealt) sum.mine = scratch.tensor(DType::kF32, shape.mine.rows(), width);
+  return sum;
 }
 
-std::vector<PlannedCollective> Linear::sums_over_ranks(std::int64_t rows) const {
+std::vector<PlannedCollective> Linear::sums_over_ranks(const StreamShape& shape) const {
   if (split_ == Split::kNone || shards_.local == shards_.count) return {};
-  const TensorSpec sum{DType::kF32, {rows, split_ == Split::kRows ? out() : in()}};
+  const TensorSpec sum{DType::kF32, {shape.whole.rows(), split_ == Split::kRows ? out() : in()}};
   return {{.axis = CollectiveAxis::kTensor,
-           .kind = CollectiveKind::kSum,
+           .kind = shape.dealt ? CollectiveKind::kReduceScatter : CollectiveKind::kSum,
            .bytes = sum.bytes(),
            .type = DType::kF32}};
 }
 
-void Linear::sum_shards(const StageContext& stage, bool backward, const Tensor& operand,
-                        const Tensor& residual, const Tensor& result, const Tensor& sum) const {
+void Linear::sum_shards(const StageContext& stage, const StreamShape& shape, bool backward,
+                        const Tensor& operand, const Tensor& residual, const Tensor& result,
+                        const ShardSum& sum) const {
   const Tensor bias = backward || bias_ == nullptr ? Tensor{} : bias_->value;
   if (shards_.local == shards_.count) {
     return sum_of_shards(stage.compute, operand, this->operand(), sizes_, backward, bias, residual,
                          result);
   }
-  const Tensor& mine = result.spec.dtype == DType::kF32 ? result : sum;
-  sum_of_shards(stage.compute, operand, this->operand(), sizes_, backward, {}, {}, mine);
-  stage.tensor->sum(std::span<float>(mine.as<float>(), static_cast<std::size_t>(mine.elements())));
+  const Tensor& all = sum.all.data != nullptr ? sum.all : result;
+  const Tensor& mine = !shape.dealt ? all : sum.mine.data != nullptr ? sum.mine : result;
+  sum_of_shards(stage.compute, operand, this->operand(), sizes_, backward, {}, {}, all);
+  if (!shape.dealt) {
+    const auto elements = static_cast<std::size_t>(mine.elements());
+    stage.tensor->sum(std::span<float>(mine.as<float>(), elements));
+  } else if (sum.by_rank.data == nullptr) {
+    stage.tensor->reduce_scatter(all, mine);
+  } else {
+    reorder(stage, shape, sum.by_rank, all, false);
+    stage.tensor->reduce_scatter(sum.by_rank, mine);
+  }
   finish_sum(stage.compute, mine, bias, residual, result);
 }
 
@@ -178,10 +254,10 @@ void Linear::forward(ComputeContext& ctx, const Tensor& x, const Tensor& y,
   });
 }
 
-void Linear::forward(const StageContext& stage, const Tensor& x, const Tensor& y,
-                     const Tensor& residual, const Tensor& sum) const {
+void Linear::forward(const StageContext& stage, const StreamShape& shape, const Tensor& x,
+                     const Tensor& y, const Tensor& residual, const ShardSum& sum) const {
   if (split_ != Split::kRows) return forward(stage.compute, x, y, residual);
-  sum_shards(stage, false, x, residual, y, sum);
+  sum_shards(stage, shape, false, x, residual, y, sum);
 }
 
 void Linear::forward(ComputeContext& ctx, Activation activation, const Tensor& x,
@@ -207,10 +283,10 @@ void Linear::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor&
   });
 }
 
-void Linear::backward_input(const StageContext& stage, const Tensor& dy, const Tensor& dx,
-                            const Tensor& sum) const {
+void Linear::backward_input(const StageContext& stage, const StreamShape& shape, const Tensor& dy,
+                            const Tensor& dx, const ShardSum& sum) const {
   if (split_ != Split::kColumns) return backward_input(stage.compute, dy, dx);
-  sum_shards(stage, true, dy, {}, dx, sum);
+  sum_shards(stage, shape, true, dy, {}, dx, sum);
 }
 
 void Linear::backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& x,
@@ -227,13 +303,11 @@ void Linear::backward_weight(ComputeContext& ctx, const BlockShape& shape, const
     });
   });
   if (!by_rows || bias_ == nullptr) return;
-  for_shared_rows(shards_, shape.samples, shape.sequence,
-                  [&](std::size_t share, std::int64_t first, std::int64_t rows) {
-                    // A matmul of no columns: the sums over rows alone.
-                    linear_backward_weight(
-                        ctx, {nullptr, {dy.spec.dtype, {rows, 0}}}, rows_from(dy, first, rows),
-                        {nullptr, {DType::kF32, {out(), 0}}}, bias_->share_grads[share]);
-                  });
+  for_shared_rows({shape, shards_}, [&](std::size_t share, std::int64_t first, std::int64_t rows) {
+    // A matmul of no columns: the sums over rows alone.
+    linear_backward_weight(ctx, {nullptr, {dy.spec.dtype, {rows, 0}}}, rows_from(dy, first, rows),
+                           {nullptr, {DType::kF32, {out(), 0}}}, bias_->share_grads[share]);
+  });
 }
 
 Norm::Norm(Kind kind, const std::string& name, std::int64_t width, float epsilon,
@@ -279,19 +353,17 @@ void Norm::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x
   backward(ctx, dy, x, stats, {.dx = dx.value, .residual = residual, .rounded = dx.rounded});
 }
 
-void Norm::backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& dy,
+void Norm::backward_weight(ComputeContext& ctx, const StreamShape& shape, const Tensor& dy,
                            const Tensor& x, const Tensor& stats) const {
   if (shards_.count > 1) {
-    return for_shared_rows(
-        shards_, shape.samples, shape.sequence,
-        [&](std::size_t share, std::int64_t first, std::int64_t rows) {
-          backward(ctx, rows_from(dy, first, rows), rows_from(x, first, rows),
-                   rows_from(stats, first, rows),
-                   {.dgamma = weight_->share_grads[share],
-                    .dbeta = bias_ != nullptr ? bias_->share_grads[share] : Tensor{}});
-        });
+    return for_shared_rows(shape, [&](std::size_t share, std::int64_t first, std::int64_t rows) {
+      backward(ctx, rows_from(dy, first, rows), rows_from(x, first, rows),
+               rows_from(stats, first, rows),
+               {.dgamma = weight_->share_grads[share],
+                .dbeta = bias_ != nullptr ? bias_->share_grads[share] : Tensor{}});
+    });
   }
-  for_summed_rows(shape, [&](std::int64_t first, std::int64_t rows) {
+  for_summed_rows(shape.whole, [&](std::int64_t first, std::int64_t rows) {
     backward(ctx, rows_from(dy, first, rows), rows_from(x, first, rows),
              rows_from(stats, first, rows),
              {.dgamma = weight_->grad,
@@ -300,9 +372,10 @@ void Norm::backward_weight(ComputeContext& ctx, const BlockShape& shape, const T
   });
 }
 
-void Norm::backward(ComputeContext& ctx, const BlockShape& shape, const Tensor& dy, const Tensor& x,
-                    const Tensor& stats, const Tensor& residual, const StreamGradient& dx) const {
-  if (shape.by_sample || shards_.count > 1) {
+void Norm::backward(ComputeContext& ctx, const StreamShape& shape, const Tensor& dy,
+                    const Tensor& x, const Tensor& stats, const Tensor& residual,
+                    const StreamGradient& dx) const {
+  if (shape.whole.by_sample || shards_.count > 1) {
     backward_weight(ctx, shape, dy, x, stats);  // dx may be dy's memory
     return backward_input(ctx, dy, x, stats, residual, dx);
   }

@@ -18,22 +18,6 @@
 
 namespace sluice::nn {
 
-// work(share, first row, rows) for the rows of which each shard of this rank adds up a parameter's
-// gradient that all ranks have whole: its part of the positions of each sample, in order of
-// samples.
-template <typename Work>
-void for_shared_rows(const Shards& shards, std::int64_t samples, std::int64_t sequence,
-                     const Work& work) {
-  for (std::int64_t sample = 0; sample < samples; ++sample) {
-    for (int share = 0; share < shards.local; ++share) {
-      const int shard = shards.first + share;
-      const std::int64_t first = shards.begin(shard, sequence);
-      const std::int64_t rows = shards.begin(shard + 1, sequence) - first;
-      if (rows > 0) work(static_cast<std::size_t>(share), sample * sequence + first, rows);
-    }
-  }
-}
-
 // A micro-batch, and what it is computed on: all that a layer's memory depends on.
 struct BlockShape {
   std::int64_t samples = 0, sequence = 0;  // rows of a sample
@@ -45,6 +29,57 @@ struct BlockShape {
 // from so many rows a sample on.
 [[nodiscard]] BlockShape block_shape(const TensorSpec& input, DeviceKind device,
                                      std::int64_t by_sample_from = kRowsToSumBySample);
+
+// The residual stream of a micro-batch, on a rank that may share its stage with others. These may
+// deal its positions: then each rank has those of its own shards, [samples, shards, positions of a
+// shard, width], else all, [samples, positions, width].
+struct StreamShape {
+  BlockShape whole, mine;
+  Shards shards = {};
+  bool dealt = false;
+  // Of all positions, on each rank.
+  StreamShape(const BlockShape& all, const Shards& of) : whole(all), mine(all), shards(of) {}
+  [[nodiscard]] int ranks() const { return shards.count / shards.local; }
+  // Of this rank, in each sample.
+  [[nodiscard]] std::int64_t first_position() const {
+    return dealt ? mine.sequence / shards.local * shards.first : 0;
+  }
+};
+// As block_shape(); of a stream that is dealt where it has four dimensions.
+[[nodiscard]] StreamShape stream_shape(const TensorSpec& stream, const Shards& shards,
+                                       DeviceKind device,
+                                       std::int64_t by_sample_from = kRowsToSumBySample);
+// What this rank has of a stream of all positions.
+[[nodiscard]] TensorSpec dealt_stream(const TensorSpec& whole, const Shards& shards);
+
+// Rows that ranks gather from those that deal them. `by_rank` of gather_space() is scratch.
+[[nodiscard]] Tensor gather_space(BumpAllocator& scratch, const StreamShape& shape, DType type,
+                                  std::int64_t width);
+void gather_rows(const StageContext& stage, const StreamShape& shape, const Tensor& mine,
+                 const Tensor& by_rank, const Tensor& whole);
+// The collective that it makes; none where each rank has all rows.
+[[nodiscard]] std::vector<PlannedCollective> gathers(const StreamShape& shape, DType type,
+                                                     std::int64_t width);
+
+// work(share, first row, rows) for the rows of this rank's part of the stream of which each shard
+// of it adds up a parameter's gradient that all ranks have whole: its part of the positions of each
+// sample, in order of samples.
+template <typename Work>
+void for_shared_rows(const StreamShape& shape, const Work& work) {
+  const Shards& shards = shape.shards;
+  const std::int64_t sequence = shape.mine.sequence;
+  for (std::int64_t sample = 0; sample < shape.mine.samples; ++sample) {
+    for (int share = 0; share < shards.local; ++share) {
+      const int shard = shards.first + share;
+      const auto begin = [&](int after) {
+        return shape.dealt ? sequence / shards.local * (share + after)
+                           : shards.begin(shard + after, sequence);
+      };
+      const std::int64_t first = begin(0), rows = begin(1) - first;
+      if (rows > 0) work(static_cast<std::size_t>(share), sample * sequence + first, rows);
+    }
+  }
+}
 
 // As for_summed_rows() of its samples.
 template <typename Work>
@@ -128,15 +163,22 @@ class Linear {
   // Not of kColumns.
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& dx) const;
   // Of any split. The sum over all shards, in f32, rounded once with what is added to it; between
-  // ranks a collective: sums_over_ranks(). sum: shard_sum() of the result's type.
-  void forward(const StageContext& stage, const Tensor& x, const Tensor& y, const Tensor& residual,
-               const Tensor& sum) const;
-  void backward_input(const StageContext& stage, const Tensor& dy, const Tensor& dx,
-                      const Tensor& sum) const;
+  // ranks a collective: sums_over_ranks(). y, residual and dx are this rank's part of the stream.
+  // sum: shard_sum() of the result's type.
+  struct ShardSum {
+    Tensor all;      // f32 [rows, width]; no data where the result's memory serves
+    Tensor by_rank;  // the same in order of ranks
+    Tensor mine;     // f32, this rank's rows; likewise
+  };
+  void forward(const StageContext& stage, const StreamShape& shape, const Tensor& x,
+               const Tensor& y, const Tensor& residual, const ShardSum& sum) const;
+  void backward_input(const StageContext& stage, const StreamShape& shape, const Tensor& dy,
+                      const Tensor& dx, const ShardSum& sum) const;
   // Scratch of the two above; no data where they need none.
-  [[nodiscard]] Tensor shard_sum(BumpAllocator& scratch, std::int64_t rows, DType result) const;
+  [[nodiscard]] ShardSum shard_sum(BumpAllocator& scratch, const StreamShape& shape,
+                                   DType result) const;
   // The collective that forward() (kRows) or backward_input() (kColumns) makes, if any.
-  [[nodiscard]] std::vector<PlannedCollective> sums_over_ranks(std::int64_t rows) const;
+  [[nodiscard]] std::vector<PlannedCollective> sums_over_ranks(const StreamShape& shape) const;
   void backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& x,
                        const Tensor& dy) const;
   // With the activation that follows (precedes) the matmul; raised is what it was applied to.
@@ -163,8 +205,9 @@ class Linear {
   [[nodiscard]] Tensor weight_panel(const Tensor& all, std::size_t shard) const;
   [[nodiscard]] Tensor bias_panel(const Tensor& all, std::size_t shard) const;
   [[nodiscard]] Tensor panel(const Tensor& all, std::size_t shard) const;
-  void sum_shards(const StageContext& stage, bool backward, const Tensor& operand,
-                  const Tensor& residual, const Tensor& result, const Tensor& sum) const;
+  void sum_shards(const StageContext& stage, const StreamShape& shape, bool backward,
+                  const Tensor& operand, const Tensor& residual, const Tensor& result,
+                  const ShardSum& sum) const;
 
   Split split_;
   Shards shards_;
@@ -194,10 +237,11 @@ class Norm {
   // dx = residual + the gradient; residual: NormGradients. dx without data: not wanted.
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
                       const Tensor& residual, const StreamGradient& dx) const;
-  void backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& dy,
+  // Rows are this rank's.
+  void backward_weight(ComputeContext& ctx, const StreamShape& shape, const Tensor& dy,
                        const Tensor& x, const Tensor& stats) const;
   // Both, in one pass on a GPU, with the same bits.
-  void backward(ComputeContext& ctx, const BlockShape& shape, const Tensor& dy, const Tensor& x,
+  void backward(ComputeContext& ctx, const StreamShape& shape, const Tensor& dy, const Tensor& x,
                 const Tensor& stats, const Tensor& residual, const StreamGradient& dx) const;
 
  private:
@@ -246,6 +290,19 @@ struct DropoutSite {
   }
   // elements_per_sample: of the operand.
   [[nodiscard]] Dropout at(const LayerCall& call, std::int64_t elements_per_sample) const;
+  // work(dropout, first row, rows) of rows of the stream that lie together in the whole.
+  template <typename Work>
+  void for_rows(const LayerCall& call, const StreamShape& shape, std::int64_t width,
+                const Work& work) const {
+    const std::int64_t samples = shape.dealt ? shape.mine.samples : 1;
+    const std::int64_t rows = shape.mine.rows() / samples;
+    for (std::int64_t sample = 0; sample < samples; ++sample) {
+      Dropout each = at(call, shape.whole.sequence * width);
+      each.first_element += static_cast<std::uint64_t>(
+          (sample * shape.whole.sequence + shape.first_position()) * width);
+      work(each, sample * rows, rows);
+    }
+  }
 };
 
 // embedding(), which a transformer begins with too.

@@ -54,12 +54,16 @@ inline void require_width(const TensorSpec& input, std::int64_t width, DType typ
               width);
 }
 
-// The residual stream. context: the most positions, 0: any.
+// The residual stream, which ranks that share a stage may deal (parts.hpp). context: the most
+// positions, 0: any.
 inline void require_stream(const TensorSpec& input, DType type, std::int64_t width,
-                           std::int64_t context = 0) {
+                           std::int64_t context = 0, const Shards& shards = {}) {
   const Shape& shape = input.shape;
-  const bool right = input.dtype == type && shape.rank() == 3 && shape[2] == width &&
-                     (context == 0 || (shape[0] >= 1 && shape[1] >= 1 && shape[1] <= context));
+  const bool dealt = shape.rank() == 4 && shards.local < shards.count && shape[1] == shards.local;
+  const std::int64_t positions = dealt ? shape[2] * shards.count : shape.rank() == 3 ? shape[1] : 0;
+  const bool right = input.dtype == type && (dealt || shape.rank() == 3) &&
+                     shape[shape.rank() - 1] == width &&
+                     (context == 0 || (shape[0] >= 1 && positions >= 1 && positions <= context));
   if (right) return;
   const std::string legal = fmt::format("{} [samples, sequence, {}]", name_of(type), width);
   if (context == 0) throw_usage("the input is {}; legal: {}", to_string(input), legal);

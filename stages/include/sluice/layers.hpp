@@ -62,6 +62,9 @@ struct LayerNeeds {
   // stay empty. A layer whose backward_input() makes some has LayerMemory::gradients: it is called
   // in any case then.
   StageCollectives collectives = {};
+  // What keep_again() makes of those. None: what forward() makes with LayerCall::again, which is
+  // all over the ranks that share the stage.
+  std::optional<std::vector<PlannedCollective>> again = {};
   std::string note = {};  // one line or none for StageDescription::note
 };
 
@@ -88,8 +91,8 @@ struct LayerCall {
 // What may be asked of a layer. Where it promises nothing, a stage takes the safe way.
 struct LayerPromises {
   // forward() with LayerCall::again writes the same y and the same memory, moves no buffer and
-  // makes no collective: what it needs of those is in LayerMemory::lasting. Others keep all that
-  // they keep inside recompute() too.
+  // makes no collective over replicas: what it needs of those is in LayerMemory::lasting. Others
+  // keep all that they keep inside recompute() too.
   bool recomputes = false;
   // keep_again() needs no memory for y, which then has null data.
   bool keeps_alone = false;

@@ -42,6 +42,9 @@ enum class Phase : std::uint8_t { kTrain = 0, kEvaluate = 1, kGenerate = 2 };
 struct Shards {
   int count = 1;             // of the model
   int first = 0, local = 1;  // this rank's
+  // Ranks that share a stage deal the positions of each sample between its layers (sequence
+  // parallelism, Korthikanti et al. 2022), where shards have equally many. No bit depends on it.
+  bool deals_positions = true;
   // Where the part of shard `shard` of so many equal units begins; that of the next one is its end.
   [[nodiscard]] std::int64_t begin(int shard, std::int64_t units) const {
     return units * shard / count;
@@ -54,14 +57,15 @@ struct Shards {
 struct StagePlace {
   int stage = 0, stages = 1;
   int tensor = 0, tensors = 1;
-  int shards = 1;  // of the model: PipelineOptions::Shape::tensor_shards
+  int shards = 1;               // of the model: PipelineOptions::Shape::tensor_shards
+  bool deals_positions = true;  // Shards'
 
   // This rank's part of a parameter's dimension `axis` of `whole` rows, for ParameterSet::add().
   // Parts follow each other in order of ranks; they differ by at most one row, the first ones are
   // the larger. All of it where `tensors` is 1.
   [[nodiscard]] Slice slice(int axis, std::int64_t whole) const;
   [[nodiscard]] Shards shards_here() const {
-    return {shards, shards / tensors * tensor, shards / tensors};
+    return {shards, shards / tensors * tensor, shards / tensors, deals_positions};
   }
 };
 
