@@ -1,0 +1,352 @@
+// Blocks of a transformer computed by shards: as many ranks as threads, each with its own stage.
+#include <gtest/gtest.h>
+
+#include <barrier>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <sluice/transformer.hpp>
+
+#include "comm/base/index.hpp"
+#include "comm/base/sum_tree.hpp"
+#include "stages/network/network_stage.hpp"
+#include "stages/tensor/slice_runs.hpp"
+#include "tests/stages/prepared.hpp"
+#include "tests/stages/state_slot.hpp"
+#include "tests/stages/transformer/small_models.hpp"
+
+namespace sluice {
+namespace {
+
+using Values = std::vector<float>;
+
+// Of the ranks that share a stage; a call is one of the tests' own.
+struct Group {
+  explicit Group(int ranks) : all(ranks), values(at(ranks)) {}
+  std::barrier<> all;
+  std::vector<Values> values;  // of each rank
+};
+
+Values tree_of(std::vector<Values> leaves) {
+  add_leaves(leaves.size(), [&](std::size_t into, std::size_t from) {
+    for (std::size_t i = 0; i < leaves[into].size(); ++i) leaves[into][i] += leaves[from][i];
+  });
+  return leaves[0];
+}
+
+class GroupSum final : public Collective {
+ public:
+  GroupSum(Group& group, int rank) : group_(group), rank_(rank) {}
+
+  void make(const CollectiveCall& call) override {
+    calls.push_back({.axis = CollectiveAxis::kTensor,
+                     .kind = call.kind,
+                     .bytes = call.in.size(),
+                     .type = call.type});
+    Values& mine = group_.values[at(rank_)];
+    mine.resize(call.in.size() / sizeof(float));
+    std::memcpy(mine.data(), call.in.data(), call.in.size());
+    group_.all.arrive_and_wait();
+    const Values sum = tree_of(group_.values);
+    group_.all.arrive_and_wait();
+    std::memcpy(call.out.data(), sum.data(), call.out.size());
+  }
+
+  std::vector<PlannedCollective> calls;
+
+ private:
+  Group& group_;
+  int rank_;
+};
+
+// Numbers in [-1, 1) by a place.
+float number_at(std::uint64_t place) {
+  place = (place + 1) * 0x9E3779B97F4A7C15U;
+  place = (place ^ (place >> 29)) * 0xBF58476D1CE4E5B9U;
+  return static_cast<float>(static_cast<std::int32_t>(place >> 32)) * 0x1p-31F;
+}
+
+// visit(element here, element of the whole) for all of a parameter's elements.
+template <typename Visit>
+void for_elements(const Parameter& parameter, const Visit& visit) {
+  for (const PlacedPart& part :
+       placed_parts(parameter.slice, parameter.parts, parameter.shape.elements())) {
+    if (part.count == 0) continue;
+    for_runs(slice_shape(parameter.whole_shape(), part.slice), part.slice, 0, part.count,
+             [&](std::int64_t here, std::int64_t whole, std::int64_t count) {
+               for (std::int64_t i = 0; i < count; ++i) visit(part.first + here + i, whole + i);
+             });
+  }
+}
+
+struct Result {
+  Values outputs, input_gradients;
+  std::map<std::string, Values> gradients;
+};
+
+struct Setting {
+  const char* name;
+  TransformerConfig config;
+  int shards = 4;
+  int most_ranks = 4;
+};
+
+void PrintTo(const Setting& setting, std::ostream* os) { *os << setting.name; }
+
+constexpr std::int64_t kSamples = 2;
+
+// What a rank makes of two micro-batches. Gradients by name: the whole of what it has of those that
+// are divided, else NaN; its shares of others, one after the other.
+class Rank {
+ public:
+  Rank(const Setting& setting, const Shards& shards, Group& group)
+      : setting_(setting), shards_(shards), sum_(group, shards.first / shards.local) {}
+
+  void run() {
+    const TransformerConfig& config = setting_.config;
+    const std::unique_ptr<Stage> stage =
+        Transformer(config).stage_of({{0, 1, 1 + config.layers, 2 + config.layers}}, 1, shards_);
+    const TensorSpec edge{config.stream_precision, {kSamples, config.context, config.width}};
+    ComputeContext compute({}, 1);
+    const StageDescription described = stage->describe({&edge, 1}, compute);
+    const testing::StateSlot slot(Device{}, described);
+    testing::prepare(
+        *stage, {.compute = &compute, .state = slot.state(), .seed = 5, .input_sizes = {{edge}}});
+    EXPECT_EQ(dynamic_cast<nn::NetworkStage&>(*stage).prepared_bytes(), described.workspace_bytes);
+    const std::byte* const scratch = compute.workspace(described.operator_bytes);
+    disturb(*stage->parameters());
+    sum_.calls.clear();
+    Buffer x({}, edge.bytes()), dy({}, edge.bytes()), y({}, edge.bytes()), dx({}, edge.bytes());
+    const Tensor x_tensor{x.data(), edge}, dy_tensor{dy.data(), edge}, y_tensor{y.data(), edge},
+        dx_tensor{dx.data(), edge};
+    stage->begin_step(compute);
+    for (int batch = 0; batch < 2; ++batch) {
+      fill(x_tensor, 1000 + batch);
+      fill(dy_tensor, 2000 + batch);
+      StageContext context{.compute = compute,
+                           .stage = 1,
+                           .micro_batch = batch,
+                           .micro_batches = 2,
+                           .state = slot.state(),
+                           .seed = 7,
+                           .first_sample = batch * kSamples,
+                           .samples = kSamples,
+                           .inputs = {&x_tensor, 1},
+                           .tensor = &sum_};
+      stage->forward(context, {&x_tensor, 1}, {&y_tensor, 1});
+      append(y_tensor, result.outputs);
+      if (batch == 0) {
+        stage->backward(context, {&dy_tensor, 1}, {&dx_tensor, 1});
+      } else {
+        auto& split = dynamic_cast<SplitBackward&>(*stage);
+        split.backward_input(context, {&dy_tensor, 1}, {&dx_tensor, 1});
+        split.backward_weight(context, {&dy_tensor, 1});
+      }
+      append(dx_tensor, result.input_gradients);
+    }
+    EXPECT_EQ(compute.workspace(described.operator_bytes), scratch) << "more than described";
+    std::vector<PlannedCollective> planned;
+    for (int batch = 0; batch < 2; ++batch) {
+      for (const auto* list :
+           {&described.collectives.forward, &described.collectives.backward_input}) {
+        planned.insert(planned.end(), list->begin(), list->end());
+      }
+    }
+    EXPECT_EQ(sum_.calls, planned);
+    take_gradients(*stage->parameters());
+  }
+
+  Result result;
+  std::map<std::string, std::size_t> shares;  // of gradients
+
+ private:
+  static void fill(const Tensor& to, int stream) {
+    for (std::int64_t i = 0; i < to.elements(); ++i) {
+      const float value = number_at(static_cast<std::uint64_t>(stream) * 1'000'003U +
+                                    static_cast<std::uint64_t>(i));
+      if (to.spec.dtype == DType::kF32) {
+        to.as<float>()[i] = value;
+      } else {
+        to.as<Bf16>()[i] = to_bf16(value);
+      }
+    }
+  }
+  static void append(const Tensor& from, Values& to) {
+    for (std::int64_t i = 0; i < from.elements(); ++i) {
+      to.push_back(from.spec.dtype == DType::kF32 ? from.as<float>()[i]
+                                                  : to_float(from.as<Bf16>()[i]));
+    }
+  }
+  // Gains that are 1 and biases that are 0 would hide what they do.
+  static void disturb(ParameterSet& set) {
+    for (Parameter* parameter : set.all()) {
+      const std::uint64_t name = std::hash<std::string>()(parameter->name) % 100'000;
+      for_elements(*parameter, [&](std::int64_t here, std::int64_t whole) {
+        parameter->value.at(here) +=
+            0.05F * number_at(name * 10'000'019U + static_cast<std::uint64_t>(whole));
+      });
+    }
+    set.mark_values_changed();
+  }
+  void take_gradients(ParameterSet& set) {
+    for (Parameter* parameter : set.all()) {
+      Values& to = result.gradients[parameter->name];
+      EXPECT_EQ(parameter->shares,
+                parameter->parts.empty() && shards_.count > 1 ? shards_.local : 0)
+          << parameter->name;
+      shares[parameter->name] = parameter->share_grads.size();
+      for (const Tensor& share : parameter->share_grads) append(share, to);
+      if (parameter->shares > 0) continue;
+      to.assign(static_cast<std::size_t>(parameter->whole_shape().elements()), std::nanf(""));
+      for_elements(*parameter, [&](std::int64_t here, std::int64_t whole) {
+        to[static_cast<std::size_t>(whole)] = parameter->grad.at(here);
+      });
+    }
+  }
+
+  const Setting& setting_;
+  Shards shards_;
+  GroupSum sum_;
+};
+
+Result result_of(const Setting& setting, int shards, int ranks) {
+  Group group(ranks);
+  std::vector<std::unique_ptr<Rank>> all;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const int local = shards / ranks;
+    all.push_back(std::make_unique<Rank>(setting, Shards{shards, rank * local, local}, group));
+  }
+  std::vector<std::thread> threads;
+  for (const auto& rank : all) threads.emplace_back([&rank] { rank->run(); });
+  for (std::thread& thread : threads) thread.join();
+  Result joined = all[0]->result;
+  for (auto& [name, values] : joined.gradients) {
+    std::vector<Values> shares;
+    for (const auto& rank : all) {
+      const Values& mine = rank->result.gradients[name];
+      if (rank->shares[name] == 0) {
+        for (std::size_t i = 0; i < values.size(); ++i) {
+          if (!std::isnan(mine[i])) values[i] = mine[i];
+        }
+        continue;
+      }
+      const std::size_t each = mine.size() / rank->shares[name];
+      for (auto share = mine.begin(); share != mine.end();) {
+        const auto end = share + static_cast<std::ptrdiff_t>(each);
+        shares.emplace_back(std::exchange(share, end), end);
+      }
+    }
+    if (!shares.empty()) values = tree_of(std::move(shares));
+  }
+  for (const auto& rank : all) {
+    EXPECT_EQ(rank->result.outputs, joined.outputs);
+    EXPECT_EQ(rank->result.input_gradients, joined.input_gradients);
+  }
+  return joined;
+}
+
+void expect_same_bits(const Values& mine, const Values& other, const std::string& name) {
+  ASSERT_EQ(mine.size(), other.size()) << name;
+  EXPECT_EQ(std::memcmp(mine.data(), other.data(), mine.size() * sizeof(float)), 0) << name;
+}
+
+void expect_close(const Values& mine, const Values& other, double tolerance,
+                  const std::string& name) {
+  ASSERT_EQ(mine.size(), other.size()) << name;
+  double most = 0, difference = 0;
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    ASSERT_FALSE(std::isnan(mine[i])) << name << " " << i;
+    most = std::max(most, std::abs(double{other[i]}));
+    difference = std::max(difference, std::abs(double{mine[i]} - other[i]));
+  }
+  EXPECT_GT(most, 0) << name;
+  EXPECT_LE(difference, tolerance * most) << name;
+}
+
+class ShardsTest : public ::testing::TestWithParam<Setting> {};
+
+TEST_P(ShardsTest, BitsDoNotDependOnTheRanksAndAreThoseOfOneShardWithinRounding) {
+  const Setting& setting = GetParam();
+  const Result alone = result_of(setting, setting.shards, 1);
+  for (int ranks = 2; ranks <= setting.most_ranks; ranks *= 2) {
+    const Result shared = result_of(setting, setting.shards, ranks);
+    expect_same_bits(shared.outputs, alone.outputs, "outputs");
+    expect_same_bits(shared.input_gradients, alone.input_gradients, "input gradients");
+    for (const auto& [name, values] : alone.gradients) {
+      expect_same_bits(shared.gradients.at(name), values, name);
+    }
+  }
+  const Result whole = result_of(setting, 1, 1);
+  const double tolerance = setting.config.precision == DType::kF32 ? 2e-5 : 0.04;
+  expect_close(alone.outputs, whole.outputs, tolerance, "outputs");
+  expect_close(alone.input_gradients, whole.input_gradients, tolerance, "input gradients");
+  for (const auto& [name, values] : whole.gradients) {
+    expect_close(alone.gradients.at(name), values, tolerance, name);
+  }
+}
+
+TransformerConfig gpt2() {
+  return {.layers = 2, .heads = 4, .width = 64, .context = 37, .vocabulary = 61};
+}
+// 12 heads over 4, and a hidden width of 7 units and a short one.
+TransformerConfig llama() {
+  return {.kind = TransformerKind::kLlama,
+          .layers = 2,
+          .heads = 12,
+          .width = 48,
+          .context = 37,
+          .vocabulary = 61,
+          .kv_heads = 4,
+          .mlp_width = 115};
+}
+TransformerConfig all_of_llama() {
+  TransformerConfig config = llama();
+  testing::set_options_of_llama(config);
+  config.kv_heads = 4;
+  return config;
+}
+template <typename Change>
+TransformerConfig with(TransformerConfig config, const Change& change) {
+  change(config);
+  return config;
+}
+void bf16(TransformerConfig& config) { config.precision = DType::kBf16; }
+void bf16_stream(TransformerConfig& config) {
+  config.precision = config.stream_precision = DType::kBf16;
+}
+void dropping(TransformerConfig& config) { config.dropout = 0.2F; }
+void recomputing(TransformerConfig& config) { config.recompute = Recompute::kBlock; }
+
+INSTANTIATE_TEST_SUITE_P(
+    Settings, ShardsTest,
+    ::testing::Values(
+        Setting{"Gpt2", gpt2()}, Setting{"Gpt2ByEight", gpt2(), 8}, Setting{"Llama", llama()},
+        Setting{"LlamaByEight", llama(), 8, 8}, Setting{"LlamaBySixteen", llama(), 16},
+        Setting{"LlamaByThree", llama(), 3, 1}, Setting{"AllOfLlama", all_of_llama(), 8},
+        Setting{"Long", with(gpt2(), [](auto& c) { c.context = 300; })},
+        Setting{"LongBf16Stream",
+                with(with(gpt2(), bf16_stream), [](auto& c) { c.context = 300; })},
+        Setting{"Dropping", with(gpt2(), dropping)},
+        Setting{"AllOfLlamaDropping", with(all_of_llama(), dropping)},
+        Setting{"BySample", with(all_of_llama(), [](auto& c) { c.batch_invariant = true; })},
+        Setting{"RecomputingAttention", with(with(all_of_llama(), dropping),
+                                             [](auto& c) { c.recompute = Recompute::kAttention; })},
+        Setting{"RecomputingBlocks", with(with(all_of_llama(), dropping), recomputing), 8},
+        Setting{"Bf16", with(gpt2(), bf16)},
+        Setting{"Bf16Dropping", with(with(gpt2(), bf16), dropping)},
+        Setting{"LlamaBf16", with(all_of_llama(), bf16), 8},
+        Setting{"Bf16Stream", with(gpt2(), bf16_stream)},
+        Setting{"LlamaBf16Stream", with(all_of_llama(), bf16_stream), 8},
+        Setting{"LlamaBf16StreamDropping",
+                with(with(with(all_of_llama(), bf16_stream), dropping), recomputing)}),
+    [](const auto& instance) { return instance.param.name; });
+
+}  // namespace
+}  // namespace sluice
