@@ -6,6 +6,7 @@
 #include <span>
 
 #include <sluice/compute.hpp>
+#include <sluice/operators.hpp>
 #include <sluice/tensor.hpp>
 
 namespace sluice {
@@ -42,6 +43,44 @@ void finish_sum(ComputeContext& ctx, const Tensor& sum, const Tensor& bias, cons
 void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                        StepValue<double> scale, bool gradient, double* losses);
 void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum);
+
+// --- the ends of a transformer whose vocabulary shards divide; on CPUs alone ---
+// As embedding_forward() and embedding_backward_weight() on the ranks of a table: this one has rows
+// from `first` on. values: f32 [rows, width], the token's row of the table, with +0 for -0, or
+// zeros where another rank has it. To its gradient such a token adds nothing.
+void embedding_part_forward(ComputeContext& ctx, const Tensor& tokens, std::int64_t first,
+                            const Tensor& table, const Tensor& values);
+void embedding_part_backward_weight(ComputeContext& ctx, const Tensor& tokens, std::int64_t first,
+                                    const Tensor& dout, const Tensor& dtable,
+                                    const Tensor& dpositions, Write write);
+
+// Logits of the shards from `first` on, `local` of them: of each a panel [rows, its classes], one
+// after the other. Shard i of all has classes [starts[i], starts[i + 1]).
+struct LogitPanels {
+  Tensor logits;  // [rows, classes of all panels]
+  std::span<const std::int64_t> starts;
+  int first = 0, local = 1;
+
+  [[nodiscard]] int ranks() const { return (static_cast<int>(starts.size()) - 1) / local; }
+  [[nodiscard]] std::int64_t classes() const {
+    return starts[static_cast<std::size_t>(first + local)] -
+           starts[static_cast<std::size_t>(first)];
+  }
+};
+// What row_cross_entropy() does, in three steps; ranks gather what they have between them. The
+// sum of a row's exponentials is the tree of comm/base/sum_tree.hpp over the shards, in f32.
+// maxima [rows]: of this rank's logits.
+void panel_maxima(ComputeContext& ctx, const LogitPanels& panels, const Tensor& targets,
+                  float* maxima);
+// maxima [ranks, rows] of all ranks: the first ones become the shifts, the largest of a row.
+// found [2, rows] = this rank's sums, and the targets' logits that it has. sums: scratch [local,
+// rows]. With `gradient` the logits are for panel_losses() alone then.
+void panel_sums(ComputeContext& ctx, const LogitPanels& panels, const Tensor& targets,
+                bool gradient, float* maxima, float* sums, float* found);
+// found [ranks, 2, rows] of all ranks; overwritten.
+void panel_losses(ComputeContext& ctx, const LogitPanels& panels, const Tensor& targets,
+                  StepValue<double> scale, bool gradient, const float* shifts, float* found,
+                  double* losses);
 
 // --- optimizer kernels, over flat f32 vectors ---
 // Slices of parameters that are adjacent in memory and have equal settings. `first` and `second`:

@@ -27,6 +27,9 @@ namespace sluice {
   return static_cast<double>(vector.size_bytes());
 }
 [[nodiscard]] inline double operand_bytes(std::span<const std::int64_t> /*sizes*/) { return 0; }
+[[nodiscard]] inline double operand_bytes(const LogitPanels& panels) {
+  return operand_bytes(panels.logits);
+}
 [[nodiscard]] double operand_bytes(const NormGradients& gradients);
 template <typename Each>
 [[nodiscard]] double operand_bytes(std::span<const Each> list) {

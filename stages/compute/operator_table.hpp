@@ -25,6 +25,8 @@
   X(dropout_residual) X(add) X(convert) X(convert_all)                                          \
   X(sum_of_shards) X(sum_of_shards_workspace) X(finish_sum)                                     \
   X(row_cross_entropy) X(sum_of_losses) X(mean_squared_error)                                   \
+  X(embedding_part_forward) X(embedding_part_backward_weight)                                   \
+  X(panel_maxima) X(panel_sums) X(panel_losses)                                                 \
   X(adamw) X(sgd) X(sums_of_squares)
 // clang-format on
 

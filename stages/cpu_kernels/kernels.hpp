@@ -86,6 +86,17 @@ struct TypedKernels {
   // Row-wise cross-entropy; losses[row] = -log softmax(logits)[target], 0 where target < 0.
   void (*cross_entropy)(void* logits, const int32_t* targets, float scale, bool gradient,
                         double* losses, int64_t rows, int64_t width);
+  // The same by panels: classes [first, first + width) of the rows. A row without a target has any
+  // maximum, and a sum of 0.
+  // maxima[row]: at least what it was; a NaN does not count.
+  void (*panel_maxima)(const void* logits, const int32_t* targets, float* maxima, int64_t rows,
+                       int64_t width);
+  // sums[row] = sum of exp(logit - shift), NaN where a logit is; wanted[row] = the target's logit
+  // where it is here. With `gradient` the logits become what panel_gradient() takes.
+  void (*panel_sums)(void* logits, const int32_t* targets, int64_t first, const float* shifts,
+                     bool gradient, float* sums, float* wanted, int64_t rows, int64_t width);
+  void (*panel_gradient)(void* logits, const int32_t* targets, int64_t first, const float* shifts,
+                         float scale, const float* sums, int64_t rows, int64_t width);
   // Moments of type T.
   void (*adamw)(const AdamWArguments* arguments, const AdamWRange* range, int64_t n);
 };
@@ -99,6 +110,9 @@ struct Kernels {
   void (*sgd)(const SgdArguments* arguments, float* value, const float* grad, float* velocity,
               int64_t n);
   double (*sum_of_squares)(const float* values, int64_t n);
+  // cross_entropy()'s losses, of the rows' sums and the targets' logits.
+  void (*row_losses)(const int32_t* targets, const float* shifts, const float* sums,
+                     const float* wanted, double* losses, int64_t rows);
 };
 
 // One per set; the AVX sets exist on x86-64 only.

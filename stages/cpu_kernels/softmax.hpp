@@ -97,45 +97,121 @@ void row_dots(const void* a_data, const void* b_data, int64_t ld, int64_t rows, 
   }
 }
 
-// Exponentials in float, their sum per vector lane in float, the logarithm in double. Where T holds
-// an exponential exactly it is kept in the logit's place for the gradient, else computed again.
+// At least `top`; a NaN does not count.
+template <typename T>
+SLUICE_INLINE float largest(const T* logits, int64_t width, float top) {
+  VecF most = splat(top);
+  for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+    const VecF v = load(logits + i, part);
+    most = maximum(part.count == kLanes ? v : first_lanes(v, part.count, splat(kLowest)), most);
+  });
+  return lane_max(most);
+}
+
+// The sum of a row's exponentials. Where T holds one exactly it is kept in the logit's place for
+// the gradient, if `keeps`, else computed again there.
+template <typename T>
+constexpr bool kHolds = sizeof(T) == sizeof(float);
+template <typename T>
+SLUICE_INLINE float sum_of_exponentials(T* logits, int64_t width, float shift, bool keeps) {
+  return sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+    const VecF e = exponential(load(logits + i, part) - shift);
+    if (keeps && kHolds<T>) store(logits + i, e, part);
+    return e;
+  });
+}
+
+// The gradient of a row that has the target, or not (a negative one).
+template <typename T>
+SLUICE_INLINE void exponentials_to_gradient(T* logits, int64_t width, int64_t target, float shift,
+                                            float scale, float sum) {
+  constexpr Part kOne = {1};
+  const float factor = scale / sum;
+  const auto exponentials = [&](int64_t i, auto part) SLUICE_LAMBDA {
+    const VecF v = load(logits + i, part);
+    return kHolds<T> ? v : exponential(v - shift);
+  };
+  VecF wanted{};
+  if (target >= 0) wanted = exponentials(target, kOne);
+  for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+    store(logits + i, exponentials(i, part) * factor, part);
+  });
+  if (target >= 0) store(logits + target, wanted * factor - scale, kOne);
+}
+
+SLUICE_INLINE double loss_of(float sum, float wanted, float shift) {
+  return rounded_loss(__builtin_log(static_cast<double>(sum)) -
+                      (static_cast<double>(wanted) - static_cast<double>(shift)));
+}
+
+template <typename T>
+SLUICE_INLINE void zero_row(T* row, int64_t width) {
+  for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA { store(row + i, VecF{}, part); });
+}
+
+// Exponentials in float, their sum per vector lane in float, the logarithm in double.
 template <typename T>
 void cross_entropy(void* data, const int32_t* targets, float scale, bool gradient, double* losses,
                    int64_t rows, int64_t width) {
-  constexpr bool kKeeps = sizeof(T) == sizeof(float);
-  constexpr Part kOne = {1};
   T* logits = static_cast<T*>(data);
   for (int64_t row = 0; row < rows; ++row, logits += width) {
     const int32_t target = targets[row];
     losses[row] = 0;
     if (target < 0) {
-      if (gradient) {
-        for_vectors(width,
-                    [&](int64_t i, auto part) SLUICE_LAMBDA { store(logits + i, VecF{}, part); });
-      }
+      if (gradient) zero_row(logits, width);
       continue;
     }
-    VecF top = splat(kLowest);
-    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      const VecF v = load(logits + i, part);
-      top = maximum(part.count == kLanes ? v : first_lanes(v, part.count, splat(kLowest)), top);
-    });
-    const float shift = lane_max(top);
-    const VecF wanted = load(logits + target, kOne);
-    const float sum = sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      const VecF e = exponential(load(logits + i, part) - shift);
-      if (gradient && kKeeps) store(logits + i, e, part);
-      return e;
-    });
-    losses[row] = rounded_loss(__builtin_log(static_cast<double>(sum)) -
-                               (static_cast<double>(wanted[0]) - static_cast<double>(shift)));
-    if (!gradient) continue;
-    const float factor = scale / sum;
-    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      const VecF v = load(logits + i, part);
-      store(logits + i, (kKeeps ? v : exponential(v - shift)) * factor, part);
-    });
-    store(logits + target, exponential(wanted - shift) * factor - scale, kOne);
+    const float shift = largest(logits, width, kLowest);
+    const float wanted = load(logits + target, Part{1})[0];
+    const float sum = sum_of_exponentials(logits, width, shift, gradient);
+    losses[row] = loss_of(sum, wanted, shift);
+    if (gradient) exponentials_to_gradient(logits, width, target, shift, scale, sum);
+  }
+}
+
+// The same of rows whose classes shards divide, in steps. A panel has classes [first, first +
+// width) of its rows.
+template <typename T>
+void panel_maxima(const void* data, const int32_t* targets, float* maxima, int64_t rows,
+                  int64_t width) {
+  const T* logits = static_cast<const T*>(data);
+  for (int64_t row = 0; row < rows; ++row, logits += width) {
+    if (targets[row] >= 0) maxima[row] = largest(logits, width, maxima[row]);
+  }
+}
+
+template <typename T>
+void panel_sums(void* data, const int32_t* targets, int64_t first, const float* shifts,
+                bool gradient, float* sums, float* wanted, int64_t rows, int64_t width) {
+  T* logits = static_cast<T*>(data);
+  for (int64_t row = 0; row < rows; ++row, logits += width) {
+    const int64_t target = targets[row] - first;
+    sums[row] = 0;
+    if (targets[row] < 0) continue;
+    if (target >= 0 && target < width) wanted[row] = load(logits + target, Part{1})[0];
+    sums[row] = sum_of_exponentials(logits, width, shifts[row], gradient);
+  }
+}
+
+template <typename T>
+void panel_gradient(void* data, const int32_t* targets, int64_t first, const float* shifts,
+                    float scale, const float* sums, int64_t rows, int64_t width) {
+  T* logits = static_cast<T*>(data);
+  for (int64_t row = 0; row < rows; ++row, logits += width) {
+    if (targets[row] < 0) {
+      zero_row(logits, width);
+      continue;
+    }
+    const int64_t target = targets[row] - first;
+    exponentials_to_gradient(logits, width, target < width ? target : -1, shifts[row], scale,
+                             sums[row]);
+  }
+}
+
+inline void row_losses(const int32_t* targets, const float* shifts, const float* sums,
+                       const float* wanted, double* losses, int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row) {
+    losses[row] = targets[row] < 0 ? 0 : loss_of(sums[row], wanted[row], shifts[row]);
   }
 }
 

@@ -47,6 +47,9 @@ constexpr TypedKernels typed_kernels() {
       .causal_softmax_backward = causal_softmax_backward<T>,
       .row_dots = row_dots<T>,
       .cross_entropy = cross_entropy<T>,
+      .panel_maxima = panel_maxima<T>,
+      .panel_sums = panel_sums<T>,
+      .panel_gradient = panel_gradient<T>,
       .adamw = adamw<T>,
   };
 }
@@ -63,6 +66,7 @@ constinit const Kernels kKernels = {
     .squared_error = squared_error,
     .sgd = sgd,
     .sum_of_squares = sum_of_squares,
+    .row_losses = row_losses,
 };
 
 }  // namespace sluice::SLUICE_KERNEL_NAMESPACE

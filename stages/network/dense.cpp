@@ -6,8 +6,10 @@
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 
+#include "stages/compute/internal_operators.hpp"
 #include "stages/network/parts.hpp"
 #include "stages/network/specs.hpp"
+#include "stages/network/vocabulary.hpp"
 
 namespace sluice::nn {
 namespace {
@@ -114,7 +116,8 @@ class NormLayer final
 
 class EmbeddingLayer final : public OwnLayer<kOnGpus> {
  public:
-  explicit EmbeddingLayer(const EmbeddingOptions& options) : options_(options) {
+  explicit EmbeddingLayer(const EmbeddingOptions& options)
+      : options_(options), classes_(options.classes) {
     require_positive(options.classes, "classes");
     require_positive(options.width, "width");
     if (options.positions < 0) throw_usage("positions is {}; legal: at least 0", options.positions);
@@ -123,6 +126,14 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
   Edges set_precision(const Precision& precision) override {
     options_.stream = precision.stream;
     return Edges::kStream;
+  }
+  bool set_shards(const Shards& shards) override {
+    classes_ = DividedClasses(options_.classes, shards);
+    return true;
+  }
+  // Ranks that share the rows of the table add up what they have.
+  [[nodiscard]] LayerPromises promises() const override {
+    return {.recomputes = classes_.ranks() == 1, .capturable = true};
   }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     const Shape& shape = input.shape;
@@ -150,16 +161,24 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
   // Tied uses have one name, whatever groups they are in.
   void add_parameters(ParameterSet& set, const std::string& name) override {
     const Init init = Init::normal(options_.deviation);
-    table_ = &set.add((options_.tied ? "" : name) + options_.table_name,
-                      {options_.classes, options_.width}, init, true, options_.tied);
+    const std::string table = (options_.tied ? "" : name) + options_.table_name;
+    const Shape shape{options_.classes, options_.width};
+    table_ = classes_.divided()
+                 ? &set.add_parts(table, shape, init, true, options_.tied, classes_.parts())
+                 : &set.add(table, shape, init, true, options_.tied);
     if (options_.positions == 0) return;
     positions_ =
         &set.add(name + options_.positions_name, {options_.positions, options_.width}, init);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
-    return {.memory = {.gradients = options_.dropout.probability > 0 ? output(input).bytes() : 0},
-            .operator_bytes = embedding_backward_weight_workspace(
-                compute, input.shape.elements(), options_.classes, options_.width)};
+    const TensorSpec result = output(input);
+    LayerNeeds needs{.memory = {.gradients = options_.dropout.probability > 0 ? result.bytes() : 0},
+                     .operator_bytes = embedding_backward_weight_workspace(
+                         compute, input.shape.elements(), options_.classes, options_.width)};
+    const std::size_t summed = TensorSpec{DType::kF32, result.shape}.bytes();
+    if (classes_.divided() && result.dtype != DType::kF32) needs.memory.scratch = summed;
+    if (classes_.ranks() > 1) needs.collectives.forward = {{.bytes = summed}};
+    return needs;
   }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
     return static_cast<double>(input.shape.elements() * options_.width);
@@ -176,8 +195,12 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
   }
   void forward(LayerCall& call, const Tensor& y) override {
     const Tensor rows = as_rows(y);
-    embedding_forward(call.compute(), tokens_of(call), table_->value,
-                      positions_ != nullptr ? positions_->value : Tensor{}, rows);
+    if (classes_.divided()) {
+      forward_parts(call, rows);
+    } else {
+      embedding_forward(call.compute(), tokens_of(call), table_->value,
+                        positions_ != nullptr ? positions_->value : Tensor{}, rows);
+    }
     if (drops(call)) dropout(call.compute(), rows, dropped(call), rows);
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& /*dx*/) override {
@@ -185,10 +208,15 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
     dropout(call.compute(), as_rows(dy), dropped(call), as_rows({call.gradients, dy.spec}));
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    const Tensor from = drops(call) ? Tensor{call.gradients, dy.spec} : dy;
-    embedding_backward_weight(call.compute(), tokens_of(call), as_rows(from), table_->grad,
-                              positions_ != nullptr ? positions_->grad : Tensor{},
-                              next_write({table_, positions_}, call.compute().stream()));
+    const Tensor from = as_rows(drops(call) ? Tensor{call.gradients, dy.spec} : dy);
+    const Tensor positions = positions_ != nullptr ? positions_->grad : Tensor{};
+    const Write write = next_write({table_, positions_}, call.compute().stream());
+    if (classes_.divided()) {
+      return embedding_part_backward_weight(call.compute(), tokens_of(call), classes_.first(), from,
+                                            table_->grad, positions, write);
+    }
+    embedding_backward_weight(call.compute(), tokens_of(call), from, table_->grad, positions,
+                              write);
   }
 
  private:
@@ -197,12 +225,29 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
     const Shape& shape = call.x.shape();
     return {call.x.data, {DType::kI32, {shape[0], shape.rank() == 1 ? 1 : shape[1]}}};
   }
+  // Sums over ranks are of one row and zeros: they have no order.
+  void forward_parts(LayerCall& call, const Tensor& rows) {
+    const Tensor tokens = tokens_of(call);
+    const bool rounds = rows.spec.dtype != DType::kF32;
+    const Tensor values{rounds ? call.scratch : rows.data, {DType::kF32, rows.shape()}};
+    embedding_part_forward(call.compute(), tokens, classes_.first(), table_->value, values);
+    if (classes_.ranks() > 1) {
+      call.stage.tensor->sum({values.as<float>(), static_cast<std::size_t>(values.elements())});
+    }
+    const std::int64_t sequence = tokens.shape()[1];
+    for (std::int64_t row = 0; positions_ != nullptr && row < rows.shape()[0]; row += sequence) {
+      add(call.compute(), rows_from(positions_->value, 0, sequence),
+          rows_from(values, row, sequence));
+    }
+    if (rounds) convert(call.compute(), values, rows);
+  }
   [[nodiscard]] bool drops(const LayerCall& call) const { return options_.dropout.active(call); }
   [[nodiscard]] Dropout dropped(const LayerCall& call) const {
     return options_.dropout.at(call, tokens_of(call).shape()[1] * options_.width);
   }
 
   EmbeddingOptions options_;
+  DividedClasses classes_;
   Parameter *table_ = nullptr, *positions_ = nullptr;
 };
 

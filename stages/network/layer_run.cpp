@@ -169,13 +169,15 @@ LayerRun::LayerRun(std::vector<NumberedLayer> layers, Options options)
 
 void LayerRun::set_shards(const Shards& shards) {
   if (shards.count == 1) return;
-  for (const Part& part : parts_) {
+  for (Part& part : parts_) {
     if (part.join) continue;
     const NumberedLayer& each = layers_[part.index];
-    if (naming(each, [&] { return each.layer->set_shards(shards); })) continue;
-    throw_usage(
-        "{} does not say how {} shards divide it (Layer::set_shards); legal: 1 shard, of 1 rank",
-        each.full_name(), shards.count);
+    if (!naming(each, [&] { return each.layer->set_shards(shards); })) {
+      throw_usage(
+          "{} does not say how {} shards divide it (Layer::set_shards); legal: 1 shard, of 1 rank",
+          each.full_name(), shards.count);
+    }
+    part.promises = each.layer->promises();
   }
 }
 

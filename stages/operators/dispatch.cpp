@@ -353,6 +353,11 @@ void check_norm_backward(const char* name, const Tensor& dy, const Tensor& x, co
   }
 }
 
+void check_panels(const char* name, const LogitPanels& panels, const Tensor& targets) {
+  check<"logits:F[r,N] targets:i#(r,1)">(name, {&panels.logits, &targets},
+                                         {.number = static_cast<int>(panels.classes())});
+}
+
 // Checks only the shape: heads share keys evenly.
 void check_attention_shape(const char* name, const AttentionShape& shape) {
   const bool right = shape.samples >= 0 && shape.sequence >= 0 && shape.kv_heads >= 1 &&
@@ -509,6 +514,24 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
   run<"tokens:i(s,q) dout:F[sq,w] dtable:f(v,w) dpositions?:f(>q,w)">(
       {__func__, 0, nullptr, some ? named_rows(tokens, dtable, 2) : 0},
       &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions, write);
+}
+
+void embedding_part_forward(ComputeContext& ctx, const Tensor& tokens, std::int64_t first,
+                            const Tensor& table, const Tensor& values) {
+  const double bytes = is_profiled(ctx) ? named_rows(tokens, table, 1) : 0;
+  run<"tokens:i(s,q) table:f(v,w) values:f[sq,w]">({__func__, 0, nullptr, bytes},
+                                                   &OperatorTable::embedding_part_forward, ctx,
+                                                   tokens, first, table, values);
+}
+
+void embedding_part_backward_weight(ComputeContext& ctx, const Tensor& tokens, std::int64_t first,
+                                    const Tensor& dout, const Tensor& dtable,
+                                    const Tensor& dpositions, Write write) {
+  const bool some = is_profiled(ctx) && write == Write::kAdd;
+  run<"tokens:i(s,q) dout:F[sq,w] dtable:f(v,w) dpositions?:f(>q,w)">(
+      {__func__, 0, nullptr, some ? named_rows(tokens, dtable, 2) : 0},
+      &OperatorTable::embedding_part_backward_weight, ctx, tokens, first, dout, dtable, dpositions,
+      write);
 }
 
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma,
@@ -674,6 +697,34 @@ void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& 
   require_given(__func__, losses, "losses", "a number per row");
   run({__func__, 0, updated_if(gradient, logits)}, &OperatorTable::row_cross_entropy, ctx, logits,
       targets, scale, gradient, losses);
+}
+
+void panel_maxima(ComputeContext& ctx, const LogitPanels& panels, const Tensor& targets,
+                  float* maxima) {
+  check_panels(__func__, panels, targets);
+  require_given(__func__, maxima, "maxima", "a number per row");
+  run({__func__}, &OperatorTable::panel_maxima, ctx, panels, targets, maxima);
+}
+
+void panel_sums(ComputeContext& ctx, const LogitPanels& panels, const Tensor& targets,
+                bool gradient, float* maxima, float* sums, float* found) {
+  check_panels(__func__, panels, targets);
+  for (const float* memory : {maxima, sums, found}) {
+    require_given(__func__, memory, "maxima, sums or found", "numbers per row");
+  }
+  run({__func__}, &OperatorTable::panel_sums, ctx, panels, targets, gradient, maxima, sums, found);
+}
+
+void panel_losses(ComputeContext& ctx, const LogitPanels& panels, const Tensor& targets,
+                  StepValue<double> scale, bool gradient, const float* shifts, float* found,
+                  double* losses) {
+  check_panels(__func__, panels, targets);
+  for (const void* memory : {static_cast<const void*>(shifts), static_cast<const void*>(found),
+                             static_cast<const void*>(losses)}) {
+    require_given(__func__, memory, "shifts, found or losses", "numbers per row");
+  }
+  run({__func__, 0, updated_if(gradient, panels.logits)}, &OperatorTable::panel_losses, ctx, panels,
+      targets, scale, gradient, shifts, found, losses);
 }
 
 void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum) {
