@@ -10,11 +10,16 @@
 namespace sluice::nn {
 namespace {
 
-Linear::Options projection_of(const HeadOptions& options) {
-  return {.in = options.width,
-          .out = options.vocabulary,
-          .tied = options.tied,
-          .precision = options.precision};
+Linear::Options projection_of(const HeadOptions& options, const DividedClasses& classes) {
+  Linear::Options projection{.in = options.width,
+                             .out = options.vocabulary,
+                             .tied = options.tied,
+                             .precision = options.precision};
+  if (!classes.divided()) return projection;
+  projection.split = Linear::Split::kColumns;
+  projection.shards = classes.shards();
+  projection.ranges = unit_ranges(classes.shards(), options.vocabulary, DividedClasses::kUnit);
+  return projection;
 }
 
 std::string name_of_projection(const HeadOptions& options) {
@@ -23,17 +28,26 @@ std::string name_of_projection(const HeadOptions& options) {
 
 }  // namespace
 
+DividedClasses classes_of(const HeadOptions& options, const Shards& shards) {
+  if (shards.count > 1 && options.chunks > 1) {
+    throw_usage("{} chunks of logits (TransformerConfig::logit_chunks); legal with {} shards: 1",
+                options.chunks, shards.count);
+  }
+  return DividedClasses(options.vocabulary, shards);
+}
+
 TensorSpec HeadLayer::output(const TensorSpec& input) const {
   require_stream(input, options_.stream, options_.width, options_.context);
-  return {options_.precision, Shape{input.shape[0], input.shape[1],
-                                    in_chunks() ? options_.width : options_.vocabulary}};
+  return {options_.precision,
+          Shape{input.shape[0], input.shape[1], in_chunks() ? options_.width : classes_.count()}};
 }
 
 void HeadLayer::add_parameters(ParameterSet& set, const std::string& name) {
-  norm_.emplace(options_.norm, name + "final_norm.", options_.width, options_.norm_epsilon, set);
+  norm_.emplace(options_.norm, name + "final_norm.", options_.width, options_.norm_epsilon, set,
+                classes_.shards());
   if (in_chunks()) return;
   projection_.emplace((options_.tied ? "" : name) + name_of_projection(options_),
-                      projection_of(options_), set);
+                      projection_of(options_, classes_), set);
 }
 
 HeadLayer::Kept HeadLayer::allocate(const TensorSpec& input, DeviceKind device,
@@ -44,6 +58,7 @@ HeadLayer::Kept HeadLayer::allocate(const TensorSpec& input, DeviceKind device,
   if (!in_chunks()) {
     kept.normed = memory.until_weight.tensor(options_.precision, rows, options_.width);
     kept.dnormed = memory.gradients.tensor(options_.precision, rows, options_.width);
+    kept.sum = projection_->shard_sum(memory.scratch, rows, options_.precision);
   }
   kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_->stats_per_row());
   return kept;
@@ -59,11 +74,12 @@ HeadLayer::Kept HeadLayer::kept_of(const LayerCall& call) const {
 LayerNeeds HeadLayer::needs(const TensorSpec& input, ComputeContext& compute) const {
   LayerAllocators memory;
   const std::int64_t rows = allocate(input, compute.device().kind, memory).shape.rows();
-  std::size_t operators = norm_->workspace(compute, rows);
-  if (projection_) {
-    operators = std::max(operators, projection_->workspace(compute, rows, options_.precision));
-  }
-  return {.memory = memory.used(), .operator_bytes = operators};
+  LayerNeeds needs{.memory = memory.used(), .operator_bytes = norm_->workspace(compute, rows)};
+  if (!projection_) return needs;
+  needs.operator_bytes =
+      std::max(needs.operator_bytes, projection_->workspace(compute, rows, options_.precision));
+  needs.collectives.backward_input = projection_->sums_over_ranks(rows);
+  return needs;
 }
 
 double HeadLayer::cost(const TensorSpec& input) const {
@@ -82,7 +98,7 @@ void HeadLayer::forward(LayerCall& call, const Tensor& y) {
 
 void HeadLayer::backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) {
   const Kept kept = kept_of(call);
-  if (!in_chunks()) projection_->backward_input(call.compute(), as_rows(dy), kept.dnormed);
+  if (!in_chunks()) projection_->backward_input(call.stage, as_rows(dy), kept.dnormed, kept.sum);
   norm_->backward_input(call.compute(), normed_gradient(kept, dy), kept.x, kept.stats, {},
                         {as_rows(dx), as_rows(call.rounded_dx)});
 }
@@ -99,7 +115,7 @@ void HeadLayer::backward_weight(LayerCall& call, const Tensor& dy) {
 void HeadLayer::backward(LayerCall& call, const Tensor& dy, const Tensor& dx) {
   const Kept kept = kept_of(call);
   if (!in_chunks()) {
-    projection_->backward_input(call.compute(), as_rows(dy), kept.dnormed);
+    projection_->backward_input(call.stage, as_rows(dy), kept.dnormed, kept.sum);
     projection_->backward_weight(call.compute(), kept.shape, kept.normed, as_rows(dy));
   }
   norm_->backward(call.compute(), {kept.shape, {}}, normed_gradient(kept, dy), kept.x, kept.stats,
@@ -107,7 +123,7 @@ void HeadLayer::backward(LayerCall& call, const Tensor& dy, const Tensor& dx) {
 }
 
 TensorSpec TokenLoss::targets(const TensorSpec& outputs) const {
-  const std::int64_t width = options_.chunks > 1 ? options_.width : options_.vocabulary;
+  const std::int64_t width = options_.chunks > 1 ? options_.width : classes_.count();
   if (outputs.dtype != options_.precision || outputs.shape.rank() != 3 ||
       outputs.shape[2] != width) {
     throw_usage("the outputs are {}; legal: {} [samples, sequence, {}]", to_string(outputs),
@@ -118,7 +134,7 @@ TensorSpec TokenLoss::targets(const TensorSpec& outputs) const {
 
 void TokenLoss::add_parameters(ParameterSet& set) {
   if (options_.chunks == 1) return;
-  projection_.emplace(name_of_projection(options_), projection_of(options_), set);
+  projection_.emplace(name_of_projection(options_), projection_of(options_, classes_), set);
 }
 
 std::int64_t TokenLoss::chunk_rows(const BlockShape& shape) const {
@@ -137,8 +153,19 @@ TokenLoss::Scratch TokenLoss::allocate(const BlockShape& shape, BumpAllocator& m
 
 LayerNeeds TokenLoss::needs(const TensorSpec& outputs, ComputeContext& compute) const {
   const BlockShape shape = block_shape(outputs, compute.device().kind, options_.by_sample_from);
-  if (!projection_) return {.operator_bytes = softmax_cross_entropy_workspace(shape.rows())};
   BumpAllocator memory;
+  if (classes_.divided()) {
+    const PanelScratch panels = allocate_panels(shape.rows(), memory);
+    LayerNeeds needs{.memory = {.scratch = memory.used()}};
+    const auto ranks = static_cast<std::size_t>(classes_.ranks());
+    if (ranks == 1) return needs;
+    for (const Tensor& all : {panels.maxima, panels.found}) {
+      needs.collectives.forward.push_back(
+          {.kind = CollectiveKind::kAllGather, .bytes = all.spec.bytes() / ranks});
+    }
+    return needs;
+  }
+  if (!projection_) return {.operator_bytes = softmax_cross_entropy_workspace(shape.rows())};
   (void)allocate(shape, memory);
   return {.memory = {.scratch = memory.used()},
           .operator_bytes = projection_->workspace(compute, chunk_rows(shape), options_.precision)};
@@ -168,6 +195,7 @@ void TokenLoss::compute(StageContext& ctx, const Tensor& outputs, const Tensor& 
 
 void TokenLoss::compute_in(std::byte* memory, StageContext& ctx, const Tensor& outputs,
                            const Tensor& targets, double* sum) {
+  if (classes_.divided()) return compute_panels(memory, ctx, outputs, targets, sum);
   if (!projection_) return compute(ctx, outputs, targets, sum);
   const BlockShape shape =
       block_shape(outputs.spec, ctx.compute.device().kind, options_.by_sample_from);
@@ -192,7 +220,44 @@ void TokenLoss::compute_in(std::byte* memory, StageContext& ctx, const Tensor& o
   sum_of_losses(ctx.compute, scratch.losses, shape.rows(), sum);
 }
 
+TokenLoss::PanelScratch TokenLoss::allocate_panels(std::int64_t rows, BumpAllocator& memory) const {
+  PanelScratch scratch;
+  scratch.maxima = memory.tensor(DType::kF32, classes_.ranks(), rows);
+  scratch.found = memory.tensor(DType::kF32, classes_.ranks(), 2 * rows);
+  scratch.sums = memory.tensor(DType::kF32, classes_.shards().local, rows);
+  scratch.losses = memory.take<double>(rows);
+  return scratch;
+}
+
+void TokenLoss::compute_panels(std::byte* memory, StageContext& ctx, const Tensor& logits,
+                               const Tensor& targets, double* sum) const {
+  const std::int64_t rows = targets.elements();
+  BumpAllocator allocator(memory);
+  const PanelScratch scratch = allocate_panels(rows, allocator);
+  const auto [count, first, local] = classes_.shards();
+  const LogitPanels panels{as_rows(logits), classes_.starts(), first, local};
+  const bool trains = ctx.phase == Phase::kTrain;
+  const auto mine = [&](const Tensor& all) { return rows_from(all, classes_.rank(), 1); };
+  const auto gather = [&](const Tensor& all) {
+    if (classes_.ranks() > 1) ctx.tensor->all_gather(mine(all), all);
+  };
+  panel_maxima(ctx.compute, panels, targets, mine(scratch.maxima).as<float>());
+  gather(scratch.maxima);
+  panel_sums(ctx.compute, panels, targets, trains, scratch.maxima.as<float>(),
+             scratch.sums.as<float>(), mine(scratch.found).as<float>());
+  gather(scratch.found);
+  panel_losses(ctx.compute, panels, targets, ctx.loss_scale, trains, scratch.maxima.as<float>(),
+               scratch.found.as<float>(), scratch.losses);
+  sum_of_losses(ctx.compute, scratch.losses, rows, sum);
+}
+
 std::string TokenLoss::why_no_answers() const {
+  if (classes_.divided()) {
+    return fmt::format(
+        "a transformer of {} shards has its logits in parts, and gives none to infer(); legal "
+        "there is 1 shard (PipelineOptions::Shape::tensor_shards)",
+        classes_.shards().count);
+  }
   if (options_.chunks == 1) return {};
   return fmt::format(
       "a transformer with {} chunks of logits (TransformerConfig::logit_chunks) gives none to "

@@ -8,6 +8,7 @@
 
 #include "stages/network/parts.hpp"
 #include "stages/network/specs.hpp"
+#include "stages/network/vocabulary.hpp"
 
 namespace sluice::nn {
 
@@ -22,17 +23,26 @@ struct HeadOptions {
   int chunks = 1;  // of logits
 };
 
+// Throws Error(kUsage) for chunks of logits, and as DividedClasses.
+[[nodiscard]] DividedClasses classes_of(const HeadOptions& options, const Shards& shards);
+
 // The stream becomes logits [samples, sequence, vocabulary] of the precision or, with chunks, the
-// final norm's results [samples, sequence, width]. Its parameters are final_norm.weight and so on,
-// and without chunks head.weight, or the tied token_embedding.weight.
+// final norm's results [samples, sequence, width]. Of several shards: this rank's logits, [samples,
+// sequence, classes that it has], as panels one after the other (LogitPanels). Its parameters are
+// final_norm.weight and so on, and without chunks head.weight, or the tied token_embedding.weight.
 class HeadLayer final : public OwnLayer<kOnGpus> {
  public:
-  explicit HeadLayer(const HeadOptions& options) : options_(options) {}
+  explicit HeadLayer(const HeadOptions& options)
+      : options_(options), classes_(options.vocabulary) {}
 
   Edges set_precision(const Precision& precision) override {
     options_.precision = precision.operands;
     options_.stream = precision.stream;
     return Edges::kStream;
+  }
+  bool set_shards(const Shards& shards) override {
+    classes_ = classes_of(options_, shards);
+    return true;
   }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override;
   void add_parameters(ParameterSet& set, const std::string& name) override;
@@ -56,6 +66,7 @@ class HeadLayer final : public OwnLayer<kOnGpus> {
     BlockShape shape;
     Tensor x, normed, stats;  // until the weight gradient, but for x
     Tensor dnormed;           // gradient
+    Tensor sum;               // scratch of its sum over shards
   };
   [[nodiscard]] bool in_chunks() const { return options_.chunks > 1; }
   Kept allocate(const TensorSpec& input, DeviceKind device, LayerAllocators& memory) const;
@@ -66,6 +77,7 @@ class HeadLayer final : public OwnLayer<kOnGpus> {
   }
 
   HeadOptions options_;
+  DividedClasses classes_;
   std::optional<Norm> norm_;  // once there are parameters
   std::optional<Linear> projection_;
 };
@@ -73,16 +85,22 @@ class HeadLayer final : public OwnLayer<kOnGpus> {
 // Cross-entropy of the next token over the head's outputs: targets i32 [samples, sequence],
 // negative ones do not count. With chunks it makes the logits of some rows after the other, with
 // all that depends on them: the gradient of the projection's weights too. A chunk's rows are a
-// multiple of kChunkRows.
+// multiple of kChunkRows. Ranks that have the logits of some shards each gather a row's maxima,
+// then its sums of exponentials with the target's logit, and have all losses.
 class TokenLoss final : public Loss {
  public:
   // A multiple of the rows that one of the CPU's matmuls sums over: there the chunks change no
   // bit.
   static constexpr std::size_t kChunkRows = 512;
-  explicit TokenLoss(const HeadOptions& options) : options_(options) {}
+  explicit TokenLoss(const HeadOptions& options)
+      : options_(options), classes_(options.vocabulary) {}
 
   bool set_precision(const Precision& precision) override {
     options_.precision = precision.operands;
+    return true;
+  }
+  bool set_shards(const Shards& shards) override {
+    classes_ = classes_of(options_, shards);
     return true;
   }
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override;
@@ -105,8 +123,19 @@ class TokenLoss final : public Loss {
   };
   [[nodiscard]] std::int64_t chunk_rows(const BlockShape& shape) const;
   Scratch allocate(const BlockShape& shape, BumpAllocator& memory) const;
+  // Of panels, f32; what ranks gather has a row for each.
+  struct PanelScratch {
+    Tensor maxima;             // [ranks, rows]
+    Tensor found;              // [ranks, 2 * rows]: sums, logits of targets
+    Tensor sums;               // [shards of this rank, rows]
+    double* losses = nullptr;  // of all rows
+  };
+  PanelScratch allocate_panels(std::int64_t rows, BumpAllocator& memory) const;
+  void compute_panels(std::byte* memory, StageContext& ctx, const Tensor& logits,
+                      const Tensor& targets, double* sum) const;
 
   HeadOptions options_;
+  DividedClasses classes_;
   std::optional<Linear> projection_;  // with chunks, once there are parameters
 };
 
