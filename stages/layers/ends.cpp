@@ -37,9 +37,10 @@ DividedClasses classes_of(const HeadOptions& options, const Shards& shards) {
 }
 
 TensorSpec HeadLayer::output(const TensorSpec& input) const {
-  require_stream(input, options_.stream, options_.width, options_.context);
-  return {options_.precision,
-          Shape{input.shape[0], input.shape[1], in_chunks() ? options_.width : classes_.count()}};
+  require_stream(input, options_.stream, options_.width, options_.context, classes_.shards());
+  const StreamShape shape = stream_shape(input, classes_.shards(), DeviceKind::kCpu);
+  return {options_.precision, Shape{shape.whole.samples, shape.whole.sequence,
+                                    in_chunks() ? options_.width : classes_.count()}};
 }
 
 void HeadLayer::add_parameters(ParameterSet& set, const std::string& name) {
@@ -53,12 +54,15 @@ void HeadLayer::add_parameters(ParameterSet& set, const std::string& name) {
 HeadLayer::Kept HeadLayer::allocate(const TensorSpec& input, DeviceKind device,
                                     LayerAllocators& memory) const {
   Kept kept;
-  kept.shape = block_shape(input, device, options_.by_sample_from);
-  const std::int64_t rows = kept.shape.rows();
+  kept.shape = stream_shape(input, classes_.shards(), device, options_.by_sample_from);
+  const std::int64_t all = kept.shape.whole.rows(), rows = kept.shape.mine.rows();
+  const DType precision = options_.precision;
   if (!in_chunks()) {
-    kept.normed = memory.until_weight.tensor(options_.precision, rows, options_.width);
-    kept.dnormed = memory.gradients.tensor(options_.precision, rows, options_.width);
-    kept.sum = projection_->shard_sum(memory.scratch, rows, options_.precision);
+    kept.normed = memory.until_weight.tensor(precision, all, options_.width);
+    kept.dnormed = memory.gradients.tensor(precision, rows, options_.width);
+    kept.sum = projection_->shard_sum(memory.scratch, kept.shape, precision);
+    kept.by_rank = gather_space(memory.scratch, kept.shape, precision, options_.width);
+    if (kept.shape.dealt) kept.mine = memory.scratch.tensor(precision, rows, options_.width);
   }
   kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_->stats_per_row());
   return kept;
@@ -73,12 +77,15 @@ HeadLayer::Kept HeadLayer::kept_of(const LayerCall& call) const {
 
 LayerNeeds HeadLayer::needs(const TensorSpec& input, ComputeContext& compute) const {
   LayerAllocators memory;
-  const std::int64_t rows = allocate(input, compute.device().kind, memory).shape.rows();
+  const StreamShape shape = allocate(input, compute.device().kind, memory).shape;
+  const std::int64_t rows = shape.whole.rows();
   LayerNeeds needs{.memory = memory.used(), .operator_bytes = norm_->workspace(compute, rows)};
   if (!projection_) return needs;
   needs.operator_bytes =
       std::max(needs.operator_bytes, projection_->workspace(compute, rows, options_.precision));
-  needs.collectives.backward_input = projection_->sums_over_ranks(rows);
+  needs.again = gathers(shape, options_.precision, options_.width);
+  needs.collectives = {.forward = *needs.again,
+                       .backward_input = projection_->sums_over_ranks(shape)};
   return needs;
 }
 
@@ -88,7 +95,12 @@ double HeadLayer::cost(const TensorSpec& input) const {
 
 void HeadLayer::keep_again(LayerCall& call, const Tensor& y) {
   const Kept kept = kept_of(call);
-  norm_->forward(call.compute(), kept.x, in_chunks() ? as_rows(y) : kept.normed, kept.stats);
+  if (!kept.shape.dealt) {
+    const Tensor normed = in_chunks() ? as_rows(y) : kept.normed;
+    return norm_->forward(call.compute(), kept.x, normed, kept.stats);
+  }
+  norm_->forward(call.compute(), kept.x, kept.mine, kept.stats);
+  gather_rows(call.stage, kept.shape, kept.mine, kept.by_rank, kept.normed);
 }
 
 void HeadLayer::forward(LayerCall& call, const Tensor& y) {
@@ -98,7 +110,9 @@ void HeadLayer::forward(LayerCall& call, const Tensor& y) {
 
 void HeadLayer::backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) {
   const Kept kept = kept_of(call);
-  if (!in_chunks()) projection_->backward_input(call.stage, as_rows(dy), kept.dnormed, kept.sum);
+  if (!in_chunks()) {
+    projection_->backward_input(call.stage, kept.shape, as_rows(dy), kept.dnormed, kept.sum);
+  }
   norm_->backward_input(call.compute(), normed_gradient(kept, dy), kept.x, kept.stats, {},
                         {as_rows(dx), as_rows(call.rounded_dx)});
 }
@@ -106,20 +120,19 @@ void HeadLayer::backward_input(LayerCall& call, const Tensor& dy, const Tensor& 
 void HeadLayer::backward_weight(LayerCall& call, const Tensor& dy) {
   const Kept kept = kept_of(call);
   if (!in_chunks()) {
-    projection_->backward_weight(call.compute(), kept.shape, kept.normed, as_rows(dy));
+    projection_->backward_weight(call.compute(), kept.shape.whole, kept.normed, as_rows(dy));
   }
-  norm_->backward_weight(call.compute(), {kept.shape, {}}, normed_gradient(kept, dy), kept.x,
-                         kept.stats);
+  norm_->backward_weight(call.compute(), kept.shape, normed_gradient(kept, dy), kept.x, kept.stats);
 }
 
 void HeadLayer::backward(LayerCall& call, const Tensor& dy, const Tensor& dx) {
   const Kept kept = kept_of(call);
   if (!in_chunks()) {
-    projection_->backward_input(call.stage, as_rows(dy), kept.dnormed, kept.sum);
-    projection_->backward_weight(call.compute(), kept.shape, kept.normed, as_rows(dy));
+    projection_->backward_input(call.stage, kept.shape, as_rows(dy), kept.dnormed, kept.sum);
+    projection_->backward_weight(call.compute(), kept.shape.whole, kept.normed, as_rows(dy));
   }
-  norm_->backward(call.compute(), {kept.shape, {}}, normed_gradient(kept, dy), kept.x, kept.stats,
-                  {}, {as_rows(dx), as_rows(call.rounded_dx)});
+  norm_->backward(call.compute(), kept.shape, normed_gradient(kept, dy), kept.x, kept.stats, {},
+                  {as_rows(dx), as_rows(call.rounded_dx)});
 }
 
 TensorSpec TokenLoss::targets(const TensorSpec& outputs) const {
@@ -234,8 +247,8 @@ void TokenLoss::compute_panels(std::byte* memory, StageContext& ctx, const Tenso
   const std::int64_t rows = targets.elements();
   BumpAllocator allocator(memory);
   const PanelScratch scratch = allocate_panels(rows, allocator);
-  const auto [count, first, local] = classes_.shards();
-  const LogitPanels panels{as_rows(logits), classes_.starts(), first, local};
+  const Shards& shards = classes_.shards();
+  const LogitPanels panels{as_rows(logits), classes_.starts(), shards.first, shards.local};
   const bool trains = ctx.phase == Phase::kTrain;
   const auto mine = [&](const Tensor& all) { return rows_from(all, classes_.rank(), 1); };
   const auto gather = [&](const Tensor& all) {

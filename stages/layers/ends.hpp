@@ -63,10 +63,11 @@ class HeadLayer final : public OwnLayer<kOnGpus> {
  private:
   // With chunks there are no `normed` and `dnormed`, which are the output and its gradient.
   struct Kept {
-    BlockShape shape;
-    Tensor x, normed, stats;  // until the weight gradient, but for x
+    StreamShape shape{{}, {}};
+    Tensor x, normed, stats;  // until the weight gradient, but for x; normed: of all rows
     Tensor dnormed;           // gradient
-    Tensor sum;               // scratch of its sum over shards
+    Linear::ShardSum sum;     // scratch of it
+    Tensor by_rank, mine;     // scratch, where ranks gather `normed`
   };
   [[nodiscard]] bool in_chunks() const { return options_.chunks > 1; }
   Kept allocate(const TensorSpec& input, DeviceKind device, LayerAllocators& memory) const;

@@ -131,10 +131,6 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
     classes_ = DividedClasses(options_.classes, shards);
     return true;
   }
-  // Ranks that share the rows of the table add up what they have.
-  [[nodiscard]] LayerPromises promises() const override {
-    return {.recomputes = classes_.ranks() == 1, .capturable = true};
-  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     const Shape& shape = input.shape;
     const std::int64_t most = options_.context > 0 ? options_.context : options_.positions;
@@ -156,7 +152,7 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
                   to_string(input), most, most);
     }
     if (shape.rank() == 1) return {options_.stream, {shape[0], options_.width}};
-    return {options_.stream, {shape[0], shape[1], options_.width}};
+    return dealt_stream({options_.stream, {shape[0], shape[1], options_.width}}, classes_.shards());
   }
   // Tied uses have one name, whatever groups they are in.
   void add_parameters(ParameterSet& set, const std::string& name) override {
@@ -171,13 +167,18 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
         &set.add(name + options_.positions_name, {options_.positions, options_.width}, init);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
-    const TensorSpec result = output(input);
-    LayerNeeds needs{.memory = {.gradients = options_.dropout.probability > 0 ? result.bytes() : 0},
+    const StreamShape shape = shape_of(input, compute);
+    LayerAllocators memory;
+    (void)allocate(shape, memory);
+    LayerNeeds needs{.memory = memory.used(),
                      .operator_bytes = embedding_backward_weight_workspace(
                          compute, input.shape.elements(), options_.classes, options_.width)};
-    const std::size_t summed = TensorSpec{DType::kF32, result.shape}.bytes();
-    if (classes_.divided() && result.dtype != DType::kF32) needs.memory.scratch = summed;
-    if (classes_.ranks() > 1) needs.collectives.forward = {{.bytes = summed}};
+    if (classes_.ranks() == 1) return needs;
+    const TensorSpec sum{DType::kF32, {shape.whole.rows(), options_.width}};
+    needs.collectives.forward = {
+        {.kind = shape.dealt ? CollectiveKind::kReduceScatter : CollectiveKind::kSum,
+         .bytes = sum.bytes()}};
+    needs.collectives.backward_input = gathers(shape, options_.stream, options_.width);
     return needs;
   }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
@@ -201,14 +202,25 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
       embedding_forward(call.compute(), tokens_of(call), table_->value,
                         positions_ != nullptr ? positions_->value : Tensor{}, rows);
     }
-    if (drops(call)) dropout(call.compute(), rows, dropped(call), rows);
+    for_dropped(call, [&](const Dropout& dropped, std::int64_t first, std::int64_t count) {
+      dropout(call.compute(), rows_from(rows, first, count), dropped,
+              rows_from(rows, first, count));
+    });
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& /*dx*/) override {
-    if (!drops(call)) return;
-    dropout(call.compute(), as_rows(dy), dropped(call), as_rows({call.gradients, dy.spec}));
+    const StreamShape shape = shape_of(call.x.spec, call.compute());
+    const Kept kept = kept_of(call, shape);
+    Tensor mine = as_rows(dy);
+    for_dropped(call, [&](const Dropout& dropped, std::int64_t first, std::int64_t count) {
+      dropout(call.compute(), rows_from(as_rows(dy), first, count), dropped,
+              rows_from(kept.dmine, first, count));
+      mine = kept.dmine;
+    });
+    if (shape.dealt) gather_rows(call.stage, shape, mine, kept.dby_rank, kept.dy);
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    const Tensor from = as_rows(drops(call) ? Tensor{call.gradients, dy.spec} : dy);
+    const Kept kept = kept_of(call, shape_of(call.x.spec, call.compute()));
+    const Tensor from = kept.dy.data != nullptr ? kept.dy : as_rows(dy);
     const Tensor positions = positions_ != nullptr ? positions_->grad : Tensor{};
     const Write write = next_write({table_, positions_}, call.compute().stream());
     if (classes_.divided()) {
@@ -220,6 +232,33 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
   }
 
  private:
+  struct Kept {
+    Tensor sums, by_rank, mine;  // scratch, f32: of shards, where the output does not serve
+    Tensor dy;                   // gradients: of all rows, where dropped or gathered
+    Tensor dmine, dby_rank;      // before it is gathered; dmine is dy where it is not
+  };
+  [[nodiscard]] StreamShape shape_of(const TensorSpec& input, ComputeContext& compute) const {
+    return stream_shape(output(input), classes_.shards(), compute.device().kind);
+  }
+  Kept allocate(const StreamShape& shape, LayerAllocators& memory) const {
+    const std::int64_t all = shape.whole.rows(), rows = shape.mine.rows(), width = options_.width;
+    const bool rounds = options_.stream != DType::kF32, drops = options_.dropout.probability > 0;
+    Kept kept;
+    if (classes_.divided() && (rounds || shape.dealt)) {
+      kept.sums = memory.scratch.tensor(DType::kF32, all, width);
+      kept.by_rank = gather_space(memory.scratch, shape, DType::kF32, width);
+      if (rounds && shape.dealt) kept.mine = memory.scratch.tensor(DType::kF32, rows, width);
+    }
+    if (drops || shape.dealt) kept.dy = memory.gradients.tensor(options_.stream, all, width);
+    kept.dmine =
+        drops && shape.dealt ? memory.scratch.tensor(options_.stream, rows, width) : kept.dy;
+    kept.dby_rank = gather_space(memory.scratch, shape, options_.stream, width);
+    return kept;
+  }
+  Kept kept_of(const LayerCall& call, const StreamShape& shape) const {
+    LayerAllocators memory(call);
+    return allocate(shape, memory);
+  }
   // As the operator takes them: [samples, n].
   static Tensor tokens_of(const LayerCall& call) {
     const Shape& shape = call.x.shape();
@@ -227,23 +266,23 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
   }
   // Sums over ranks are of one row and zeros: they have no order.
   void forward_parts(LayerCall& call, const Tensor& rows) {
-    const Tensor tokens = tokens_of(call);
-    const bool rounds = rows.spec.dtype != DType::kF32;
-    const Tensor values{rounds ? call.scratch : rows.data, {DType::kF32, rows.shape()}};
-    embedding_part_forward(call.compute(), tokens, classes_.first(), table_->value, values);
-    if (classes_.ranks() > 1) {
-      call.stage.tensor->sum({values.as<float>(), static_cast<std::size_t>(values.elements())});
-    }
-    const std::int64_t sequence = tokens.shape()[1];
+    const StreamShape shape = shape_of(call.x.spec, call.compute());
+    const Kept kept = kept_of(call, shape);
+    const Tensor& sums = kept.sums.data != nullptr ? kept.sums : rows;
+    embedding_part_forward(call.compute(), tokens_of(call), classes_.first(), table_->value, sums);
+    const Tensor& mine = !shape.dealt ? sums : kept.mine.data != nullptr ? kept.mine : rows;
+    if (classes_.ranks() > 1) sum_rows(call.stage, shape, sums, kept.by_rank, mine);
+    const std::int64_t sequence = shape.mine.sequence;
     for (std::int64_t row = 0; positions_ != nullptr && row < rows.shape()[0]; row += sequence) {
-      add(call.compute(), rows_from(positions_->value, 0, sequence),
-          rows_from(values, row, sequence));
+      add(call.compute(), rows_from(positions_->value, shape.first_position(), sequence),
+          rows_from(mine, row, sequence));
     }
-    if (rounds) convert(call.compute(), values, rows);
+    if (rows.spec.dtype != DType::kF32) convert(call.compute(), mine, rows);
   }
-  [[nodiscard]] bool drops(const LayerCall& call) const { return options_.dropout.active(call); }
-  [[nodiscard]] Dropout dropped(const LayerCall& call) const {
-    return options_.dropout.at(call, tokens_of(call).shape()[1] * options_.width);
+  template <typename Work>
+  void for_dropped(const LayerCall& call, const Work& work) const {
+    if (!options_.dropout.active(call)) return;
+    options_.dropout.for_rows(call, shape_of(call.x.spec, call.compute()), options_.width, work);
   }
 
   EmbeddingOptions options_;

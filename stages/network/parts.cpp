@@ -66,6 +66,16 @@ void gather_rows(const StageContext& stage, const StreamShape& shape, const Tens
   reorder(stage, shape, by_rank, whole, true);
 }
 
+void sum_rows(const StageContext& stage, const StreamShape& shape, const Tensor& all,
+              const Tensor& by_rank, const Tensor& mine) {
+  if (!shape.dealt) {
+    const auto elements = static_cast<std::size_t>(all.elements());
+    return stage.tensor->sum(std::span<float>(all.as<float>(), elements));
+  }
+  if (shape.whole.samples > 1) reorder(stage, shape, by_rank, all, false);
+  stage.tensor->reduce_scatter(shape.whole.samples > 1 ? by_rank : all, mine);
+}
+
 std::vector<PlannedCollective> gathers(const StreamShape& shape, DType type, std::int64_t width) {
   if (!shape.dealt) return {};
   return {{.axis = CollectiveAxis::kTensor,
@@ -228,18 +238,11 @@ void Linear::sum_shards(const StageContext& stage, const StreamShape& shape, boo
     return sum_of_shards(stage.compute, operand, this->operand(), sizes_, backward, bias, residual,
                          result);
   }
-  const Tensor& all = sum.all.data != nullptr ? sum.all : result;
-  const Tensor& mine = !shape.dealt ? all : sum.mine.data != nullptr ? sum.mine : result;
+  const bool serves = result.spec.dtype == DType::kF32;
+  const Tensor& all = serves && !shape.dealt ? result : sum.all;
+  const Tensor& mine = !shape.dealt ? all : serves ? result : sum.mine;
   sum_of_shards(stage.compute, operand, this->operand(), sizes_, backward, {}, {}, all);
-  if (!shape.dealt) {
-    const auto elements = static_cast<std::size_t>(mine.elements());
-    stage.tensor->sum(std::span<float>(mine.as<float>(), elements));
-  } else if (sum.by_rank.data == nullptr) {
-    stage.tensor->reduce_scatter(all, mine);
-  } else {
-    reorder(stage, shape, sum.by_rank, all, false);
-    stage.tensor->reduce_scatter(sum.by_rank, mine);
-  }
+  sum_rows(stage, shape, all, sum.by_rank, mine);
   finish_sum(stage.compute, mine, bias, residual, result);
 }
 

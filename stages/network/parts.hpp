@@ -57,7 +57,10 @@ struct StreamShape {
                                   std::int64_t width);
 void gather_rows(const StageContext& stage, const StreamShape& shape, const Tensor& mine,
                  const Tensor& by_rank, const Tensor& whole);
-// The collective that it makes; none where each rank has all rows.
+// The sum over ranks of f32 rows: of all, in place, where each has all; else of this rank's.
+void sum_rows(const StageContext& stage, const StreamShape& shape, const Tensor& all,
+              const Tensor& by_rank, const Tensor& mine);
+// The collective that gather_rows() makes; none where each rank has all rows.
 [[nodiscard]] std::vector<PlannedCollective> gathers(const StreamShape& shape, DType type,
                                                      std::int64_t width);
 

@@ -23,7 +23,7 @@ struct TensorGroup {
   std::vector<std::span<const std::byte>> passed;  // by each rank, to the call in progress
 };
 
-// Sums of floats by the tree, and all-gathers.
+// Sums of floats by the tree, all-gathers and reduce-scatters.
 class TensorRank final : public Collective {
  public:
   TensorRank(TensorGroup& group, int rank) : group_(group), rank_(rank) {}
@@ -35,6 +35,10 @@ class TensorRank final : public Collective {
     std::vector<std::byte> result;
     if (call.kind == CollectiveKind::kSum) {
       result = sum();
+    } else if (call.kind == CollectiveKind::kReduceScatter) {
+      result = sum();
+      const auto first = result.begin() + std::ptrdiff_t(call.out.size()) * rank_;
+      result = {first, first + std::ptrdiff_t(call.out.size())};
     } else {
       for (const auto& part : group_.passed) result.insert(result.end(), part.begin(), part.end());
     }
@@ -64,13 +68,14 @@ class TensorRank final : public Collective {
 
 // work(rank's shards, rank's collective) on a thread for each rank.
 inline void on_ranks(int shards, int ranks,
-                     const std::function<void(const Shards&, TensorRank&)>& work) {
+                     const std::function<void(const Shards&, TensorRank&)>& work,
+                     bool deals_positions = true) {
   TensorGroup group(ranks);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
       TensorRank mine(group, rank);
-      work({shards, shards / ranks * rank, shards / ranks}, mine);
+      work({shards, shards / ranks * rank, shards / ranks, deals_positions}, mine);
     });
   }
   for (std::thread& thread : threads) thread.join();

@@ -1,7 +1,6 @@
 // Blocks of a transformer computed by shards: as many ranks as threads, each with its own stage.
 #include <gtest/gtest.h>
 
-#include <barrier>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -17,9 +16,11 @@
 #include "comm/base/index.hpp"
 #include "comm/base/sum_tree.hpp"
 #include "stages/network/network_stage.hpp"
+#include "stages/network/parts.hpp"
 #include "stages/tensor/slice_runs.hpp"
 #include "tests/stages/prepared.hpp"
 #include "tests/stages/state_slot.hpp"
+#include "tests/stages/tensor_ranks.hpp"
 #include "tests/stages/transformer/small_models.hpp"
 
 namespace sluice {
@@ -27,12 +28,7 @@ namespace {
 
 using Values = std::vector<float>;
 
-// Of the ranks that share a stage; a call is one of the tests' own.
-struct Group {
-  explicit Group(int ranks) : all(ranks), values(at(ranks)) {}
-  std::barrier<> all;
-  std::vector<Values> values;  // of each rank
-};
+using Group = testing::TensorGroup;
 
 Values tree_of(std::vector<Values> leaves) {
   add_leaves(leaves.size(), [&](std::size_t into, std::size_t from) {
@@ -40,31 +36,6 @@ Values tree_of(std::vector<Values> leaves) {
   });
   return leaves[0];
 }
-
-class GroupSum final : public Collective {
- public:
-  GroupSum(Group& group, int rank) : group_(group), rank_(rank) {}
-
-  void make(const CollectiveCall& call) override {
-    calls.push_back({.axis = CollectiveAxis::kTensor,
-                     .kind = call.kind,
-                     .bytes = call.in.size(),
-                     .type = call.type});
-    Values& mine = group_.values[at(rank_)];
-    mine.resize(call.in.size() / sizeof(float));
-    std::memcpy(mine.data(), call.in.data(), call.in.size());
-    group_.all.arrive_and_wait();
-    const Values sum = tree_of(group_.values);
-    group_.all.arrive_and_wait();
-    std::memcpy(call.out.data(), sum.data(), call.out.size());
-  }
-
-  std::vector<PlannedCollective> calls;
-
- private:
-  Group& group_;
-  int rank_;
-};
 
 // Numbers in [-1, 1) by a place.
 float number_at(std::uint64_t place) {
@@ -113,7 +84,9 @@ class Rank {
     const TransformerConfig& config = setting_.config;
     const std::unique_ptr<Stage> stage =
         Transformer(config).stage_of({{0, 1, 1 + config.layers, 2 + config.layers}}, 1, shards_);
-    const TensorSpec edge{config.stream_precision, {kSamples, config.context, config.width}};
+    const TensorSpec edge = nn::dealt_stream(
+        {config.stream_precision, {kSamples, config.context, config.width}}, shards_);
+    dealt_ = edge.shape.rank() == 4;
     ComputeContext compute({}, 1);
     const StageDescription described = stage->describe({&edge, 1}, compute);
     const testing::StateSlot slot(Device{}, described);
@@ -141,7 +114,7 @@ class Rank {
                            .inputs = {&x_tensor, 1},
                            .tensor = &sum_};
       stage->forward(context, {&x_tensor, 1}, {&y_tensor, 1});
-      append(y_tensor, result.outputs);
+      append_stream(y_tensor, result.outputs);
       if (batch == 0) {
         stage->backward(context, {&dy_tensor, 1}, {&dx_tensor, 1});
       } else {
@@ -149,7 +122,7 @@ class Rank {
         split.backward_input(context, {&dy_tensor, 1}, {&dx_tensor, 1});
         split.backward_weight(context, {&dy_tensor, 1});
       }
-      append(dx_tensor, result.input_gradients);
+      append_stream(dx_tensor, result.input_gradients);
     }
     EXPECT_EQ(compute.workspace(described.operator_bytes), scratch) << "more than described";
     std::vector<PlannedCollective> planned;
@@ -167,10 +140,17 @@ class Rank {
   std::map<std::string, std::size_t> shares;  // of gradients
 
  private:
-  static void fill(const Tensor& to, int stream) {
+  // Where an element of the stream lies in that of all positions.
+  [[nodiscard]] std::int64_t place_of(std::int64_t element) const {
+    if (!dealt_) return element;
+    const std::int64_t whole = std::int64_t{setting_.config.context} * setting_.config.width;
+    const std::int64_t mine = whole / shards_.count * shards_.local;
+    return element / mine * whole + whole / shards_.count * shards_.first + element % mine;
+  }
+  void fill(const Tensor& to, int stream) const {
     for (std::int64_t i = 0; i < to.elements(); ++i) {
       const float value = number_at(static_cast<std::uint64_t>(stream) * 1'000'003U +
-                                    static_cast<std::uint64_t>(i));
+                                    static_cast<std::uint64_t>(place_of(i)));
       if (to.spec.dtype == DType::kF32) {
         to.as<float>()[i] = value;
       } else {
@@ -182,6 +162,16 @@ class Rank {
     for (std::int64_t i = 0; i < from.elements(); ++i) {
       to.push_back(from.spec.dtype == DType::kF32 ? from.as<float>()[i]
                                                   : to_float(from.as<Bf16>()[i]));
+    }
+  }
+  // NaN at positions of other ranks.
+  void append_stream(const Tensor& from, Values& to) const {
+    Values mine;
+    append(from, mine);
+    const std::size_t begin = to.size();
+    to.resize(begin + mine.size() * at(dealt_ ? shards_.count / shards_.local : 1), std::nanf(""));
+    for (std::size_t i = 0; i < mine.size(); ++i) {
+      to[begin + static_cast<std::size_t>(place_of(static_cast<std::int64_t>(i)))] = mine[i];
     }
   }
   // Gains that are 1 and biases that are 0 would hide what they do.
@@ -213,8 +203,19 @@ class Rank {
 
   const Setting& setting_;
   Shards shards_;
-  GroupSum sum_;
+  bool dealt_ = false;
+  testing::TensorRank sum_;
 };
+
+// `all` gets what `mine` has, and both had alike.
+void join(const Values& mine, Values& all) {
+  ASSERT_EQ(mine.size(), all.size());
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    if (std::isnan(mine[i])) continue;
+    if (std::isnan(all[i])) all[i] = mine[i];
+    ASSERT_EQ(mine[i], all[i]) << i;
+  }
+}
 
 Result result_of(const Setting& setting, int shards, int ranks) {
   Group group(ranks);
@@ -232,9 +233,7 @@ Result result_of(const Setting& setting, int shards, int ranks) {
     for (const auto& rank : all) {
       const Values& mine = rank->result.gradients[name];
       if (rank->shares[name] == 0) {
-        for (std::size_t i = 0; i < values.size(); ++i) {
-          if (!std::isnan(mine[i])) values[i] = mine[i];
-        }
+        join(mine, values);
         continue;
       }
       const std::size_t each = mine.size() / rank->shares[name];
@@ -246,8 +245,8 @@ Result result_of(const Setting& setting, int shards, int ranks) {
     if (!shares.empty()) values = tree_of(std::move(shares));
   }
   for (const auto& rank : all) {
-    EXPECT_EQ(rank->result.outputs, joined.outputs);
-    EXPECT_EQ(rank->result.input_gradients, joined.input_gradients);
+    join(rank->result.outputs, joined.outputs);
+    join(rank->result.input_gradients, joined.input_gradients);
   }
   return joined;
 }
@@ -323,6 +322,7 @@ void bf16_stream(TransformerConfig& config) {
 }
 void dropping(TransformerConfig& config) { config.dropout = 0.2F; }
 void recomputing(TransformerConfig& config) { config.recompute = Recompute::kBlock; }
+void dealing(TransformerConfig& config) { config.context = 40; }
 
 INSTANTIATE_TEST_SUITE_P(
     Settings, ShardsTest,
@@ -330,6 +330,15 @@ INSTANTIATE_TEST_SUITE_P(
         Setting{"Gpt2", gpt2()}, Setting{"Gpt2ByEight", gpt2(), 8}, Setting{"Llama", llama()},
         Setting{"LlamaByEight", llama(), 8, 8}, Setting{"LlamaBySixteen", llama(), 16},
         Setting{"LlamaByThree", llama(), 3, 1}, Setting{"AllOfLlama", all_of_llama(), 8},
+        Setting{"Gpt2Dealt", with(with(gpt2(), dealing), dropping)},
+        Setting{"LlamaDealt", with(with(all_of_llama(), dealing), recomputing), 8, 8},
+        Setting{"DealtBySample",
+                with(with(llama(), dealing), [](auto& c) { c.batch_invariant = true; })},
+        Setting{"Bf16Dealt", with(with(with(gpt2(), dealing), bf16), dropping)},
+        Setting{"Bf16StreamDealt",
+                with(with(with(with(all_of_llama(), dealing), bf16_stream), dropping), recomputing),
+                8},
+        Setting{"Bf16StreamDealtKeeping", with(with(gpt2(), dealing), bf16_stream), 8},
         Setting{"Long", with(gpt2(), [](auto& c) { c.context = 300; })},
         Setting{"LongBf16Stream",
                 with(with(gpt2(), bf16_stream), [](auto& c) { c.context = 300; })},
