@@ -560,6 +560,7 @@ void Checkpointer::Impl::gather_facts() {
                   {"replicas", topology.size.replica},
                   {"stages", layout.plans.num_stages()}};
   if (topology.size.tensor > 1) state.layout["tensor"] = topology.size.tensor;
+  if (layout.place.shards > 1) state.layout["tensor_shards"] = layout.place.shards;
   if (layout.place.shares > 1) state.layout["virtual_replicas"] = layout.place.virtual_replicas();
   if (options.local) state.layout["local"] = 1;
   for (const auto& [text, ranks] : layout.arithmetic) state.arithmetic.push_back(text);

@@ -309,6 +309,7 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
   loaded.data = std::move(chosen.state.data);
   loaded.skipped = std::move(chosen.state.skipped);
   loaded.virtual_replicas = chosen.state.virtual_replicas();
+  loaded.tensor_shards = chosen.state.tensor_shards();
   loaded.arithmetic = arithmetic_change(chosen.state.arithmetic, layout.arithmetic);
   loaded.notes = std::move(chosen.notes);
   loaded.passed_over = std::move(chosen.passed_over);

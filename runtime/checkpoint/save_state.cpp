@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -15,7 +16,7 @@
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/files/read_file.hpp"
-#include "runtime/layout/virtual_replicas.hpp"
+#include "runtime/layout/division.hpp"
 #include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
@@ -226,20 +227,30 @@ void read_lists(const Reader& reader, const Json& json, SaveState& state) {
   }
 }
 
-// What says how the batch was divided. Versions before 0.3 have no virtual replicas.
-void require_division(const Reader& reader, const std::map<std::string, int>& layout) {
-  const auto replicas = layout.find("replicas"), parts = layout.find("virtual_replicas");
-  if (replicas != layout.end() && replicas->second == 0) {
-    reader.refuse("'replicas' of 'layout' is 0; legal are numbers from 1");
+// What says among how many `holders` the `parts` were divided: where the former are not recorded,
+// among `otherwise`; 0: they have to be.
+void require_division(const Reader& reader, const std::map<std::string, int>& layout,
+                      const char* parts, const char* holders, int otherwise,
+                      const DivisionNames& names) {
+  const auto of = layout.find(holders), divided = layout.find(parts);
+  if (of != layout.end() && of->second == 0) {
+    reader.refuse("'{}' of 'layout' is 0; legal are numbers from 1", holders);
   }
-  if (parts == layout.end()) return;
-  if (replicas == layout.end()) {
-    reader.refuse("'layout' has 'virtual_replicas', but no 'replicas'");
+  if (divided == layout.end()) return;
+  const int count = of != layout.end() ? of->second : otherwise;
+  if (count == 0) reader.refuse("'layout' has '{}', but no '{}'", parts, holders);
+  if (divided->second > 0 && can_divide(divided->second, count)) return;
+  reader.refuse("'{}' of 'layout' is {}, with {} {}{}; {}", parts, divided->second, count,
+                names.holder, count == 1 ? "" : "s", legal_parts(divided->second, count, names));
+}
+
+// The first of `names` that is recorded.
+int recorded(const std::map<std::string, int>& layout, std::initializer_list<const char*> names,
+             int otherwise) {
+  for (const char* name : names) {
+    if (const auto found = layout.find(name); found != layout.end()) return found->second;
   }
-  if (parts->second > 0 && can_divide(parts->second, replicas->second)) return;
-  reader.refuse("'virtual_replicas' of 'layout' is {}, with {} replica{}; {}", parts->second,
-                replicas->second, replicas->second == 1 ? "" : "s",
-                legal_virtual_replicas(parts->second, replicas->second));
+  return otherwise;
 }
 
 }  // namespace
@@ -290,11 +301,10 @@ bool is_save_file_name(std::string_view name) {
 }
 
 int SaveState::virtual_replicas() const {
-  for (const char* name : {"virtual_replicas", "replicas"}) {
-    if (const auto found = layout.find(name); found != layout.end()) return found->second;
-  }
-  return 0;
+  return recorded(layout, {"virtual_replicas", "replicas"}, 0);
 }
+
+int SaveState::tensor_shards() const { return recorded(layout, {"tensor_shards", "tensor"}, 1); }
 
 std::string arithmetic_change(const std::vector<std::string>& saved,
                               const std::map<std::string, std::vector<int>>& now) {
@@ -399,7 +409,9 @@ SaveState parse_save_state(std::string_view text, const std::filesystem::path& p
     }
     state.layout[name] = value.get<int>();
   }
-  require_division(reader, state.layout);
+  // Versions before 0.3 have no virtual replicas.
+  require_division(reader, state.layout, "virtual_replicas", "replicas", 0, kVirtualReplicas);
+  require_division(reader, state.layout, "tensor_shards", "tensor", 1, kTensorShards);
   if (json.contains("arithmetic")) {  // version 0.2 did not record it
     for (const Json& each : reader.array(json, "arithmetic")) {
       if (!each.is_string()) reader.refuse("'arithmetic' holds what is no text");

@@ -60,8 +60,8 @@ struct SaveState {
   std::uint64_t step = 0;
   std::string time;           // UTC, "2026-01-31T12:00:00Z"
   bool weights_only = false;  // no optimizer state: cannot be resumed
-  // "ranks", "pipeline", "replicas", "stages", above 1 "tensor", and, where they are more than
-  // replicas, "virtual_replicas".
+  // "ranks", "pipeline", "replicas", "stages", above 1 "tensor" and "tensor_shards", and, where
+  // they are more than replicas, "virtual_replicas".
   std::map<std::string, int> layout;
   std::vector<std::string> arithmetic;  // as JobLayout's, of all ranks; none: not recorded
   Facts options;                        // of the program, in the order of its help
@@ -75,6 +75,7 @@ struct SaveState {
   std::vector<SavedTensor> tensors;
 
   [[nodiscard]] int virtual_replicas() const;  // of `layout`; 0: not recorded
+  [[nodiscard]] int tensor_shards() const;     // likewise; from 1
 };
 
 // Files beside the weights that make a save a model's directory for other programs: config.json,

@@ -22,6 +22,7 @@
 #include "runtime/files/json_text.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/group/build_name.hpp"
+#include "runtime/layout/division.hpp"
 #include "stages/operators/optimizer.hpp"
 
 namespace sluice {
@@ -156,6 +157,12 @@ void require_sensible(const PipelineOptions& options) {
   if (options.devices.threads < 1 || options.devices.threads > ComputeContext::kMostThreads) {
     throw_usage("options.devices.threads is {}; legal are 1 to {}", options.devices.threads,
                 ComputeContext::kMostThreads);
+  }
+  const int shards = options.shape.tensor_shards;
+  if (shards < 0 || shards > kMostTensorShards) {
+    throw_usage(
+        "options.shape.tensor_shards is {}; legal are 1 to {}, and 0 for as many as tensor ranks",
+        shards, kMostTensorShards);
   }
   require_sensible_training(options.training);
   require_sensible_shards(options);

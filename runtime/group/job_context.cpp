@@ -22,9 +22,9 @@
 #include "comm/group/transport.hpp"
 #include "runtime/group/configuration.hpp"
 #include "runtime/group/guard.hpp"
+#include "runtime/layout/division.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/rank_arrangement.hpp"
-#include "runtime/layout/virtual_replicas.hpp"
 
 namespace sluice {
 
@@ -130,7 +130,7 @@ void JobContext::join(const PipelineOptions& options) {
   const Topology numbered =
       make_topology(size, {.pipeline = depth, .replica = shape.replicas, .tensor = shape.tensor},
                     shape.rank_order);
-  place.shares = shares_of(shape.virtual_replicas, shape.replicas);
+  divide(shape);
   stage_places = stage_placement(options, depth);
   RankArrangement order = arrange_ranks(numbered, options, stage_places, hosts);
   place.topology = std::move(order.topology);
@@ -140,6 +140,11 @@ void JobContext::join(const PipelineOptions& options) {
   std::vector<int> all(at(size));
   std::iota(all.begin(), all.end(), 0);
   place.hosts = hosts_of(devices.ranks, all);
+}
+
+void JobContext::divide(const PipelineOptions::Shape& shape) {
+  place.shares = shares_of(shape.virtual_replicas, shape.replicas, kVirtualReplicas);
+  place.shards = shape.tensor * shares_of(shape.tensor_shards, shape.tensor, kTensorShards);
 }
 
 void JobContext::plan(const PipelineOptions& options) {
@@ -153,7 +158,7 @@ void JobContext::plan(const PipelineOptions& options) {
       make_topology(planned_ranks(shape),
                     {.pipeline = shape.pipeline, .replica = shape.replicas, .tensor = shape.tensor},
                     shape.rank_order);
-  place.shares = shares_of(shape.virtual_replicas, shape.replicas);
+  divide(shape);
   const RankDevice mine =
       choose_devices(*world.collectives, Topology{}, options.devices.choices, {host_name()})
           .front();

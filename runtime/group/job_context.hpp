@@ -122,6 +122,7 @@ class JobContext {
   void make_groups();
   void join(const PipelineOptions& options);
   void plan(const PipelineOptions& options);
+  void divide(const PipelineOptions::Shape& shape);
 
   std::array<RankGroup, kAxes.size()> groups_;  // [Axis]
 };

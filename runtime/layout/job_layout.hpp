@@ -113,6 +113,7 @@ struct RankPlace {
   std::string order_reason;  // RankArrangement::reason
   Place here;
   int shares = 1;  // virtual replicas that a replica computes: PipelineOptions::Shape
+  int shards = 1;  // of the model: PipelineOptions::Shape::tensor_shards
   std::vector<RankDevice> devices;  // [pipeline rank], of this pipeline
   // [rank of the job] equal numbers for one host; in a planned job all are on one.
   std::vector<int> hosts;

@@ -307,17 +307,17 @@ std::vector<StageReports> describe_parts(JobContext& job, const PipelineOptions&
                                          const DataSource& source, const Placement& placement,
                                          const std::vector<UnitShape>& sizes,
                                          std::vector<std::unique_ptr<Stage>>& made) {
-  const int tensors = job.place.topology.size.tensor;
-  if (tensors > 1 && !make_stage.takes_place()) {
+  const int tensors = job.place.topology.size.tensor, shards = job.place.shards;
+  if (std::max(tensors, shards) > 1 && !make_stage.takes_place()) {
     throw_usage(
-        "options.shape.tensor is {}, but the StageFactory makes stages that ranks cannot share; "
+        "options.shape.{} is {}, but the StageFactory makes stages that ranks cannot share; "
         "legal: 1, or a factory of a StagePlace, whose stages have slices of their parameters",
-        tensors);
+        tensors > 1 ? "tensor" : "tensor_shards", tensors > 1 ? tensors : shards);
   }
   const auto describe = [&](int tensor) {
     const auto make = [&](int stage) -> Stage& {
       try {
-        made.push_back(make_stage({stage, placement.stages(), tensor, tensors}));
+        made.push_back(make_stage({stage, placement.stages(), tensor, tensors, shards}));
       } catch (...) {
         rethrow_from(fmt::format("making stage {}", stage));
       }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
 
 #include "comm/base/cores.hpp"
@@ -142,6 +143,63 @@ std::string describe_empty_stages(const Partition& partition) {
       empty, partition.stages(), partition.first.back());
 }
 
+// " x 2 tensor ranks of 8 shards"; empty of one rank and one shard.
+std::string describe_tensor_ranks(const RankPlace& place) {
+  const int ranks = place.topology.size.tensor;
+  if (ranks == 1 && place.shards == 1) return "";
+  return fmt::format(" x {} tensor rank{}{}", ranks, ranks == 1 ? "" : "s",
+                     place.shards == ranks ? "" : fmt::format(" of {} shards", place.shards));
+}
+
+// What the ranks that share a pipeline rank's stages exchange for a micro-batch of a training.
+struct SharedCalls {
+  std::size_t calls = 0;
+  double bytes = 0;  // that each of the ranks passes
+};
+
+SharedCalls shared_calls(const JobLayout& layout, int pipeline_rank) {
+  SharedCalls sum;
+  for (const int stage : layout.plans.placement().stages_of(pipeline_rank)) {
+    const StageCollectives& all =
+        layout.parameters.stages[static_cast<std::size_t>(stage)].collectives;
+    for (const auto* calls : {&all.forward, &all.loss, &all.backward_input, &all.backward_weight}) {
+      for (const PlannedCollective& call : *calls) {
+        if (call.axis != CollectiveAxis::kTensor) continue;
+        ++sum.calls;
+        sum.bytes += static_cast<double>(call.bytes);
+      }
+    }
+  }
+  return sum;
+}
+
+// A warning where ranks that share stages are on several hosts; else empty.
+std::string describe_spread_ranks(const JobLayout& layout) {
+  const Topology& topology = layout.place.topology;
+  if (topology.size.tensor == 1) return "";
+  std::size_t spread = 0;
+  std::string first;
+  for (const std::vector<int>& group : topology.groups(Axis::kTensor)) {
+    const std::vector<int> hosts = layout.place.hosts_of(group);
+    const std::size_t different = std::set(hosts.begin(), hosts.end()).size();
+    if (different == 1 || ++spread > 1) continue;
+    const Place place = topology.place_of(group.front());
+    const SharedCalls shared = shared_calls(layout, place.pipeline);
+    first = fmt::format(
+        "  warning: the tensor ranks of pipeline rank {}, replica {} (ranks {} of the job) are on "
+        "{} hosts: each micro-batch adds {} sums of {:.2f} MiB in all over the link between them, "
+        "and the layers wait for them",
+        place.pipeline, place.replica, joined(group, ","), different, shared.calls,
+        shared.bytes / (1 << 20));
+  }
+  if (spread == 0) return "";
+  if (spread > 1) {
+    first +=
+        fmt::format("; {} other group{} spread as well", spread - 1, spread == 2 ? " is" : "s are");
+  }
+  return first + ". Fewer tensor ranks, with more pipeline ranks or replicas, avoid it.\n";
+}
+
 }  // namespace
 
 std::string describe_layout(const JobLayout& layout, const Partition& partition) {
@@ -153,8 +211,7 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
       "{} rank{}: pipeline of {} x {} {}{}{}{}, schedule {}, {} micro-batch{} per {} and step\n",
       where.topology.ranks(), where.topology.ranks() == 1 ? "" : "s", size.pipeline,
       where.virtual_replicas(), where.name_of_part(), where.virtual_replicas() == 1 ? "" : "s",
-      where.shares > 1 ? fmt::format(" on {}", size.replica) : "",
-      shared ? fmt::format(" x {} tensor ranks", size.tensor) : "",
+      where.shares > 1 ? fmt::format(" on {}", size.replica) : "", describe_tensor_ranks(where),
       layout.plans.train.schedule_name, micro_batches, micro_batches == 1 ? "" : "es",
       where.name_of_part());
   if (!layout.plans.train.exact) {
@@ -190,9 +247,9 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
       layout.parameters.cut && layout.place.topology.size.replica > 1
           ? "optimizer: of the replica with the largest part"
           : "each replica holds the same");
-  return text + describe_empty_stages(partition) + describe_connections(layout) +
-         describe_arithmetic(layout) + describe_notes(layout) + describe_saves(layout) +
-         describe_collectives(layout) + describe_graphs(layout);
+  return text + describe_empty_stages(partition) + describe_spread_ranks(layout) +
+         describe_connections(layout) + describe_arithmetic(layout) + describe_notes(layout) +
+         describe_saves(layout) + describe_collectives(layout) + describe_graphs(layout);
 }
 
 std::string rank_table(const std::vector<RankRow>& ranks, std::string_view indent) {

@@ -273,6 +273,8 @@ def refused(setup):
             (USAGE, ["--layouts", "2y2"], ranks, "'2y2' is no layout"),
             (USAGE, ["--layouts", "2x4,2x3"], ["train", "{replicas}", "--virtual-replicas", "8"],
              "'2x3' has 3 replicas, .*; legal numbers of replicas: 1, 2, 4, 8"),
+            (USAGE, ["--layouts", "2x1x4,2x1x3"], ["train", "{tensor}", "--tensor-shards", "8"],
+             "'2x1x3' has 3 tensor ranks, .*; legal numbers of tensor ranks: 1, 2, 4, 8"),
             (USAGE, ["--hosts", hosts], ["true"], "--hosts has no effect"),
             (DATA, ["--hosts", setup.folder / "none"], file, "'.*/none': No such file"),
             (DATA, ["--hosts", setup.folder], file, "Is a directory"),

@@ -143,6 +143,7 @@ struct LoadedCheckpoint {
   // Of the pipeline that saved; 0: not recorded. With another number than
   // PipelineOptions::Shape has, the bits of an uninterrupted run differ from the next step on.
   int virtual_replicas = 0;
+  int tensor_shards = 1;                 // likewise; always known
   std::vector<std::string> notes;        // saves that were broken and passed over: why
   std::vector<std::string> passed_over;  // the directories' names of those with a state.json
 };

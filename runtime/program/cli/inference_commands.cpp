@@ -26,6 +26,7 @@
 #include "runtime/entry/command.hpp"
 #include "runtime/group/configuration.hpp"
 #include "runtime/group/guard.hpp"
+#include "runtime/layout/division.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/models/config_json.hpp"
 #include "runtime/models/model_config.hpp"
@@ -331,7 +332,8 @@ void generate_text(const std::filesystem::path& save, const GenerateOptions& opt
 constexpr const char* kAboutEvaluate =
     R"(Prints the mean loss of what 'sluice train --save DIR' wrote over the validation part of a
 file, as a pipeline over the ranks of an MPI job, or alone. It does not depend on the number
-of ranks. Without --data and --validation-share these are the training's.
+of ranks, at equal --tensor-shards. Without --data and --validation-share these are the
+training's.
 
   sluice evaluate --weights run)";
 
@@ -353,6 +355,10 @@ OptionTable make_table(EvaluateOptions& options) {
                     std::numeric_limits<std::int64_t>::max(), "windows of it", "all");
   table.add_integer("micro-batch-size", options.pipeline.shape.micro_batch_size, 1, kMaxInt,
                     "samples");
+  table.add_integer("tensor", options.pipeline.shape.tensor, 1, kMostTensorShards,
+                    "ranks that share each stage, on CPUs; ranks = pipeline x tensor");
+  table.add_integer("tensor-shards", options.pipeline.shape.tensor_shards, 1, kMostTensorShards,
+                    "parts of every layer, as of 'sluice train'; auto: as many as tensor", "auto");
   add_pipeline_options(table, options.pipeline);
   return table;
 }

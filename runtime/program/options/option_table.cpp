@@ -53,8 +53,7 @@ constexpr std::array kNamesElsewhere = std::to_array<std::array<std::string_view
     {"epsilon", "adam-eps"},
     {"clip", "grad-clip clip-grad max-grad-norm"},
     {"pipeline", "pp pipeline-parallel-size pipeline-model-parallel-size"},
-    // There is no tensor parallelism: more ranks make a longer pipeline.
-    {"pipeline", "tp tensor-parallel-size tensor-model-parallel-size"},
+    {"tensor", "tp tensor-parallel-size tensor-model-parallel-size"},
     {"chunks", "vpp num-layers-per-virtual-pipeline-stage"},
     {"replicas", "dp data-parallel-size"},
     {"micro-batches", "grad-accum gradient-accumulation-steps"},

@@ -6,6 +6,7 @@
 #include <sstream>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include <sluice/error.hpp>
@@ -19,6 +20,7 @@
 #include "runtime/files/mapped_file.hpp"
 #include "runtime/files/read_file.hpp"
 #include "runtime/files/sha256.hpp"
+#include "runtime/layout/division.hpp"
 #include "runtime/models/model_config.hpp"
 #include "runtime/models/model_tensors.hpp"
 #include "runtime/process/process.hpp"
@@ -34,8 +36,8 @@ constexpr const char* kAboutDigest =
 one line '<sha256>  <name>' each, sorted by name; then '<sha256>  total', the SHA-256 of those
 lines. DIR is what 'sluice train --save DIR' wrote, of which it takes the newest step, one step,
 or a directory of Hugging Face. Two runs ended with the same parameters, to the bit, where the
-last lines agree. How the ranks that saved computed (virtual replicas, kernels, matrix library,
-threads, blocks of rows) goes to standard error.)";
+last lines agree. How the ranks that saved computed (virtual replicas, tensor shards, kernels,
+matrix library, threads, blocks of rows) goes to standard error.)";
 
 constexpr const char* kAboutInspect =
     R"(Prints what a model's directory holds: a line for every tensor of its files, then the model,
@@ -193,10 +195,12 @@ int digest_command(const std::vector<std::string>& arguments) {
     SavedTensors tensors = open_model_tensors(save, verify);
     const SaveSelection found = select_saves(save);
     if (!found.candidates.empty()) {
-      if (const int parts = found.candidates.front().state.virtual_replicas(); parts > 1) {
-        fmt::print(stderr, "computed with {} virtual replicas\n", parts);
+      const SaveState& state = found.candidates.front().state;
+      for (const auto& [parts, names] : {std::pair(state.virtual_replicas(), kVirtualReplicas),
+                                         {state.tensor_shards(), kTensorShards}}) {
+        if (parts > 1) fmt::print(stderr, "computed with {} {}\n", parts, names.parts);
       }
-      for (const std::string& arithmetic : found.candidates.front().state.arithmetic) {
+      for (const std::string& arithmetic : state.arithmetic) {
         fmt::print(stderr, "computed with {}\n", arithmetic);
       }
     }

@@ -13,7 +13,6 @@
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/read_file.hpp"
-#include "runtime/layout/virtual_replicas.hpp"
 #include "runtime/program/options/option_table.hpp"
 
 namespace sluice {
@@ -97,16 +96,22 @@ void add_host(std::vector<HostLine>& hosts, HostLine host, const std::string& wh
 Layout layout_in(std::string_view text) {
   while (text.starts_with(' ')) text.remove_prefix(1);
   while (text.ends_with(' ')) text.remove_suffix(1);
-  const std::size_t cross = std::min(text.find('x'), text.size());
-  const auto pipeline = number_in(text.substr(0, cross));
-  const auto replicas = number_in(text.substr(std::min(cross + 1, text.size())));
-  if (!pipeline || !replicas || std::int64_t{*pipeline} * *replicas > kMost) {
+  std::vector<int> sizes;
+  std::int64_t ranks = 1;
+  for (std::string_view rest = text; ranks > 0 && ranks <= kMost;) {
+    const std::size_t cross = rest.find('x');
+    sizes.push_back(number_in(rest.substr(0, cross)).value_or(0));
+    ranks *= sizes.back();
+    if (cross == std::string_view::npos) break;
+    rest.remove_prefix(cross + 1);
+  }
+  if (ranks < 1 || ranks > kMost || sizes.size() < 2 || sizes.size() > 3) {
     throw_usage(
-        "option --layouts: '{}' is no layout; legal are PIPELINExREPLICAS, such as '4x2', of at "
-        "most {} ranks, with commas between",
+        "option --layouts: '{}' is no layout; legal are PIPELINExREPLICAS, such as '4x2', and "
+        "PIPELINExREPLICASxTENSOR, of at most {} ranks, with commas between",
         text, kMost);
   }
-  return {*pipeline, *replicas};
+  return {sizes[0], sizes[1], sizes.size() == 3 ? sizes[2] : 1};
 }
 
 }  // namespace
@@ -133,7 +138,8 @@ bool same_host(std::string_view a, std::string_view b) {
 }
 
 std::string to_string(const Layout& layout) {
-  return fmt::format("{}x{}", layout.pipeline, layout.replicas);
+  return fmt::format("{}x{}{}", layout.pipeline, layout.replicas,
+                     layout.tensor == 1 ? "" : fmt::format("x{}", layout.tensor));
 }
 
 std::vector<Layout> parse_layouts(std::string_view text) {
@@ -150,14 +156,15 @@ std::vector<Layout> parse_layouts(std::string_view text) {
   }
 }
 
-void require_division(std::string_view layouts, int virtual_replicas) {
+void require_division(std::string_view layouts, int Layout::*holders, const DivisionNames& names,
+                      int parts) {
   for (const Layout& layout : parse_layouts(layouts)) {
-    if (can_divide(virtual_replicas, layout.replicas)) continue;
+    if (can_divide(parts, layout.*holders)) continue;
     throw_usage(
-        "option --layouts: '{}' has {} replicas, which cannot divide the --virtual-replicas {} of "
-        "the command; legal numbers of replicas: {}",
-        to_string(layout), layout.replicas, virtual_replicas,
-        joined(dividing(virtual_replicas), ", "));
+        "option --layouts: '{}' has {} {}s, which cannot divide the --{} {} of the command; legal "
+        "numbers of {}s: {}",
+        to_string(layout), layout.*holders, names.holder, names.option, parts, names.holder,
+        joined(dividing(parts), ", "));
   }
 }
 

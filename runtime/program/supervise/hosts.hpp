@@ -10,6 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include "runtime/layout/division.hpp"
+
 namespace sluice {
 
 struct HostLine {
@@ -27,20 +29,22 @@ struct HostLine {
 [[nodiscard]] bool same_host(std::string_view a, std::string_view b);
 
 struct Layout {
-  int pipeline = 1, replicas = 1;
-  [[nodiscard]] int ranks() const { return pipeline * replicas; }
+  int pipeline = 1, replicas = 1, tensor = 1;
+  [[nodiscard]] int ranks() const { return pipeline * replicas * tensor; }
   friend bool operator==(const Layout&, const Layout&) = default;
 };
 
-// "4x2"
+// "4x2", with several tensor ranks "4x2x2"
 [[nodiscard]] std::string to_string(const Layout& layout);
 
-// "4x2,2x2", best first. Error(kUsage) names the part that is wrong and says what is legal: "PxR"
-// with at most 1,000,000 ranks, none twice.
+// "4x2,2x2x2", best first. Error(kUsage) names the part that is wrong and says what is legal: "PxR"
+// or "PxRxT" with at most 1,000,000 ranks, none twice.
 [[nodiscard]] std::vector<Layout> parse_layouts(std::string_view text);
 
-// Throws Error(kUsage) with the legal numbers for replicas that cannot divide so many virtual ones.
-void require_division(std::string_view layouts, int virtual_replicas);
+// Throws Error(kUsage) with the legal numbers for `holders`, the replicas or tensor ranks, that
+// cannot divide so many parts.
+void require_division(std::string_view layouts, int Layout::*holders, const DivisionNames& names,
+                      int parts);
 
 // The hosts that are left, and the first layout that fits them.
 class Places {

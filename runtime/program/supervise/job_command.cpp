@@ -1,5 +1,7 @@
 #include "runtime/program/supervise/job_command.hpp"
 
+#include <fmt/core.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -13,7 +15,8 @@
 namespace sluice {
 namespace {
 
-constexpr std::array<std::string_view, 4> kNames = {"ranks", "hostfile", "pipeline", "replicas"};
+constexpr std::array<std::string_view, 5> kNames = {"ranks", "hostfile", "pipeline", "replicas",
+                                                    "tensor"};
 // A name that begins with so many letters of a placeholder is a mistake, such as {hosts}.
 constexpr std::size_t kSameLetters = 4;
 
@@ -74,7 +77,7 @@ JobCommand::JobCommand(std::vector<std::string> words) : words_(std::move(words)
         if (used_.contains(name) || !near) continue;
         throw_usage(
             "unknown placeholder '{{{}}}'; did you mean '{}'? legal are {{ranks}}, {{hostfile}}, "
-            "{{pipeline}} and {{replicas}}",
+            "{{pipeline}}, {{replicas}} and {{tensor}}",
             name, known);
       }
       return std::string();
@@ -82,21 +85,21 @@ JobCommand::JobCommand(std::vector<std::string> words) : words_(std::move(words)
   }
 }
 
-std::optional<int> JobCommand::virtual_replicas() const {
-  constexpr std::string_view kOption = "--virtual-replicas";
+std::optional<int> JobCommand::number_of(std::string_view name) const {
+  const std::string option = fmt::format("--{}", name);
   std::optional<int> found;
   bool follows = false;
   for (const std::string& word : words_) {
     std::istringstream in(word);
     for (std::string part; in >> part;) {
-      const bool joined = part.starts_with(kOption) && part.substr(kOption.size()).starts_with('=');
+      const bool joined = part.starts_with(option) && part.substr(option.size()).starts_with('=');
       if (follows || joined) {  // the last one counts
         int number = 0;
         const std::string_view value =
-            std::string_view(part).substr(joined ? kOption.size() + 1 : 0);
+            std::string_view(part).substr(joined ? option.size() + 1 : 0);
         found = parse_whole(value, number) && number >= 1 ? std::optional(number) : std::nullopt;
       }
-      follows = part == kOption;
+      follows = part == option;
     }
   }
   return found;

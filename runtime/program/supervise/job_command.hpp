@@ -13,19 +13,19 @@ namespace sluice {
 
 using Placeholders = std::map<std::string, std::string, std::less<>>;  // value by name
 
-// A command with {ranks}, {hostfile}, {pipeline}, {replicas}. Braces around other text, and
-// "${ranks}" of a shell, stay as they are.
+// A command with {ranks}, {hostfile}, {pipeline}, {replicas}, {tensor}. Braces around other text,
+// and "${ranks}" of a shell, stay as they are.
 class JobCommand {
  public:
-  // Error(kUsage) for no words, an empty first word, and a name that begins like one of the four.
+  // Error(kUsage) for no words, an empty first word, and a name that begins like one of these.
   explicit JobCommand(std::vector<std::string> words);
 
   [[nodiscard]] bool uses(std::string_view placeholder) const {
     return used_.contains(placeholder);
   }
-  // The number after --virtual-replicas, in a word or between blanks of one, as for a shell; none:
-  // there is none, or what follows is no number from 1.
-  [[nodiscard]] std::optional<int> virtual_replicas() const;
+  // The number after --`option`, in a word or between blanks of one, as for a shell; none: there is
+  // none, or what follows is no number from 1.
+  [[nodiscard]] std::optional<int> number_of(std::string_view option) const;
   // The words with the values in place. All placeholders that are used must be in `values`.
   [[nodiscard]] std::vector<std::string> fill(const Placeholders& values) const;
 

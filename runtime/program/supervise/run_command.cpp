@@ -59,8 +59,8 @@ OptionTable make_table(RunOptions& options) {
                  "seconds for a step and a save, after a request to stop, until the job is ended");
   table.add_text("hosts", options.hosts, "FILE", "a host file of mpirun, for {hostfile}");
   table.add_text("layouts", options.layouts, "LIST",
-                 "pipeline x replicas, best first, such as 4x2,2x2, for {ranks}, {pipeline} and "
-                 "{replicas}");
+                 "pipeline x replicas [x tensor], best first, such as 4x2,2x2 or 2x2x2,2x2x1, for "
+                 "{ranks}, {pipeline}, {replicas} and {tensor}");
   return table;
 }
 
@@ -121,9 +121,9 @@ class Supervisor {
         out_(STDERR_FILENO),
         environment_(job_environment(own_environment())) {
     require_use(command_, "hosts", options_.hosts, {"hostfile"});
-    require_use(command_, "layouts", options_.layouts, {"ranks", "pipeline", "replicas"});
-    const std::optional<int> parts = command_.virtual_replicas();
-    if (parts && command_.uses("replicas")) require_division(options_.layouts, *parts);
+    require_use(command_, "layouts", options_.layouts, {"ranks", "pipeline", "replicas", "tensor"});
+    require_division("replicas", &Layout::replicas, kVirtualReplicas);
+    require_division("tensor", &Layout::tensor, kTensorShards);
   }
 
   int run() {
@@ -139,6 +139,14 @@ class Supervisor {
   }
 
  private:
+  // Of the parts that the command names among what it is given of each layout.
+  void require_division(const char* placeholder, int Layout::*holders,
+                        const DivisionNames& names) const {
+    const std::optional<int> parts = command_.number_of(names.option);
+    if (!parts || !command_.uses(placeholder)) return;
+    sluice::require_division(options_.layouts, holders, names, *parts);
+  }
+
   int attempts() {
     while (true) {
       const Attempt attempt = start_and_watch();
@@ -162,7 +170,8 @@ class Supervisor {
     if (const auto& layout = places_.layout()) {
       values = {{"ranks", std::to_string(layout->ranks())},
                 {"pipeline", std::to_string(layout->pipeline)},
-                {"replicas", std::to_string(layout->replicas)}};
+                {"replicas", std::to_string(layout->replicas)},
+                {"tensor", std::to_string(layout->tensor)}};
     }
     std::optional<MemoryFile> host_file;
     if (!options_.hosts.empty()) {
@@ -186,9 +195,10 @@ class Supervisor {
     if (now && *now != *before) {
       out_.say(fmt::format(
           "layout {} instead of {}: {}", to_string(*now), to_string(*before),
-          now->replicas == before->replicas
+          now->replicas == before->replicas && now->tensor == before->tensor
               ? "the same bits"
-              : "other replicas: the same bits where they can divide the run's virtual ones"));
+              : "other replicas or tensor ranks: the same bits where they can divide the run's "
+                "virtual replicas and tensor shards"));
     }
     return true;
   }

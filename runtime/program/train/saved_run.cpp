@@ -51,7 +51,8 @@ std::optional<SavedRun> find_saved_run(const fs::path& path) {
                   .data = state.data,
                   .arithmetic = state.arithmetic,
                   .ranks = ranks != state.layout.end() ? ranks->second : 0,
-                  .virtual_replicas = state.virtual_replicas()};
+                  .virtual_replicas = state.virtual_replicas(),
+                  .tensor_shards = state.tensor_shards()};
 }
 
 void with_newest_save(const fs::path& path, Communicator& world,

@@ -25,6 +25,7 @@ struct SavedRun {
   OptionValues data;     // data_identity() at the save; may be empty
   std::vector<std::string> arithmetic;  // SaveState's
   int ranks = 0, virtual_replicas = 0;  // of the job that saved; 0: not known
+  int tensor_shards = 1;
 };
 
 // The newest save of `path`, which is a directory of saves or one step's directory. Nothing where

@@ -12,7 +12,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/json_text.hpp"
-#include "runtime/layout/virtual_replicas.hpp"
+#include "runtime/layout/division.hpp"
 
 namespace sluice {
 namespace {
@@ -31,7 +31,7 @@ std::vector<double> layer_work(const TransformerConfig& model) {
 
 // Of a replica, in a step.
 int micro_batches_of(const PipelineOptions::Shape& shape) {
-  return shape.micro_batches * shares_of(shape.virtual_replicas, shape.replicas);
+  return shape.micro_batches * shares_of(shape.virtual_replicas, shape.replicas, kVirtualReplicas);
 }
 
 SearchRequest request_of(const TrainOptions& options, int ranks) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <string_view>
 #include <system_error>
@@ -17,7 +18,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/data/batch_shape.hpp"
-#include "runtime/layout/virtual_replicas.hpp"
+#include "runtime/layout/division.hpp"
 #include "runtime/models/model_config.hpp"
 #include "runtime/program/explore/schedule_costs.hpp"
 #include "runtime/program/explore/schedule_report.hpp"
@@ -36,10 +37,10 @@ constexpr RealRange kNotNegative = {.low = 0, .high = std::numeric_limits<double
 
 constexpr const char* kAboutTrain =
     R"(Trains a transformer as a pipeline of stages over the ranks of an MPI job (one rank without
-mpirun). ranks = pipeline x replicas. Batches: samples per step = virtual replicas (as many as
-replicas, unless told) x micro-batches x micro-batch size; give any two, the last micro-batch may be
-smaller. Results depend on neither schedule nor pipeline depth nor replicas, to the last bit, at
-equal micro-batches and virtual replicas.
+mpirun). ranks = pipeline x replicas x tensor. Batches: samples per step = virtual replicas (as many
+as replicas, unless told) x micro-batches x micro-batch size; give any two, the last micro-batch may
+be smaller. Results depend on neither schedule nor pipeline depth nor replicas nor tensor ranks, to
+the last bit, at equal micro-batches, virtual replicas and tensor shards.
 
   mpirun -n 4 sluice train --data text.txt --pipeline 2 --replicas 2 --save run
 
@@ -232,7 +233,7 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
   table.heading("Layout");
   table
       .add_integer("pipeline", shape.pipeline, 1, kMaxInt,
-                   "ranks of one pipeline; auto: ranks / replicas", "auto")
+                   "ranks of one pipeline; auto: ranks / replicas / tensor", "auto")
       .mark(kLayout);
   table.add_integer("replicas", shape.replicas, 1, kMaxInt, "pipelines that share each batch");
   table.add_integer(
@@ -240,6 +241,16 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
       "parts of each batch, on which results depend in place of --replicas: that times "
       "a power of two, or any number for one replica; auto: as many as replicas. A resume "
       "without it keeps those of the save",
+      "auto");
+  table
+      .add_integer("tensor", shape.tensor, 1, kMostTensorShards,
+                   "ranks that share each stage: each computes a part of every layer; on CPUs")
+      .mark(kLayout | kListedLater);
+  table.add_integer(
+      "tensor-shards", shape.tensor_shards, 1, kMostTensorShards,
+      "parts of every layer, on which results depend in place of --tensor: that times a power of "
+      "two, or any number for one; auto: as many as tensor. A resume without it keeps those of the "
+      "save",
       "auto");
   table
       .add_choice("shard", shape.shard,
@@ -437,10 +448,12 @@ bool of_other_layout(const TrainTable& train, const SavedRun& saved, int ranks) 
   const PipelineOptions::Shape& before = saved_train.options.pipeline.shape;
   const PipelineOptions::Shape& now = train.options.pipeline.shape;
   const std::int64_t saved_ranks =
-      saved.ranks > 0 ? saved.ranks : std::int64_t{before.pipeline} * before.replicas;
+      saved.ranks > 0 ? saved.ranks
+                      : std::int64_t{before.pipeline} * before.replicas * before.tensor;
   return (saved_ranks > 0 && saved_ranks != ranks) ||
          (train.table.given("pipeline") && now.pipeline != before.pipeline) ||
-         (train.table.given("replicas") && now.replicas != before.replicas);
+         (train.table.given("replicas") && now.replicas != before.replicas) ||
+         (train.table.given("tensor") && now.tensor != before.tensor);
 }
 
 // Whether the run saves where the save lies that it goes on from.
@@ -464,8 +477,11 @@ void take_saved_options(TrainTable& train, const SavedRun& saved, int ranks) {
     values.emplace_back(name, name == "save" && !value.empty() ? saved.root.string() : value);
   }
   // Earlier versions did not list them.
-  if (value_of(values, "virtual-replicas").empty() && saved.virtual_replicas > 0) {
-    values.emplace_back("virtual-replicas", std::to_string(saved.virtual_replicas));
+  for (const auto& [name, parts] : {std::pair(kVirtualReplicas.option, saved.virtual_replicas),
+                                    {kTensorShards.option, saved.tensor_shards}}) {
+    if (value_of(values, name).empty() && parts > 0) {
+      values.emplace_back(name, std::to_string(parts));
+    }
   }
   train.table.lay_under(values, saved.directory.string());
 }
@@ -586,31 +602,65 @@ void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
   rate.steps = options.constant_learning_rate ? 0 : options.steps;
 }
 
-// Sets the virtual replicas; returns who chose them. Where replicas of a source that wins over
-// theirs, as of a save's, cannot divide them, there are as many.
-Source resolve_replicas(const OptionTable& table, PipelineOptions& options) {
-  PipelineOptions::Shape& shape = options.shape;
-  const Source chosen = table.source_of("virtual-replicas");
-  const bool lifo = options.order.schedule == "gpipe-lifo";  // virtual replicas mix in its order
-  const bool fits = options.devices.all_reduce || lifo
-                        ? shape.virtual_replicas == shape.replicas
-                        : can_divide(shape.virtual_replicas, shape.replicas);
-  if (shape.virtual_replicas == 0 || (!fits && chosen < table.source_of("replicas"))) {
-    shape.virtual_replicas = shape.replicas;
-    return table.source_of("replicas");
+// Sets `parts`, the value of names.option, where it says none; returns who chose it. Where holders
+// of a source that wins over its own, as of a save's, cannot divide them, there are as many.
+// `fits`: whether they can.
+Source resolve_parts(const OptionTable& table, const DivisionNames& names, int& parts,
+                     const char* holders_option, int holders, const std::function<bool()>& fits) {
+  const Source chosen = table.source_of(names.option);
+  if (parts == 0 || (!fits() && chosen < table.source_of(holders_option))) {
+    parts = holders;
+    return table.source_of(holders_option);
   }
   try {
-    (void)shares_of(shape.virtual_replicas, shape.replicas);
+    (void)shares_of(parts, holders, names);
   } catch (const Error& error) {
-    throw_usage("option --virtual-replicas: {}", error.what());
+    throw_usage("option --{}: {}", names.option, error.what());
   }
-  if (!fits) {
+  return chosen;
+}
+
+// Returns who chose the virtual replicas.
+Source resolve_replicas(const OptionTable& table, PipelineOptions& options) {
+  PipelineOptions::Shape& shape = options.shape;
+  const bool lifo = options.order.schedule == "gpipe-lifo";  // virtual replicas mix in its order
+  const auto fits = [&] {
+    return options.devices.all_reduce || lifo ? shape.virtual_replicas == shape.replicas
+                                              : can_divide(shape.virtual_replicas, shape.replicas);
+  };
+  const Source chosen = resolve_parts(table, kVirtualReplicas, shape.virtual_replicas, "replicas",
+                                      shape.replicas, fits);
+  if (!fits()) {
     throw_usage(
         "option {}: its sums depend on the replicas, but --virtual-replicas is {} with --replicas "
         "{}; leave one of the two out",
         lifo ? "--schedule gpipe-lifo" : "--all-reduce", shape.virtual_replicas, shape.replicas);
   }
   return chosen;
+}
+
+void resolve_shards(const OptionTable& table, TrainOptions& options) {
+  PipelineOptions::Shape& shape = options.pipeline.shape;
+  int& shards = shape.tensor_shards;
+  (void)resolve_parts(table, kTensorShards, shards, "tensor", shape.tensor,
+                      [&] { return can_divide(shards, shape.tensor); });
+  if (shards == 1) return;
+  const std::string given = fmt::format("--tensor {} --tensor-shards {}", shape.tensor, shards);
+  for (const DeviceChoice& choice : options.pipeline.devices.choices) {
+    if (choice.kind == DeviceChoice::Kind::kCpu || choice.kind == DeviceChoice::Kind::kAuto) {
+      continue;
+    }
+    throw_usage(
+        "option --device: {}, but with {} shards run on CPUs alone for now; legal is cpu, or one "
+        "shard",
+        to_string(options.pipeline.devices.choices), given);
+  }
+  if (options.model.logit_chunks > 1) {
+    throw_usage(
+        "option --logit-chunks: {} with {}, whose logits are parts of the vocabulary already; "
+        "legal is 1, or one shard",
+        options.model.logit_chunks, given);
+  }
 }
 
 // Where all three numbers of the batch are given, and one of them, or the virtual replicas
@@ -809,6 +859,7 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   resolve_learning_rate(table, options);
   validate(options.model);
   const Source replicas = resolve_replicas(table, options.pipeline);
+  resolve_shards(table, options);
   resolve_schedule(table, options);
   resolve_batch(table, replicas, options.pipeline);
   require_effect(train);
@@ -861,10 +912,16 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
 }
 
 std::string bits_change_since(const SavedRun& saved, const TrainOptions& options) {
-  const int now = options.pipeline.shape.virtual_replicas;
-  if (saved.virtual_replicas == 0 || saved.virtual_replicas == now) return "";
-  return fmt::format("other bits from step {} on: {} virtual replicas, the save has {}",
-                     saved.step + 1, now, saved.virtual_replicas);
+  const PipelineOptions::Shape& now = options.pipeline.shape;
+  std::vector<std::string> others;
+  const auto compare = [&](int was, int is, const DivisionNames& names) {
+    if (was == 0 || was == is) return;
+    others.push_back(fmt::format("{} {}, the save has {}", is, names.parts, was));
+  };
+  compare(saved.virtual_replicas, now.virtual_replicas, kVirtualReplicas);
+  compare(saved.tensor_shards, now.tensor_shards, kTensorShards);
+  if (others.empty()) return "";
+  return fmt::format("other bits from step {} on: {}", saved.step + 1, joined(others, "; "));
 }
 
 std::string rate_jump_since(const SavedRun& saved, const TrainOptions& options) {

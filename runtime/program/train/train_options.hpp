@@ -89,7 +89,7 @@ void add_watch_options(OptionTable& table, PipelineOptions::Watch& watch);
 // The same for the data, whose key is "data". `now`: data_identity().
 [[nodiscard]] std::string data_changes_since(const SavedRun& saved, const TrainOptions& options,
                                              const OptionValues& now);
-// A sentence where the virtual replicas are others than those of the save, as its bits are then;
+// A sentence where the virtual replicas or shards are others than the save's, as its bits are then;
 // else empty.
 [[nodiscard]] std::string bits_change_since(const SavedRun& saved, const TrainOptions& options);
 // A sentence on the learning rate, and how to keep it, where other --steps than those of the save

@@ -292,16 +292,19 @@ bool Training::prepare() {
 int Training::job_ranks() const {
   const PipelineOptions::Shape& shape = options_.pipeline.shape;
   if (!options_.dry_run || world_.size() > 1) return world_.size();
+  const std::int64_t most = std::numeric_limits<int>::max();
   const std::int64_t ranks = std::int64_t{std::max(shape.pipeline, 1)} * shape.replicas;
-  return static_cast<int>(std::min<std::int64_t>(ranks, std::numeric_limits<int>::max()));
+  return static_cast<int>(std::min(std::min(ranks, most) * shape.tensor, most));
 }
 
 // A size that cannot work ends here.
 int Training::pipeline_depth() const {
   const PipelineOptions::Shape& shape = options_.pipeline.shape;
-  const int depth = shape.pipeline > 0 ? shape.pipeline : std::max(job_ranks() / shape.replicas, 1);
+  const int depth = shape.pipeline > 0 ? shape.pipeline
+                                       : std::max(job_ranks() / shape.replicas / shape.tensor, 1);
   if (job_ranks() == world_.size()) {
-    (void)make_topology(world_.size(), {.pipeline = depth, .replica = shape.replicas, .tensor = 1},
+    (void)make_topology(world_.size(),
+                        {.pipeline = depth, .replica = shape.replicas, .tensor = shape.tensor},
                         shape.rank_order);
   }
   return depth;
@@ -317,8 +320,8 @@ LayerTable Training::layers() const {
 }
 
 StageFactory Training::stages() const {
-  return [this, model = Transformer(options_.model)](int stage, int) {
-    return model.stage_of(choice_.partition, stage);
+  return [this, model = Transformer(options_.model)](const StagePlace& place) {
+    return model.stage_of(choice_.partition, place.stage, place.shards_here());
   };
 }
 

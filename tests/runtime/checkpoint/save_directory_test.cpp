@@ -206,7 +206,7 @@ TEST_F(SaveDirectoryTest, NamesWhatIsWrongInAState) {
   refused(state, {"32 hexadecimal digits"});
 }
 
-TEST_F(SaveDirectoryTest, AStateWhoseReplicasCannotDivideTheVirtualOnesIsRefused) {
+TEST_F(SaveDirectoryTest, AStateWhoseRanksCannotDivideTheirPartsIsRefused) {
   SaveState state = state_of(7, 1);
   const auto refused = [&](const std::map<std::string, int>& layout, const std::string& text) {
     state.layout = layout;
@@ -227,6 +227,19 @@ TEST_F(SaveDirectoryTest, AStateWhoseReplicasCannotDivideTheVirtualOnesIsRefused
   for (const int parts : {2, 4, 64}) {
     state.layout = {{"replicas", 2}, {"virtual_replicas", parts}};
     EXPECT_EQ(parse_save_state(to_json_text(state), "x").virtual_replicas(), parts);
+  }
+  // The same of shards; one tensor rank is not recorded.
+  refused({{"tensor", 4}, {"tensor_shards", 6}},
+          "'tensor_shards' of 'layout' is 6, with 4 tensor ranks; legal is the number of tensor "
+          "ranks times a power of two, here 4 or 8");
+  refused({{"tensor_shards", 0}},
+          "'tensor_shards' of 'layout' is 0, with 1 tensor rank; legal are numbers from 1");
+  refused({{"tensor", 0}}, "'tensor' of 'layout' is 0; legal are numbers from 1");
+  for (const auto& [layout, shards] : {std::pair(std::map<std::string, int>(), 1),
+                                       {{{"tensor_shards", 6}}, 6},
+                                       {{{"tensor", 2}, {"tensor_shards", 8}}, 8}}) {
+    state.layout = layout;
+    EXPECT_EQ(parse_save_state(to_json_text(state), "x").tensor_shards(), shards);
   }
 }
 

@@ -1,7 +1,5 @@
 // The bits of a training are those of its virtual replicas, however many replicas compute them.
 // With SLUICE_ALL_VIRTUAL_REPLICAS=1 each schedule runs on each layout. Mistakes are at the end.
-#include "runtime/layout/virtual_replicas.hpp"
-
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
@@ -28,6 +26,7 @@
 
 #include "runtime/files/sha256.hpp"
 #include "runtime/gradients/gradient_folds.hpp"
+#include "runtime/layout/division.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/expect_error.hpp"

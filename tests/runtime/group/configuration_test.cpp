@@ -54,6 +54,13 @@ TEST(SensibleOptionsTest, ALibrarysSumIsOneOverTheReplicas) {
   require_sensible(options);
 }
 
+TEST(SensibleOptionsTest, ShardsAreBounded) {
+  for (const int bad : {-1, 4097}) {
+    expect_refused("tensor_shards is " + std::to_string(bad),
+                   {[&](auto& o) { o.shape.tensor_shards = bad; }});
+  }
+}
+
 TEST(SensibleOptionsTest, AnOptimizersNumbersAreOnesThatAStepCanWorkWith) {
   for (const float bad : {1.0F, -1.0F, kNan, kInfinity}) {
     expect_refused("beta1", {[&](auto& o) { o.training.optimizer.beta1 = bad; }});
@@ -148,6 +155,7 @@ TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
       [](auto& o) -> auto& { return o.shape; },
       {[](auto& o) { o.pipeline = 2; }, [](auto& o) { o.replicas = 2; },
        [](auto& o) { o.virtual_replicas = 2; }, [](auto& o) { o.tensor = 2; },
+       [](auto& o) { o.tensor_shards = 2; },
        [](auto& o) { o.rank_order = RankOrder::kReplicaFirst; },
        [](auto& o) { o.micro_batches = 2; }, [](auto& o) { o.micro_batch_size = 2; },
        [](auto& o) { o.batch_size = 2; }, [](auto& o) { o.shard = ShardLevel::kOptimizer; }});

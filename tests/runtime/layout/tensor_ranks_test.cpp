@@ -14,7 +14,6 @@
 #include <sluice/options.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/stage.hpp>
-#include <sluice/transformer.hpp>
 
 #include "comm/base/index.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -347,12 +346,49 @@ TEST(TensorRanksTest, AFactoryThatTakesNoPlaceIsRefusedOnAllRanks) {
     return std::make_unique<PartStage>(Parts{}, StagePlace{});
   };
   run_loopback(2, [&](Communicator& comm) {
-    for (const StageFactory& make : {by_numbers, StageFactory(Transformer({}))}) {
-      expect_error(ErrorCode::kUsage,
-                   {"options.shape.tensor is 2", "legal: 1, or a factory of a StagePlace"}, [&] {
-                     (void)PipelineAccess::plan_layout(comm, options_of(1, 1, 2), make, *source);
-                   });
-    }
+    const auto refused = [&](const PipelineOptions& options, const char* text) {
+      expect_error(ErrorCode::kUsage, {text, "legal: 1, or a factory of a StagePlace"},
+                   [&] { (void)PipelineAccess::plan_layout(comm, options, by_numbers, *source); });
+    };
+    PipelineOptions options = options_of(1, 1, 2);
+    refused(options, "options.shape.tensor is 2");
+    options = options_of(2, 1, 1);
+    options.shape.tensor_shards = 4;
+    refused(options, "options.shape.tensor_shards is 4");
+  });
+  EXPECT_EQ(made, 0);
+}
+
+TEST(TensorRanksTest, AFactoryIsToldTheShards) {
+  const auto source = source_of(1);
+  for (const auto& [shards, expected] : {std::pair(0, 2), {2, 2}, {8, 8}}) {
+    PipelineOptions options = options_of(1, 1, 2);
+    options.shape.tensor_shards = shards;
+    run_loopback(2, [&](Communicator& comm) {
+      StagePlace told;
+      const StageFactory make = [&](const StagePlace& place) -> std::unique_ptr<Stage> {
+        told = place;
+        return std::make_unique<PartStage>(Parts{}, place);
+      };
+      const JobLayout layout = PipelineAccess::plan_layout(comm, options, make, *source);
+      EXPECT_EQ(layout.place.shards, expected);
+      EXPECT_EQ(told.shards_here(), (Shards{expected, comm.rank() * expected / 2, expected / 2}));
+    });
+  }
+}
+
+TEST(TensorRanksTest, ShardsThatTheRanksCannotDivideAreRefused) {
+  const auto source = source_of(1);
+  PipelineOptions options = options_of(1, 1, 2);
+  options.shape.tensor_shards = 6;
+  std::atomic<int> made = 0;
+  const StageFactory make = [&](const StagePlace& place) -> std::unique_ptr<Stage> {
+    ++made;
+    return std::make_unique<PartStage>(Parts{}, place);
+  };
+  run_loopback(2, [&](Communicator& comm) {
+    expect_error(ErrorCode::kUsage, {"6 tensor shards with 2 tensor ranks; legal", "here 4 or 8"},
+                 [&] { (void)PipelineAccess::plan_layout(comm, options, make, *source); });
   });
   EXPECT_EQ(made, 0);
 }
@@ -488,6 +524,27 @@ TEST(TensorRanksTest, TheReportHasARowPerPlaceAndNoWordOfTensorRanksWithoutThem)
   EXPECT_THAT(whole, HasSubstr("4 ranks: pipeline of 2 x 2 replicas, schedule"));
   EXPECT_THAT(whole, HasSubstr("\n  0             0 "));
   EXPECT_THAT(whole, Not(HasSubstr("tensor")));
+  options.shape.tensor_shards = 6;
+  EXPECT_THAT(describe_layout(layout_of(options, factory_of(sliced()), true), partition),
+              HasSubstr("pipeline of 2 x 2 replicas x 1 tensor rank of 6 shards, schedule"));
+}
+
+TEST(TensorRanksTest, TheReportWarnsOfTensorRanksOnSeveralHosts) {
+  using ::testing::HasSubstr;
+  using ::testing::Not;
+  const Partition partition{{0, 1, 2}};
+  JobLayout layout = layout_of(options_of(2, 2, 3), factory_of(sliced()), true);
+  layout.parameters.stages[1].collectives = {
+      .forward = {{.bytes = 1 << 20}, {.axis = CollectiveAxis::kReplica, .bytes = 1 << 20}},
+      .backward_input = {{.bytes = 1 << 19}}};
+  EXPECT_THAT(describe_layout(layout, partition), Not(HasSubstr("hosts")));
+  layout.place.hosts[5] = 1;
+  EXPECT_THAT(describe_layout(layout, partition),
+              HasSubstr("\n  warning: the tensor ranks of pipeline rank 1, replica 0 (ranks 3,4,5 "
+                        "of the job) are on 2 hosts: each micro-batch adds 2 sums of 1.50 MiB in "
+                        "all over the link between them, and the layers wait for them. Fewer"));
+  layout.place.hosts[10] = 2;
+  EXPECT_THAT(describe_layout(layout, partition), HasSubstr("; 1 other group is spread as well. "));
 }
 
 }  // namespace

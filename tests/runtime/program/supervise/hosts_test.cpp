@@ -79,8 +79,9 @@ TEST(SameHostTest, KnowsAHostWithItsDomain) {
 }
 
 TEST(LayoutsTest, AreRefusedByPart) {
-  for (const char* text : {"", "4", "4x", "x2", "4x2,", ",4x2", "4x2x2", "0x2", "-1x2", "4 x2",
-                           "4X2", "4x2;2x2", "99999999999x1", "100000x100000", "4x1.5"}) {
+  for (const char* text :
+       {"", "4", "4x", "x2", "4x2,", ",4x2", "4x2x", "4x2x0", "4x2x2x2", "100x100x101", "0x2",
+        "-1x2", "4 x2", "4X2", "4x2;2x2", "99999999999x1", "100000x100000", "4x1.5"}) {
     expect_error(ErrorCode::kUsage, {"is no layout; legal are PIPELINExREPLICAS"},
                  [&] { (void)parse_layouts(text); });
   }
@@ -88,15 +89,35 @@ TEST(LayoutsTest, AreRefusedByPart) {
                [] { (void)parse_layouts("2x2,4x1,2x2"); });
 }
 
+TEST(LayoutsTest, MayHaveTensorRanks) {
+  EXPECT_THAT(parse_layouts("4x2,2x1x4,2x2x1"),
+              ElementsAre(Layout{4, 2}, Layout{2, 1, 4}, Layout{2, 2}));
+  EXPECT_EQ((Layout{2, 3, 4}).ranks(), 24);
+  EXPECT_EQ(to_string(Layout{2, 1, 4}), "2x1x4");
+  expect_error(ErrorCode::kUsage, {"'2x2' is given twice"},
+               [] { (void)parse_layouts("2x2,2x2x1"); });
+}
+
+TEST(LayoutsTest, HaveTensorRanksThatCanDivideTheShards) {
+  require_division("4x3,2x1x4,1x1x8", &Layout::tensor, kTensorShards, 8);
+  expect_error(ErrorCode::kUsage,
+               {"'2x1x6' has 6 tensor ranks, which cannot divide the --tensor-shards 8",
+                "legal numbers of tensor ranks: 1, 2, 4, 8"},
+               [] { require_division("2x1x2,2x1x6", &Layout::tensor, kTensorShards, 8); });
+}
+
 TEST(LayoutsTest, HaveReplicasThatCanDivideTheVirtualOnes) {
-  require_division("8x1,2x2,4x4,1x8", 8);
-  require_division("2x3,2x6", 6);
+  const auto require = [](const char* layouts, int parts) {
+    require_division(layouts, &Layout::replicas, kVirtualReplicas, parts);
+  };
+  require("8x1,2x2,4x4,1x8", 8);
+  require("2x3,2x6", 6);
   expect_error(ErrorCode::kUsage,
                {"'2x3' has 3 replicas, which cannot divide the --virtual-replicas 8",
                 "legal numbers of replicas: 1, 2, 4, 8"},
-               [] { require_division("4x2,2x3,2x16", 8); });
+               [&] { require("4x2,2x3,2x16", 8); });
   expect_error(ErrorCode::kUsage, {"'4x2'", "legal numbers of replicas: 1, 3, 6"},
-               [] { require_division("4x2", 6); });
+               [&] { require("4x2", 6); });
 }
 
 class PlacesTest : public HostFileTest {

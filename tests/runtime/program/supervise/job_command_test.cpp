@@ -43,20 +43,25 @@ TEST(JobCommandTest, LeavesOtherBracesAlone) {
   EXPECT_FALSE(command.uses("ranks"));
 }
 
-TEST(JobCommandTest, KnowsTheVirtualReplicas) {
+TEST(JobCommandTest, KnowsTheNumberOfAnOption) {
   const auto of = [](const char* last) {
-    return JobCommand({"mpirun", "sluice", "--virtual-replicas", last}).virtual_replicas();
+    return JobCommand({"mpirun", "sluice", "--virtual-replicas", last})
+        .number_of("virtual-replicas");
   };
   EXPECT_EQ(of("8"), 8);
   EXPECT_EQ(of("--virtual-replicas=12"), 12);
   for (const char* none : {"$R", "0", "-4", "8x", ""}) EXPECT_EQ(of(none), std::nullopt) << none;
   EXPECT_EQ(JobCommand({"sh", "-c", "exec sluice train --virtual-replicas 4 --save a"})
-                .virtual_replicas(),
+                .number_of("virtual-replicas"),
             4);
-  EXPECT_EQ(JobCommand({"--virtual-replicas", "4", "--virtual-replicas=auto"}).virtual_replicas(),
+  EXPECT_EQ(JobCommand({"--virtual-replicas", "4", "--virtual-replicas=auto"})
+                .number_of("virtual-replicas"),
             std::nullopt);
-  EXPECT_EQ(JobCommand({"train", "--virtual-replicas-of", "4"}).virtual_replicas(), std::nullopt);
-  EXPECT_EQ(JobCommand({"train", "--replicas", "4"}).virtual_replicas(), std::nullopt);
+  EXPECT_EQ(JobCommand({"train", "--virtual-replicas-of", "4"}).number_of("virtual-replicas"),
+            std::nullopt);
+  EXPECT_EQ(JobCommand({"train", "--tensor", "2", "--tensor-shards=8"}).number_of("tensor-shards"),
+            8);
+  EXPECT_EQ(JobCommand({"train", "--replicas", "4"}).number_of("virtual-replicas"), std::nullopt);
 }
 
 TEST(JobCommandTest, RefusesWhatIsNearlyAPlaceholder) {

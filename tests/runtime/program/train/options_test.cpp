@@ -369,6 +369,44 @@ TEST_F(ConfigFileTest, VirtualReplicasOfAFileGiveWayToReplicasOnTheCommandLine) 
               HasSubstr("option --virtual-replicas: 4"));
 }
 
+TEST(OptionsTest, ShardsCutEveryLayerInPlaceOfTensorRanks) {
+  const TrainOptions whole = parse({});
+  EXPECT_EQ(whole.pipeline.shape.tensor, 1);
+  EXPECT_EQ(whole.pipeline.shape.tensor_shards, 1);
+  EXPECT_EQ(parse({"--tensor", "3"}).pipeline.shape.tensor_shards, 3);
+  for (const char* tensor : {"1", "2", "4"}) {
+    const TrainOptions options = parse({"--tensor", tensor, "--tensor-shards", "8"});
+    EXPECT_EQ(options.pipeline.shape.tensor_shards, 8);
+    EXPECT_THAT(options.checkpoint.options,
+                AllOf(Contains(Pair("tensor", tensor)), Contains(Pair("tensor-shards", "8"))));
+  }
+  EXPECT_EQ(parse({"--tensor-shards", "6"}).pipeline.shape.tensor_shards, 6);
+  EXPECT_THAT(refusal({"--tensor", "2", "--tensor-shards", "6"}),
+              AllOf(HasSubstr("option --tensor-shards: 6 tensor shards with 2 tensor ranks"),
+                    HasSubstr("here 4 or 8")));
+  EXPECT_THAT(refusal({"--tensor", "0"}), HasSubstr("option --tensor: "));
+  EXPECT_THAT(refusal({"--tensor-shards", "5000"}), HasSubstr("option --tensor-shards: "));
+}
+
+TEST(OptionsTest, WhatShardsCannotDoIsRefused) {
+  for (const char* device : {"cuda", "cuda:1", "cpu,cuda"}) {
+    EXPECT_THAT(refusal({"--tensor", "2", "--device", device}),
+                AllOf(HasSubstr("option --device: " + std::string(device)),
+                      HasSubstr("--tensor 2 --tensor-shards 2"), HasSubstr("on CPUs alone")));
+  }
+  for (const char* device : {"cpu", "auto"}) (void)parse({"--tensor", "2", "--device", device});
+  EXPECT_THAT(refusal({"--tensor-shards", "4", "--logit-chunks", "2"}),
+              AllOf(HasSubstr("option --logit-chunks: 2 with"), HasSubstr("legal is 1")));
+  (void)parse({"--tensor-shards", "1", "--logit-chunks", "2", "--device", "cuda"});
+}
+
+TEST_F(ConfigFileTest, ShardsOfAFileGiveWayToTensorRanksOnTheCommandLine) {
+  const std::string path = write("tensor = 4\ntensor-shards = 8\n");
+  EXPECT_EQ(parse({"--config", path}).pipeline.shape.tensor, 4);
+  EXPECT_EQ(parse({"--config", path, "--tensor", "2"}).pipeline.shape.tensor_shards, 8);
+  EXPECT_EQ(parse({"--config", path, "--tensor", "3"}).pipeline.shape.tensor_shards, 3);
+}
+
 // --- a schedule from a file ---
 
 const std::string kTwoRanks = SLUICE_SCHEDULE_SAMPLES "/older_alphabet.csv";  // 2 micro-batches

@@ -45,7 +45,9 @@ class ResumeOptionsTest : public ::testing::Test {
     const PipelineOptions::Shape& shape = options.pipeline.shape;
     state.layout = {{"ranks", ranks},
                     {"replicas", shape.replicas},
-                    {"virtual_replicas", shape.virtual_replicas}};
+                    {"virtual_replicas", shape.virtual_replicas},
+                    {"tensor", shape.tensor},
+                    {"tensor_shards", shape.tensor_shards}};
     state.options = options.checkpoint.options;
     state.model = model_config_text(options.model);
     state.data = {{"tokens", "4000"}, {"sha256", "00ff"}};
@@ -274,6 +276,44 @@ TEST_F(ResumeOptionsTest, SavesOlderThanVirtualReplicasHaveSome) {
   EXPECT_EQ(options.pipeline.shape.virtual_replicas, 4);
   EXPECT_EQ(changes(options), "replicas 4 -> 2");
   EXPECT_EQ(bits_change_since(*options.resume.from, options), "");
+}
+
+TEST_F(ResumeOptionsTest, ShardsStayWhereTheTensorRanksCanDivideThem) {
+  save(4, {"--steps", "10", "--tensor", "4", "--tensor-shards", "8"}, 4);
+  EXPECT_EQ(resume({}, 4).pipeline.shape.tensor, 4);
+  EXPECT_EQ(changes(resume({}, 4)), "");
+  for (const auto& [tensor, ranks] : {std::pair("1", 1), {"2", 4}, {"8", 8}}) {
+    const TrainOptions options = resume({"--tensor", tensor}, ranks);
+    EXPECT_EQ(options.pipeline.shape.tensor_shards, 8);
+    EXPECT_EQ(bits_change_since(*options.resume.from, options), "");
+  }
+  const TrainOptions one = resume({}, 1);  // another number of ranks: the layout is not taken
+  EXPECT_EQ(one.pipeline.shape.tensor, 1);
+  EXPECT_EQ(one.pipeline.shape.tensor_shards, 8);
+  EXPECT_EQ(changes(one), "tensor 4 -> 1");
+  const TrainOptions other = resume({"--tensor", "3", "--virtual-replicas", "2"}, 3);
+  EXPECT_EQ(other.pipeline.shape.tensor_shards, 3);
+  EXPECT_EQ(bits_change_since(*other.resume.from, other),
+            "other bits from step 5 on: 2 virtual replicas, the save has 1; 3 tensor shards, the "
+            "save has 8");
+  EXPECT_THAT(refusal({"--tensor", "3", "--tensor-shards", "8"}, 3),
+              HasSubstr("option --tensor-shards: 8"));
+}
+
+// They had one.
+TEST_F(ResumeOptionsTest, SavesOlderThanShardsHaveOne) {
+  save(4, {"--steps", "10"}, 2, [](SaveState& state) {
+    std::erase_if(state.options, [](const auto& each) { return each.first.starts_with("tensor"); });
+    state.layout.erase("tensor");
+    state.layout.erase("tensor_shards");
+  });
+  const TrainOptions same = resume({}, 2);
+  EXPECT_EQ(same.pipeline.shape.tensor_shards, 1);
+  EXPECT_EQ(changes(same), "");
+  EXPECT_EQ(bits_change_since(*same.resume.from, same), "");
+  const TrainOptions shared = resume({"--tensor", "2"}, 2);
+  EXPECT_EQ(bits_change_since(*shared.resume.from, shared),
+            "other bits from step 5 on: 2 tensor shards, the save has 1");
 }
 
 // In both directions, and from saves older than the option. Without a new value the save's counts.
