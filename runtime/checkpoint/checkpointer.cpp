@@ -117,7 +117,7 @@ struct Checkpointer::Impl {
   fs::path newest;             // on the leader
 
   SaveParts model_parts, optimizer_parts;
-  // Parameters, buffers, then optimizer state, that this rank saves or has slices of.
+  // Parameters, buffers, then optimizer state, that this rank saves or has parts of.
   std::vector<TakenTensor> live;
   // Of this rank's share, the tensors that it saves; the latter with buffers.
   std::size_t parameters = 0, model_tensors = 0;
@@ -345,7 +345,7 @@ void Checkpointer::Impl::collect_share() {
                     {parameter.value.spec.dtype, parameter.whole_shape()},
                     share.tensor});
     if (!share.sliced()) return;
-    for (const ParameterEntry* entry : share.entries) live.back().slices.push_back(entry->slice);
+    for (const ParameterEntry* entry : share.entries) live.back().parts.push_back(entry->placed());
   };
   const auto held_here = [&] {
     return static_cast<std::size_t>(

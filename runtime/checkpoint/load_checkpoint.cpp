@@ -29,6 +29,7 @@
 #include "runtime/pipeline/call.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/weights/weights.hpp"
+#include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
 namespace {
@@ -74,7 +75,11 @@ std::vector<Wanted> wanted(Pipeline& pipeline, bool optimizer) {
   const auto add = [&](const Pipeline::Owned& owned) {
     const Parameter& parameter = *owned.parameter;
     const TensorSpec whole{parameter.value.spec.dtype, parameter.whole_shape()};
-    all.push_back({parameter.name, whole, parameter.value, parameter.slice});
+    for (const PlacedPart& part :
+         placed_parts(parameter.slice, parameter.parts, parameter.shape.elements())) {
+      all.push_back({parameter.name, whole, elements_of(parameter.value, part.first, part.count),
+                     part.slice});
+    }
   };
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
     if (owned.owner) add(owned);

@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "comm/base/index.hpp"
-#include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
 namespace {
@@ -23,18 +22,19 @@ std::span<std::byte> bytes_of(const Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data), tensor.spec.bytes()};
 }
 
-// Copies a piece of a slice, from byte `first` of it on, to where it lies in the whole.
-void place(const TensorSpec& whole, const Slice& slice, std::size_t first,
+// Copies a piece of what a rank has, from byte `first` of it on, to where it lies in the whole.
+void place(const TensorSpec& whole, std::span<const PlacedPart> parts, std::size_t first,
            std::span<const std::byte> piece, std::byte* to) {
   const std::size_t size = size_of(whole.dtype);
   const auto bytes = [&](std::int64_t elements) {
     return static_cast<std::size_t>(elements) * size;
   };
   const auto elements = [&](std::size_t count) { return static_cast<std::int64_t>(count / size); };
-  for_runs(slice_shape(whole.shape, slice), slice, elements(first), elements(piece.size()),
-           [&](std::int64_t here, std::int64_t in_whole, std::int64_t count) {
-             std::memcpy(to + bytes(in_whole), piece.data() + (bytes(here) - first), bytes(count));
-           });
+  for_part_runs(whole.shape, parts, elements(first), elements(piece.size()),
+                [&](std::int64_t here, std::int64_t in_whole, std::int64_t count) {
+                  std::memcpy(to + bytes(in_whole), piece.data() + (bytes(here) - first),
+                              bytes(count));
+                });
 }
 
 }  // namespace
@@ -59,20 +59,23 @@ void Snapshot::take(std::span<const TakenTensor> tensors) {
 }
 
 void Snapshot::hold(const TakenTensor& taken, std::byte* to) {
-  const Slice mine = taken.slices.empty() ? Slice{} : taken.slices[at(rank())];
+  const std::vector<PlacedPart> mine = taken.parts.empty()
+                                           ? placed_parts({}, {}, taken.whole.shape.elements())
+                                           : taken.parts[at(rank())];
   const std::span<std::byte> own = bytes_of(taken.tensor);
   for_pieces(own.size(), [&](std::size_t first, std::size_t count) {
     place(taken.whole, mine, first, mirror_.read_back(own.subspan(first, count)), to);
   });
   std::vector<std::byte> piece;
-  for (int other = 0; other < std::ssize(taken.slices); ++other) {
+  for (int other = 0; other < std::ssize(taken.parts); ++other) {
     if (other == rank()) continue;
-    const Slice& slice = taken.slices[at(other)];
-    const TensorSpec theirs = {taken.whole.dtype, slice_shape(taken.whole.shape, slice)};
-    for_pieces(theirs.bytes(), [&](std::size_t first, std::size_t count) {
+    const std::vector<PlacedPart>& theirs = taken.parts[at(other)];
+    const std::int64_t elements = theirs.empty() ? 0 : theirs.back().end();
+    const std::size_t bytes = static_cast<std::size_t>(elements) * size_of(taken.whole.dtype);
+    for_pieces(bytes, [&](std::size_t first, std::size_t count) {
       piece.resize(count);
       sharers_.recv(other, piece);
-      place(taken.whole, slice, first, piece, to);
+      place(taken.whole, theirs, first, piece, to);
     });
   }
 }

@@ -13,17 +13,18 @@
 #include "comm/group/collectives.hpp"
 #include "runtime/group/host_mirror.hpp"
 #include "runtime/weights/weights.hpp"
+#include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
 
-// What a snapshot takes of a rank: a tensor, or its slice of one that tensor ranks divide.
+// What a snapshot takes of a rank: a tensor, or its parts of one that is divided.
 struct TakenTensor {
   std::string name;
   Tensor tensor;  // in memory of this rank's device
   TensorSpec whole;
   int holder = 0;  // the tensor rank whose snapshot has the whole
-  // [tensor rank] of those that divide it; empty: the holder has all of it.
-  std::vector<Slice> slices = {};
+  // [tensor rank] what each has of it; empty: the holder has all of it.
+  std::vector<std::vector<PlacedPart>> parts = {};
 };
 
 class Snapshot {
@@ -31,7 +32,7 @@ class Snapshot {
   // Waits for the device as compute.wait() does. `sharers`: the tensor ranks.
   Snapshot(ComputeContext& compute, Collectives& sharers) : mirror_(compute), sharers_(sharers) {}
 
-  // Collective over the sharers of slices, which take the same ones in the same order. Copies
+  // Collective over the sharers of parts, which take the same ones in the same order. Copies
   // tensors behind everything on the compute stream; done on return. The first call allocates and
   // touches the memory; later ones reuse it unless they need more. Bytes from a GPU and from other
   // ranks pass through pieces of at most 32 MiB.

@@ -11,8 +11,15 @@
 
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
+
+Tensor elements_of(const Tensor& tensor, std::int64_t first, std::int64_t count) {
+  const DType type = tensor.spec.dtype;
+  return {tensor.as<std::byte>() + static_cast<std::size_t>(first) * size_of(type),
+          {type, Shape{count}}};
+}
 
 std::vector<StatePart> state_parts(Pipeline& pipeline) {
   std::set<std::string> divided;
@@ -28,21 +35,32 @@ std::vector<StatePart> state_parts(Pipeline& pipeline) {
   std::vector<StatePart> parts;
   for (const OptimizerState& state : pipeline.optimizer_state()) {
     const Parameter& parameter = *parameters.at(state.parameter);
+    const Shape whole = parameter.whole_shape();
     StatePart each{.parameter = state.parameter,
                    .name = state.kind + "." + state.parameter,
                    .shape = state.tensor.shape(),
-                   .slice = parameter.slice,
+                   .slice = {},
                    .tensor = state.tensor,
                    .first = state.first,
                    .divided = divided.contains(state.parameter)};
-    if (each.divided || !each.slice.all()) {
-      const std::int64_t elements = state.tensor.elements();
-      each.shape = parameter.whole_shape();
-      if (each.shape.elements() == 0) each.slice = {};  // a whole of nothing
-      if (elements == 0 && !each.is_whole()) continue;
-      each.tensor.spec.shape = each.is_whole() ? each.shape : Shape{elements};
+    if (whole.elements() == 0 || (!each.divided && parameter.slice.all())) {
+      if (!parameter.slice.all()) each.shape = each.tensor.spec.shape = whole;  // of nothing
+      parts.push_back(std::move(each));
+      continue;
     }
-    parts.push_back(std::move(each));
+    each.shape = whole;
+    const std::int64_t end = state.first + state.tensor.elements();
+    for (const PlacedPart& part :
+         placed_parts(parameter.slice, parameter.parts, parameter.shape.elements())) {
+      const std::int64_t first = std::max(state.first, part.first);
+      const std::int64_t count = std::min(end, part.end()) - first;
+      if (count <= 0) continue;
+      each.slice = part.slice;
+      each.first = first - part.first;
+      each.tensor = elements_of(state.tensor, first - state.first, count);
+      if (each.is_whole()) each.tensor.spec.shape = whole;
+      parts.push_back(each);
+    }
   }
   return parts;
 }

@@ -18,7 +18,7 @@ class Pipeline;
 struct StatePart {
   std::string parameter, name;  // the latter of the whole in saves: "<kind>.<parameter>"
   Shape shape;                  // of the whole
-  Slice slice;                  // that this rank has
+  Slice slice;                  // that this rank has, one of its parts
   Tensor tensor;                // elements of the slice from `first` on
   std::int64_t first = 0;
   bool divided = false;  // among replicas: each saves its part
@@ -27,6 +27,9 @@ struct StatePart {
     return slice.all() && tensor.elements() == shape.elements();
   }
 };
+
+// `count` elements of a tensor from `first` on, as a vector.
+[[nodiscard]] Tensor elements_of(const Tensor& tensor, std::int64_t first, std::int64_t count);
 
 // Of all states of the rank's optimizers. Throws Error(kUsage) where a program's own optimizer has
 // other elements than Optimizer::state() says, or what its state() throws. Not collective.

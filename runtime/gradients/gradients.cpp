@@ -25,6 +25,7 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
       record_(job, layout, options),
       mirror_(mirror) {
   std::erase_if(stages_, [](const StageBinding& each) { return each.parameters == nullptr; });
+  shares_.emplace(job, compute, mirror, stages_);
   folds_.emplace(compute, stages_, layout.place.shares);
   sums_.emplace(job, layout, nccl != nullptr && nccl->sums() ? nccl : nullptr, compute, mirror,
                 stages_, options.expert.bucket_bytes);
@@ -36,10 +37,12 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!layout_.parameters.is_owner(binding.index, static_cast<int>(i))) continue;
       const ParameterEntry& entry = layout_.parameters.stages[at(binding.index)].parameters[i];
-      const ElementRange squared = RecordExchange::squared_part(entry, replica);
-      owned_grads_.push_back({parameters[i]->grad.as<float>() + squared.first,
-                              static_cast<std::size_t>(squared.count)});
-      bytes += block_sum_bytes(squared.count);
+      for (const ElementRange& squared : RecordExchange::squared_parts(entry, replica)) {
+        owned_grads_.push_back({parameters[i]->grad.as<float>() + squared.first,
+                                static_cast<std::size_t>(squared.count)});
+        frozen_.push_back(!entry.updated);
+        bytes += block_sum_bytes(squared.count);
+      }
       owners.push_back({binding.index, parameters[i], entry.part(replica)});
     }
   }
@@ -47,9 +50,10 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   optimizers_.emplace(options.training, owners, layout_.parameters, compute_);
 }
 
-// Those of the last backward's virtual replica are not the step's.
+// Those of the last backward's virtual replica are not the step's, and shares are joined after it.
 FinalGradients* GradientSync::final_gradients(int stage) {
   if (step_.end == BatchEnd::kAccumulate || layout_.place.shares > 1) return nullptr;
+  if (layout_.parameters.stages[at(stage)].has_shares()) return nullptr;
   return sums_->final_gradients(stage, step_.end == BatchEnd::kGradients);
 }
 
@@ -59,11 +63,14 @@ void GradientSync::fold_forward(int stage, int leaf) {
 }
 
 void GradientSync::fold_backward(int stage, int leaf) {
+  shares_->join(stage);
   folds_->fold(stage, leaf, /*by_loss=*/false);
 }
 
 void GradientSync::reduce_grad(int stage) {
-  if (layout_.place.topology.size.replica == 1 || step_.end == BatchEnd::kAccumulate) return;
+  if (step_.end == BatchEnd::kAccumulate) return;
+  if (layout_.place.shares == 1) shares_->join(stage);
+  if (layout_.place.topology.size.replica == 1) return;
   sums_->finish(stage, step_.end == BatchEnd::kGradients);
 }
 
@@ -102,7 +109,7 @@ std::span<const double> GradientSync::squares() {
   double* next = squares;
   for (std::size_t i = 0; i < owned_grads_.size(); ++i) {
     double* const end = next + sum_blocks(std::ssize(owned_grads_[i]));
-    if (optimizers_->frozen()[i]) std::fill(next, end, 0.0);
+    if (frozen_[i]) std::fill(next, end, 0.0);
     next = end;
   }
   return {squares, next};

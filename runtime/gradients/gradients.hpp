@@ -12,6 +12,7 @@
 #include "runtime/gradients/gradient_folds.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/gradients/replica_state.hpp"
+#include "runtime/gradients/share_sums.hpp"
 #include "runtime/gradients/stage_optimizers.hpp"
 #include "runtime/gradients/step_record.hpp"
 #include "runtime/gradients/tied_uses.hpp"
@@ -72,12 +73,14 @@ class GradientSync : public StepActions {
   StepState& step_;
   RecordExchange record_;
   HostMirror& mirror_;
+  std::optional<ShareSums> shares_;
   std::optional<GradientFolds> folds_;
   std::optional<GradientSums> sums_;
   std::optional<StageOptimizers> optimizers_;
-  // Of owned parameters, in global order: what RecordExchange::squared_part() says.
+  // Of shards of owned parameters, in global order: what RecordExchange::squared_parts() says.
   std::vector<std::span<const float>> owned_grads_;
-  HostBuffer squares_;  // doubles, of their blocks; written by the device
+  std::vector<bool> frozen_;  // likewise
+  HostBuffer squares_;        // doubles, of their blocks; written by the device
   const StepOutcome* outcome_ = nullptr;
 };
 

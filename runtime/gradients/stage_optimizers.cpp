@@ -74,8 +74,8 @@ StageOptimizers::StageOptimizers(const PipelineOptions::Training& training,
     : compute_(compute), model_(model), own_(training.make_optimizer) {
   for (const auto& [stage, parameter, part] : owners) {
     const ParameterGroup* group = group_of(training.groups, parameter->name);
-    frozen_.push_back(group != nullptr && group->frozen);
-    if (frozen_.back() || (part.count == 0 && parameter->shape.elements() > 0)) continue;
+    const bool frozen = group != nullptr && group->frozen;
+    if (frozen || (part.count == 0 && parameter->shape.elements() > 0)) continue;
     const double scale = group == nullptr ? 1 : group->learning_rate_scale;
     const std::optional<float> decay = group == nullptr ? std::nullopt : group->weight_decay;
     auto like = std::find_if(updated_.begin(), updated_.end(), [&](const Updated& each) {

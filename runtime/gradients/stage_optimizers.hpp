@@ -31,8 +31,6 @@ class StageOptimizers {
   StageOptimizers(const PipelineOptions::Training& training, std::span<const OwnedParameter> owners,
                   const ParameterTable& model, ComputeContext& compute);
 
-  // [owner] Not updated.
-  [[nodiscard]] const std::vector<bool>& frozen() const { return frozen_; }
   // Gradients count times `factor`.
   void update(std::uint64_t step, double rate, double factor);
   [[nodiscard]] std::vector<OptimizerState> state() const;
@@ -54,7 +52,6 @@ class StageOptimizers {
   const ParameterTable& model_;
   bool own_;  // optimizers of the program's factory
   std::vector<Updated> updated_;
-  std::vector<bool> frozen_;
 };
 
 }  // namespace sluice

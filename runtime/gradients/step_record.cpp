@@ -6,6 +6,7 @@
 #include <cmath>
 #include <numeric>
 #include <string>
+#include <utility>
 
 #include "comm/base/index.hpp"
 #include "comm/base/steady_seconds.hpp"
@@ -16,12 +17,11 @@ namespace {
 
 constexpr std::size_t kFirstLoss = 5;  // index in a record
 
-// Doubles in the record of a rank of this replica that owns the parameter: one of a parameter, or a
-// slice, whose blocks are all here, which the rank adds as rank 0 would.
-std::size_t squares_of(const ParameterEntry& entry, int replica) {
-  const std::int64_t count = RecordExchange::squared_part(entry, replica).count;
-  const auto blocks = static_cast<std::size_t>(sum_blocks(count));
-  return count == entry.elements ? std::min(blocks, std::size_t{1}) : blocks;
+// Doubles in a record for a part of a shard: one where all its blocks are here, which the rank adds
+// as rank 0 would.
+std::size_t doubles_of(const ElementRange& part, const ElementRange& shard) {
+  const auto blocks = static_cast<std::size_t>(sum_blocks(part.count));
+  return part.count == shard.count ? std::min(blocks, std::size_t{1}) : blocks;
 }
 
 void check(StepTotals& totals, double value, double index, double is_loss) {
@@ -67,6 +67,15 @@ Error StepState::refusal(const JobLayout& layout) const {
           0};
 }
 
+std::vector<ElementRange> RecordExchange::squared_parts(const ParameterEntry& entry, int replica) {
+  std::vector<ElementRange> parts = entry.shards();
+  const bool none = entry.ends.empty() && replica > 0;
+  for (ElementRange& part : parts) {
+    part = none ? ElementRange{} : common_part(part, entry.part(replica));
+  }
+  return parts;
+}
+
 RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
                                const PipelineOptions& options)
     : job_(job),
@@ -76,14 +85,13 @@ RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
   const Topology& topology = layout_.place.topology;
   std::vector<std::size_t> sizes(at(topology.ranks()));  // of records
   for (int rank = 0; rank < topology.ranks(); ++rank) {
-    const Place place = topology.place_of(rank);
-    sizes[at(rank)] = first_square(place.pipeline);
-    for (const int s : layout_.plans.placement().stages_of(place.pipeline)) {
-      const auto& entries = layout_.parameters_at(place.tensor).stages[at(s)].parameters;
-      for (std::size_t i = 0; i < entries.size(); ++i) {
-        if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
-        sizes[at(rank)] += squares_of(entries[i], place.replica);
-      }
+    sizes[at(rank)] = first_square(topology.place_of(rank).pipeline);
+  }
+  list_squares();
+  for (ShardSquares& shard : shards_) {
+    for (shard.place.replica = 0; const std::size_t doubles : shard.doubles) {
+      sizes[at(topology.rank_of(shard.place))] += doubles;
+      ++shard.place.replica;
     }
   }
   std::size_t end = 0;
@@ -94,6 +102,35 @@ RecordExchange::RecordExchange(JobContext& job, const JobLayout& layout,
   peaks_.resize(at(topology.size.pipeline));
   next_.resize(sizes.size());
   busy_.resize(sizes.size());
+}
+
+void RecordExchange::list_squares() {
+  const Place& here = layout_.place.here;
+  const AxisSizes& size = layout_.place.topology.size;
+  double number = 0;
+  for (int s = 0; s < layout_.plans.num_stages(); ++s) {
+    const int rank = layout_.plans.placement().rank_of(s);
+    for (std::size_t i = 0; i < layout_.parameters.stages[at(s)].parameters.size(); ++i, ++number) {
+      if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
+      for (int t = 0; t < size.tensor; ++t) {
+        const ParameterEntry& entry = layout_.parameters_at(t).stages[at(s)].parameters[i];
+        const std::vector<ElementRange> shards = entry.shards();
+        for (std::size_t shard = 0; shard < shards.size(); ++shard) {
+          ShardSquares& added = shards_.emplace_back(
+              ShardSquares{.place = {.pipeline = rank, .tensor = t},
+                           .parameter = number,
+                           .counts = t == 0 || !entry.slice.all(),
+                           .last = t + 1 == size.tensor && shard + 1 == shards.size()});
+          for (int r = 0; r < size.replica; ++r) {
+            const ElementRange part = squared_parts(entry, r)[shard];
+            added.doubles.push_back(doubles_of(part, shards[shard]));
+            if (here.pipeline != rank || here.tensor != t || here.replica != r) continue;
+            packed_.push_back({sum_blocks(part.count), part.count == shards[shard].count});
+          }
+        }
+      }
+    }
+  }
 }
 
 void RecordExchange::exchange(StepState& step, const StepOutcome& outcome,
@@ -121,20 +158,15 @@ void RecordExchange::pack(const StepState& step, const StepOutcome& outcome,
 }
 
 void RecordExchange::pack_squares(const double* from) {
-  const Place here = layout_.place.here;
-  double* to = &mine_[first_square(here.pipeline)];
-  for (const int s : layout_.plans.placement().stages_of(here.pipeline)) {
-    const std::vector<ParameterEntry>& entries = layout_.parameters.stages[at(s)].parameters;
-    for (std::size_t i = 0; i < entries.size(); ++i) {
-      if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
-      const double* const end = from + sum_blocks(squared_part(entries[i], here.replica).count);
-      if (squares_of(entries[i], here.replica) == 1) {
-        *to++ = std::accumulate(from, end, 0.0);
-      } else {
-        to = std::copy(from, end, to);
-      }
-      from = end;
+  double* to = &mine_[first_square(layout_.place.here.pipeline)];
+  for (const auto& [blocks, whole] : packed_) {
+    const double* const end = from + blocks;
+    if (whole && blocks > 0) {
+      *to++ = std::accumulate(from, end, 0.0);
+    } else {
+      to = std::copy(from, end, to);
     }
+    from = end;
   }
 }
 
@@ -151,9 +183,9 @@ std::size_t RecordExchange::first_square(int pipeline_rank) const {
 }
 
 // On rank 0. Losses are added in order of batch, virtual replica and micro-batch, whatever the
-// number of the step's batches, squares in order of blocks within a slice, then of slices within a
-// parameter, then of stage and parameter: neither order depends on the placement or the replicas'
-// parts.
+// number of the step's batches, squares in order of blocks within a slice or a shard, then of these
+// within a parameter, then of stage and parameter: neither order depends on the placement or the
+// replicas' parts.
 void RecordExchange::reduce(StepState& step) {
   reduce_losses(step);
   reduce_squares(step.totals);
@@ -179,35 +211,21 @@ void RecordExchange::reduce_squares(StepTotals& totals) {
   for (int rank = 0; rank < topology.ranks(); ++rank) {
     next_[at(rank)] = record(rank) + first_square(topology.place_of(rank).pipeline);
   }
-  double squares = 0, index = 0;
-  for (int s = 0; s < layout_.plans.num_stages(); ++s) {
-    for (std::size_t i = 0; i < layout_.parameters.stages[at(s)].parameters.size(); ++i, ++index) {
-      if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
-      double square = 0;
-      for (int t = 0; t < topology.size.tensor; ++t) {
-        const double part = next_square(s, i, t);
-        check(totals, part, index, 0);
-        const bool counts = t == 0 || !layout_.parameters.stages[at(s)].parameters[i].slice.all();
-        if (counts) square += part;
-      }
-      squares += square;
+  double squares = 0, square = 0;
+  for (const ShardSquares& shard : shards_) {
+    Place place = shard.place;
+    double sum = 0;
+    for (place.replica = 0; place.replica < topology.size.replica; ++place.replica) {
+      const double*& next = next_[at(topology.rank_of(place))];
+      const double* const end = next + shard.doubles[at(place.replica)];
+      sum = std::accumulate(next, end, sum);
+      next = end;
     }
+    check(totals, sum, shard.parameter, 0);
+    if (shard.counts) square += sum;
+    if (shard.last) squares += std::exchange(square, 0);
   }
   totals.grad_norm = std::sqrt(squares);
-}
-
-double RecordExchange::next_square(int stage, std::size_t index, int tensor) {
-  const Topology& topology = layout_.place.topology;
-  const auto& entries = layout_.parameters_at(tensor).stages[at(stage)].parameters;
-  Place place = {.pipeline = layout_.plans.placement().rank_of(stage), .tensor = tensor};
-  double square = 0;
-  for (place.replica = 0; place.replica < topology.size.replica; ++place.replica) {
-    const double*& next = next_[at(topology.rank_of(place))];
-    const double* const end = next + squares_of(entries[index], place.replica);
-    square = std::accumulate(next, end, square);
-    next = end;
-  }
-  return square;
 }
 
 void RecordExchange::reduce_ranks(StepTotals& totals) {

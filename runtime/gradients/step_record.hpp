@@ -95,13 +95,13 @@ class RecordExchange {
   // Everything named outlives this.
   RecordExchange(JobContext& job, const JobLayout& layout, const PipelineOptions& options);
 
-  // Of a parameter that a rank of this replica owns, the elements whose squares its record has:
-  // where replicas hold the same sums, the first of them has them.
-  [[nodiscard]] static ElementRange squared_part(const ParameterEntry& entry, int replica) {
-    return entry.ends.empty() && replica > 0 ? ElementRange{} : entry.part(replica);
-  }
+  // Of a parameter that a rank of this replica owns, the elements whose squares its record has,
+  // [shard] of ParameterEntry::shards(): where replicas hold the same sums, the first of them has
+  // them.
+  [[nodiscard]] static std::vector<ElementRange> squared_parts(const ParameterEntry& entry,
+                                                               int replica);
 
-  // Collective over the job: fills step.totals. `squares`: sums over the blocks of squared_part()
+  // Collective over the job: fills step.totals. `squares`: sums over the blocks of squared_parts()
   // of this rank's owned parameters (sums_of_squares()); empty where gradients are not complete.
   void exchange(StepState& step, const StepOutcome& outcome, std::span<const double> squares);
   // Of this rank in the last exchange.
@@ -119,8 +119,7 @@ class RecordExchange {
   void reduce(StepState& step);
   void reduce_losses(StepState& step) const;
   void reduce_squares(StepTotals& totals);
-  // Of the next parameter, what its ranks with this tensor coordinate have: the sum over blocks.
-  [[nodiscard]] double next_square(int stage, std::size_t index, int tensor);
+  void list_squares();
   void reduce_ranks(StepTotals& totals);
   [[nodiscard]] const double* record(int rank) const;
   // Of the pipeline of this replica and tensor rank 0.
@@ -133,11 +132,25 @@ class RecordExchange {
   const LearningRate& rate_;
   std::size_t losses_;  // of a record of the last stage's ranks
   // Records. Of each rank: window, busy, peak, flags, learning rate; then, of the last stage's
-  // ranks, (sum, weight) per micro-batch; then squares of owned parameters:
-  // one of each that is here whole, else one per block.
+  // ranks, (sum, weight) per micro-batch; then squares of shards of owned parameters: one of each
+  // that is here whole, else one per block.
   std::vector<double> mine_, all_;
   std::vector<std::size_t> ends_;    // [rank of the job] bytes of all_ up to the end of its record
   std::vector<const double*> next_;  // [rank of the job] its next square, in all_
+  // Of shards of this rank's owned parameters: blocks here, and whether they are all.
+  struct Packed {
+    std::ptrdiff_t blocks = 0;
+    bool whole = false;
+  };
+  std::vector<Packed> packed_;
+  // In order of the norm.
+  struct ShardSquares {
+    Place place;                         // of replica 0
+    double parameter = 0;                // its number
+    bool counts = false, last = false;   // in the norm; of its parameter
+    std::vector<std::size_t> doubles{};  // [replica]
+  };
+  std::vector<ShardSquares> shards_;
   std::vector<int> peaks_;
   std::vector<double> busy_;
   std::function<std::uint32_t()> flags_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "comm/base/index.hpp"
+#include "comm/base/joined.hpp"
 
 namespace sluice {
 namespace {
@@ -13,10 +14,36 @@ double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); 
 
 }  // namespace
 
-std::string cut_text(const Slice& slice) {
+ElementRange common_part(const ElementRange& a, const ElementRange& b) {
+  const std::int64_t first = std::max(a.first, b.first);
+  return {first, std::max<std::int64_t>(std::min(a.end(), b.end()) - first, 0)};
+}
+
+std::vector<ElementRange> ParameterEntry::shards() const {
+  std::vector<ElementRange> all;
+  for (const std::int64_t count : shard_elements(slice, parts, elements)) {
+    all.push_back({all.empty() ? 0 : all.back().end(), count});
+  }
+  return all;
+}
+
+std::string cut_text(const ParameterEntry& entry) {
+  const Slice& slice = entry.slice;
   if (slice.all()) return "";
-  return fmt::format(" cut to {} of {} rows of dimension {}, from {} on", slice.length, slice.whole,
-                     slice.axis, slice.begin);
+  if (entry.parts.empty()) {
+    return fmt::format(" cut to {} of {} rows of dimension {}, from {} on", slice.length,
+                       slice.whole, slice.axis, slice.begin);
+  }
+  std::vector<std::string> parts;
+  for (const auto& [part, shard] : entry.parts) {
+    parts.push_back(fmt::format("{} from {} on of shard {}", part.length, part.begin, shard));
+  }
+  return fmt::format(" cut to rows of dimension {}: {}", slice.axis, joined(parts, ", "));
+}
+
+bool StageEntry::has_shares() const {
+  return std::ranges::any_of(parameters,
+                             [](const ParameterEntry& each) { return each.shares > 0; });
 }
 
 std::string to_string(const RankMemory& memory) {

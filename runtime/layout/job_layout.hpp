@@ -18,6 +18,7 @@
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "stages/network/state_bytes.hpp"
+#include "stages/tensor/slice_runs.hpp"
 
 namespace sluice {
 
@@ -26,6 +27,8 @@ struct ElementRange {
   std::int64_t first = 0, count = 0;
   [[nodiscard]] std::int64_t end() const { return first + count; }
 };
+// What both have.
+[[nodiscard]] ElementRange common_part(const ElementRange& a, const ElementRange& b);
 
 struct ParameterEntry {
   std::string name;
@@ -33,8 +36,10 @@ struct ParameterEntry {
   bool tied = false;
   // What all its uses and all tensor ranks share: "[4, 2], initially normal 0.02", of the whole.
   std::string use = {};
-  int unit = 0;      // Parameter::unit
-  Slice slice = {};  // Parameter::slice
+  int unit = 0;                       // Parameter::unit
+  Slice slice = {};                   // Parameter::slice
+  std::vector<SlicePart> parts = {};  // Parameter::parts
+  int shares = 0;                     // Parameter::shares
   std::int64_t whole_elements = 0;
   bool updated = true;  // by an optimizer; not so what is frozen, and buffers
   // [replica] where the part that it updates ends; each begins where the one before it ends. Empty:
@@ -46,10 +51,15 @@ struct ParameterEntry {
     const std::int64_t first = at == 0 ? 0 : ends[at - 1];
     return {first, ends[at] - first};
   }
+  [[nodiscard]] std::vector<PlacedPart> placed() const {
+    return placed_parts(slice, parts, elements);
+  }
+  // [shard] Those that have elements here; one of all where shards do not divide it.
+  [[nodiscard]] std::vector<ElementRange> shards() const;
 };
 
 // " cut into rows 0 to 3 of dimension 1"; empty of all.
-[[nodiscard]] std::string cut_text(const Slice& slice);
+[[nodiscard]] std::string cut_text(const ParameterEntry& entry);
 
 struct StageEntry {
   std::vector<ParameterEntry> parameters;  // in the stage's order
@@ -63,6 +73,9 @@ struct StageEntry {
   bool own_memory = false;         // StageDescription::own_memory
   std::string note;                // StageDescription::note
   StageCollectives collectives;    // of the largest micro-batch
+
+  // Whether gradients are added up by shares, which are joined after the last backward.
+  [[nodiscard]] bool has_shares() const;
 };
 
 // One use of a tied parameter.

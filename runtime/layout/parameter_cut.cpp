@@ -9,12 +9,28 @@
 namespace sluice {
 namespace {
 
+std::int64_t blocks_of(const ParameterEntry& entry) {
+  std::int64_t blocks = 0;
+  for (const ElementRange& shard : entry.shards()) blocks += sum_blocks(shard.count);
+  return blocks;
+}
+
+// Where the first `blocks` blocks of its shards end.
+std::int64_t end_of(const ParameterEntry& entry, std::int64_t blocks) {
+  for (const ElementRange& shard : entry.shards()) {
+    const std::int64_t here = sum_blocks(shard.count);
+    if (blocks < here) return shard.first + std::max<std::int64_t>(blocks, 0) * kSumBlock;
+    blocks -= here;
+  }
+  return entry.elements;
+}
+
 // Cuts `entries` as one sequence of blocks. `next` is the replica that gets the next remaining
 // block, of this sequence and those before.
 void cut_sequence(std::span<ParameterEntry* const> entries, std::size_t replicas,
                   std::size_t& next) {
   std::int64_t blocks = 0;
-  for (const ParameterEntry* entry : entries) blocks += sum_blocks(entry->elements);
+  for (const ParameterEntry* entry : entries) blocks += blocks_of(*entry);
   const auto count = static_cast<std::int64_t>(replicas);
   std::vector<std::int64_t> ends(replicas, blocks / count);  // blocks
   for (std::int64_t left = blocks % count; left > 0; --left, next = (next + 1) % replicas) {
@@ -23,11 +39,8 @@ void cut_sequence(std::span<ParameterEntry* const> entries, std::size_t replicas
   for (std::size_t r = 1; r < replicas; ++r) ends[r] += ends[r - 1];
   std::int64_t begin = 0;
   for (ParameterEntry* entry : entries) {
-    for (const std::int64_t end : ends) {
-      entry->ends.push_back(
-          std::clamp<std::int64_t>((end - begin) * kSumBlock, 0, entry->elements));
-    }
-    begin += sum_blocks(entry->elements);
+    for (const std::int64_t end : ends) entry->ends.push_back(end_of(*entry, end - begin));
+    begin += blocks_of(*entry);
   }
 }
 

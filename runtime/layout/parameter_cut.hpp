@@ -12,11 +12,11 @@
 namespace sluice {
 
 // Sets ParameterEntry::ends of all parameters that are updated. Parts consist of whole blocks of
-// kSumBlock elements, so that sums of squares over blocks have the same bits for every number of
-// replicas. The parameters of a unit are cut as one sequence of blocks, into one range a replica;
-// the ranges of one more block move on from unit to unit, so that every unit and every stage differ
-// by at most one block between replicas. A use of a tied parameter that is not its owner is cut
-// like the owner and not counted. What is frozen is not cut.
+// kSumBlock elements of a shard, so that sums of squares over blocks have the same bits for every
+// number of replicas. The parameters of a unit are cut as one sequence of blocks, into one range a
+// replica; the ranges of one more block move on from unit to unit, so that every unit and every
+// stage differ by at most one block between replicas. A use of a tied parameter that is not its
+// owner is cut like the owner and not counted. What is frozen is not cut.
 void cut_parameters(ParameterTable& table, int replicas);
 
 // A range of a stage's flat values or gradients (ParameterSet::flat_grads()) whose parts belong to

@@ -24,45 +24,52 @@ std::vector<Parameter*> owned_values(Pipeline& pipeline) {
   return all;
 }
 
+std::vector<PlacedPart> placed_of(const Parameter& parameter) {
+  return placed_parts(parameter.slice, parameter.parts, parameter.shape.elements());
+}
+
 // What a rank says of a parameter before its values.
 std::string describe(const Parameter& parameter) {
   const Shape whole = parameter.whole_shape();
-  nlohmann::json dims = nlohmann::json::array();
+  nlohmann::json dims = nlohmann::json::array(), parts = nlohmann::json::array();
   for (int d = 0; d < whole.rank(); ++d) dims.push_back(whole[d]);
-  const Slice& slice = parameter.slice;
-  return dump_json(nlohmann::json::array(
-      {parameter.name, dims, slice.axis, slice.begin, slice.length, slice.whole}));
+  for (const PlacedPart& part : placed_of(parameter)) {
+    const Slice& slice = part.slice;
+    parts.push_back({slice.axis, slice.begin, slice.length, slice.whole});
+  }
+  return dump_json(nlohmann::json::array({parameter.name, dims, parts}));
 }
 
-// Where the bytes of a slice lie in it, in order, and in the whole.
+// Where the bytes of what a rank has lie in it, in order, and in the whole.
 template <typename Visit>
-void for_bytes(const Shape& shape, const Slice& slice, const Visit& visit) {
+void for_bytes(const Shape& whole, std::span<const PlacedPart> parts, const Visit& visit) {
   const auto bytes = [](std::int64_t elements) {
     return static_cast<std::size_t>(elements) * sizeof(float);
   };
-  for_runs(shape, slice, 0, shape.elements(),
-           [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
-             visit(bytes(here), bytes(in_whole), bytes(elements));
-           });
+  for_part_runs(whole, parts, 0, whole.elements(),
+                [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
+                  visit(bytes(here), bytes(in_whole), bytes(elements));
+                });
 }
 
-// A slice of a tensor of `all`, by what its rank says of it.
-struct Part {
-  Part(std::map<std::string, HostTensor>& all, const std::string& described) {
-    const auto json = parse_json(described);
+// What a rank has of a tensor of `all`, by what it says of it.
+struct Described {
+  Described(std::map<std::string, HostTensor>& all, const std::string& text) {
+    const auto json = parse_json(text);
     whole = &all[json[0].get<std::string>()];
     whole->spec = {DType::kF32, Shape(json[1].get<std::vector<std::int64_t>>())};
     whole->bytes.resize(whole->spec.bytes());
-    slice = {.axis = json[2].get<int>(),
-             .begin = json[3].get<std::int64_t>(),
-             .length = json[4].get<std::int64_t>(),
-             .whole = json[5].get<std::int64_t>()};
-    shape = whole->spec.shape;
-    if (!slice.all()) shape = with_rows(shape, slice.axis, slice.length);
+    for (const auto& each : json[2]) {
+      const Slice slice = {.axis = each[0].get<int>(),
+                           .begin = each[1].get<std::int64_t>(),
+                           .length = each[2].get<std::int64_t>(),
+                           .whole = each[3].get<std::int64_t>()};
+      parts.push_back({slice, 0, elements(), slice_shape(whole->spec.shape, slice).elements()});
+    }
   }
+  [[nodiscard]] std::int64_t elements() const { return parts.empty() ? 0 : parts.back().end(); }
   HostTensor* whole = nullptr;
-  Slice slice;
-  Shape shape;
+  std::vector<PlacedPart> parts;
 };
 
 void require_fitting(Pipeline& pipeline, const std::map<std::string, HostTensor>& values) {
@@ -102,14 +109,14 @@ std::map<std::string, HostTensor> Pipeline::state() {
         std::uint64_t count = mine.size();
         world.broadcast(object_bytes(count), root);
         for (std::uint64_t i = 0; i < count; ++i) {
-          const Part part(all,
-                          world.broadcast_string(here ? describe(*mine[i]) : std::string(), root));
-          values.resize(TensorSpec{DType::kF32, part.shape}.bytes());
+          const Described described(
+              all, world.broadcast_string(here ? describe(*mine[i]) : std::string(), root));
+          values.resize(static_cast<std::size_t>(described.elements()) * sizeof(float));
           if (here) std::ranges::copy(mirror.read_back(mine[i]->value), values.begin());
           world.broadcast(values, root);
-          for_bytes(part.shape, part.slice,
+          for_bytes(described.whole->spec.shape, described.parts,
                     [&](std::size_t from, std::size_t to, std::size_t bytes) {
-                      std::copy_n(&values[from], bytes, &part.whole->bytes[to]);
+                      std::copy_n(&values[from], bytes, &described.whole->bytes[to]);
                     });
         }
       }
@@ -125,7 +132,7 @@ void Pipeline::set_state(const std::map<std::string, HostTensor>& values) {
     for (const Parameter* parameter : owned_values(*this)) {
       const HostTensor& whole = values.at(parameter->name);
       const std::span<std::byte> mine = mirror.writable_host_copy(parameter->value);
-      for_bytes(parameter->shape, parameter->slice,
+      for_bytes(whole.spec.shape, placed_of(*parameter),
                 [&](std::size_t to, std::size_t from, std::size_t bytes) {
                   std::copy_n(&whole.bytes[from], bytes, &mine[to]);
                 });

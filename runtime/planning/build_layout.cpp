@@ -76,12 +76,12 @@ std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
             "must declare it tied",
             entry.name, first.stage, s);
       }
-      if (!is_new && (entry.use != owner.use || entry.slice != owner.slice)) {
+      if (!is_new &&
+          (entry.use != owner.use || entry.slice != owner.slice || entry.parts != owner.parts)) {
         throw_usage(
             "tied parameter '{}' is {}{} on stage {} and {}{} on stage {}; all uses have one shape "
             "and the same initial values",
-            entry.name, owner.use, cut_text(owner.slice), first.stage, entry.use,
-            cut_text(entry.slice), s);
+            entry.name, owner.use, cut_text(owner), first.stage, entry.use, cut_text(entry), s);
       }
     }
   }
@@ -426,7 +426,8 @@ LowerOptions lowering_of(const JobLayout& layout, bool inference) {
   const Placement& placement = layout.plans.order.placement;
   LowerOptions lowering{.reduce_grad = !inference, .tied = {}};
   for (int s = 0; s < placement.stages(); ++s) {
-    lowering.overlapped_grad_sums.push_back(layout.wires.sums_overlap(placement.rank_of(s)));
+    lowering.overlapped_grad_sums.push_back(layout.wires.sums_overlap(placement.rank_of(s)) &&
+                                            !layout.parameters.stages[at(s)].has_shares());
   }
   if (inference) return lowering;
   for (const TiedParameter& tie : layout.parameters.tied) {

@@ -105,7 +105,8 @@ class MemorySum {
         if (training.inference && !is_new) continue;  // ParameterSet::allocate()
         add_bytes(memory_.parameters, parameter_bytes(elements));
         if (training.inference) continue;
-        add_bytes(memory_.gradients, multiply_bytes(parameter_bytes(elements), 1 + sums));
+        add_bytes(memory_.gradients, multiply_bytes(parameter_bytes(elements),
+                                                    1 + sums + at(entry.parameters[i].shares)));
         if (!layout_.parameters.is_owner(stage, static_cast<int>(i))) continue;
         if (training.make_optimizer || !entry.parameters[i].updated) continue;
         for (std::size_t r = 0; r < optimizer.size(); ++r) {
@@ -150,7 +151,7 @@ class MemorySum {
       const int ranks = layout_.place.topology.size[axis];
       if (ranks == 1 || (axis == Axis::kReplica && !trains)) continue;
       GroupCollective::Memory within;
-      std::size_t summed = 0;  // bytes, of one sum of gradients or of a buffer's means
+      std::size_t summed = 0;  // bytes, of one sum of gradients, of shares or of a buffer's means
       for (const int stage : layout_.plans.placement().stages_of(rank_)) {
         const StageEntry& entry = layout_.parameters.stages[at(stage)];
         for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
@@ -159,7 +160,10 @@ class MemorySum {
             if (axis_of(each) == axis) within.raise(each, at(ranks));
           }
         }
-        if (axis == Axis::kReplica) summed = std::max(summed, summed_by_host(entry));
+        if (trains) {
+          summed = std::max(summed,
+                            axis == Axis::kReplica ? summed_by_host(entry) : bytes_of_share(entry));
+        }
       }
       // A GPU's values pass through a copy.
       if (device_ != DeviceKind::kCpu) add_bytes(memory_.collectives, summed);
@@ -217,6 +221,15 @@ class MemorySum {
       most = std::max(most, sizeof(float) * static_cast<std::size_t>(each.elements));
     }
     return layout_.wires.sums_by_nccl(rank_) ? most : std::max(most, gradients);
+  }
+
+  // What ShareSums adds over tensor ranks at a time.
+  static std::size_t bytes_of_share(const StageEntry& stage) {
+    std::size_t bytes = 0;
+    for (const ParameterEntry& each : stage.parameters) {
+      if (each.shares > 0) add_bytes(bytes, parameter_bytes(each.elements));
+    }
+    return bytes;
   }
 
   // Of HostSums of `values` along `axis`: of the replica that needs most.

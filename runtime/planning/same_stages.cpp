@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <sstream>
+#include <utility>
 
 #include <sluice/error.hpp>
 #include <sluice/plan.hpp>
@@ -53,10 +54,35 @@ std::string list(const std::vector<StageEntry>& stages, CollectiveAxis axis,
   return all;
 }
 
+std::string shares_text(const ParameterEntry& entry) {
+  return entry.shares == 0 ? "" : fmt::format(", gradient in {} shares", entry.shares);
+}
+
 std::string rows_text(std::size_t tensor, const Slice& slice) {
   return slice.length == 0 ? fmt::format("tensor rank {} has none", tensor)
                            : fmt::format("tensor rank {} has {} to {}", tensor, slice.begin,
                                          slice.begin + slice.length - 1);
+}
+
+// `parts`: of all tensor ranks, which may have them in any order.
+void require_parts(std::vector<Slice> parts, const ParameterEntry& entry, std::string_view what,
+                   std::size_t stage) {
+  const std::int64_t whole = parts.front().whole;
+  std::erase_if(parts, [](const Slice& part) { return part.length == 0; });
+  std::ranges::sort(parts, {}, &Slice::begin);
+  parts.push_back({.begin = whole});
+  std::int64_t end = 0;
+  for (const Slice& part : parts) {
+    if (part.begin != end) {
+      throw_usage(
+          "{} '{}' of stage {}, {}: rows {} to {} of dimension {} are {} in the parts of shards; "
+          "legal: each of the {} rows in one part of one tensor rank",
+          what, entry.name, stage, entry.use, std::min(part.begin, end),
+          std::max(part.begin, end) - 1, entry.slice.axis,
+          part.begin > end ? "missing" : "there twice", whole);
+    }
+    end += part.length;
+  }
 }
 
 // `slices`: [tensor coordinate] of one parameter.
@@ -109,7 +135,7 @@ void require_same_texts(const std::vector<std::string>& texts, std::string_view 
 void require_same_replicas(Collectives& replicas, const std::vector<StageEntry>& stages) {
   if (replicas.communicator().size() == 1) return;
   const std::string mine = list(stages, CollectiveAxis::kReplica, [](const ParameterEntry& entry) {
-    return fmt::format("{} elements{}", entry.elements, cut_text(entry.slice));
+    return fmt::format("{} elements{}{}", entry.elements, cut_text(entry), shares_text(entry));
   });
   const std::string digest = sha256_hex(std::as_bytes(std::span<const char>(mine)));
   std::string all(digest.size() * at(replicas.communicator().size()), '\0');
@@ -125,7 +151,7 @@ void require_parts_of_whole(std::span<const ParameterTable> tensor_ranks) {
   std::vector<std::string> texts;
   for (const ParameterTable& table : tensor_ranks) {
     texts.push_back(list(table.stages, CollectiveAxis::kTensor, [](const ParameterEntry& entry) {
-      return entry.use + (entry.tied ? ", tied" : "") +
+      return entry.use + (entry.tied ? ", tied" : "") + shares_text(entry) +
              (entry.slice.all() ? "" : fmt::format(", cut along dimension {}", entry.slice.axis));
     }));
   }
@@ -135,12 +161,27 @@ void require_parts_of_whole(std::span<const ParameterTable> tensor_ranks) {
     const auto check = [&](std::vector<ParameterEntry> StageEntry::*entries,
                            std::string_view what) {
       for (std::size_t i = 0; i < (stages[s].*entries).size(); ++i) {
-        if ((stages[s].*entries)[i].slice.all()) continue;
-        std::vector<Slice> slices;
-        for (const ParameterTable& table : tensor_ranks) {
-          slices.push_back((table.stages[s].*entries)[i].slice);
+        const ParameterEntry& first = (stages[s].*entries)[i];
+        if (tensor_ranks.size() > 1 && (first.shares & (first.shares - 1)) != 0) {
+          throw_usage(
+              "{} '{}' of stage {} has {} shares of its gradient on each of {} ranks; legal: a "
+              "power of two",
+              what, first.name, s, first.shares, tensor_ranks.size());
         }
-        require_whole(slices, (stages[s].*entries)[i], what, s);
+        if (first.slice.all()) continue;
+        std::vector<Slice> slices, all;
+        bool in_parts = false;
+        for (const ParameterTable& table : tensor_ranks) {
+          const ParameterEntry& entry = (table.stages[s].*entries)[i];
+          slices.push_back(entry.slice);
+          for (const PlacedPart& part : entry.placed()) all.push_back(part.slice);
+          in_parts = in_parts || !entry.parts.empty();
+        }
+        if (in_parts) {
+          require_parts(std::move(all), first, what, s);
+        } else {
+          require_whole(slices, first, what, s);
+        }
       }
     };
     check(&StageEntry::parameters, "parameter");

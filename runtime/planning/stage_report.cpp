@@ -37,10 +37,11 @@ static void from_json(const Json& json, Shape& shape) {
 }
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorSpec, dtype, shape)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Slice, axis, begin, length, whole)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SlicePart, slice, shard)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PlannedCollective, axis, kind, bytes, type)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageCollectives, forward, loss, backward_input, backward_weight)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit, slice,
-                                   whole_elements)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit, slice, parts,
+                                   shares, whole_elements)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
@@ -71,6 +72,23 @@ void require_legal_name(const std::string& name, int index) {
       "stage {} has a parameter named {}; legal: at least one character, none of them a control "
       "character, and not \"__metadata__\"",
       index, quoted(name));
+}
+
+void require_legal_shares(const std::vector<Parameter*>& parameters, int index, Device device) {
+  int shares = 0;
+  for (const Parameter* each : parameters) {
+    if (device.kind != DeviceKind::kCpu && (each->shares > 0 || !each->parts.empty())) {
+      throw_usage("stage {} has shards of '{}' on {}; legal: on a CPU", index, each->name,
+                  to_string(device));
+    }
+    if (each->shares == 0) continue;
+    if (shares == 0) shares = each->shares;
+    if (each->shares > 0 && each->shares == shares && each->slice.all()) continue;
+    throw_usage(
+        "stage {} has {} shares of the gradient of '{}'{}; legal: 0, or of what a rank has whole, "
+        "one for each of its shards",
+        index, each->shares, each->name, each->slice.all() ? "" : ", of which a rank has a part");
+  }
 }
 
 void require_legal(const TensorSpec& output, int index) {
@@ -242,9 +260,12 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
                       .use = use_of(*p),
                       .unit = p->unit,
                       .slice = p->slice,
+                      .parts = p->parts,
+                      .shares = p->shares,
                       .whole_elements = p->whole_shape().elements()});
       }
     };
+    require_legal_shares(parameters->all(), index, compute.device());
     list(parameters->all(), report.entry.parameters);
     list(parameters->buffers(), report.entry.buffers);
   }
@@ -258,7 +279,9 @@ void require_prepared(const StageBinding& binding, const StageEntry& described) 
                                  [](const Parameter* parameter, const ParameterEntry& entry) {
                                    return parameter->name == entry.name &&
                                           parameter->shape.elements() == entry.elements &&
-                                          parameter->slice == entry.slice;
+                                          parameter->slice == entry.slice &&
+                                          parameter->parts == entry.parts &&
+                                          parameter->shares == entry.shares;
                                  });
     if (same) return;
     throw_usage("stage {} has other {} after prepare() than when it was described: {}, then {}",

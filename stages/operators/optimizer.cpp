@@ -1,5 +1,6 @@
 #include "stages/operators/optimizer.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 #include <sluice/error.hpp>
@@ -35,34 +36,75 @@ std::uint64_t moments_site(const Parameter& parameter) {
   return hash_name(parameter.name + ".moments");
 }
 
+// Bytes of one vector of state of so many elements: of a slice.
+std::size_t state_bytes(const OptimizerConfig& config, std::size_t elements) {
+  return round_up(elements * size_of(state_type(config)), kBufferAlignment);
+}
+
 // Whether `next` follows `last` in memory and is updated alike.
-bool joins(const UpdateRun& last, const UpdateRun& next) {
+bool joins(const UpdateRun& last, const UpdateRun& next, std::size_t state) {
+  const auto bytes = static_cast<std::size_t>(last.count) * state;
+  const auto follows = [&](const void* before, const void* after) {
+    return before == nullptr ? after == nullptr
+                             : static_cast<const std::byte*>(before) + bytes == after;
+  };
   const bool copy_follows = last.bf16_copy == nullptr || next.bf16_copy == nullptr
                                 ? last.bf16_copy == next.bf16_copy
                                 : last.bf16_copy + last.count == next.bf16_copy;
   return last.decay == next.decay && last.site == next.site && copy_follows &&
-         last.value + last.count == next.value && last.grad + last.count == next.grad;
+         last.value + last.count == next.value && last.grad + last.count == next.grad &&
+         follows(last.first, next.first) && follows(last.second, next.second);
 }
 
-// Of an element of the rank's part. Those after it count on from there, also where the part has
-// other runs of the whole.
-std::uint64_t place_in_whole(const Parameter& parameter, std::int64_t element) {
+// Where the first element of a part lies in the whole.
+std::uint64_t place_in_whole(const Parameter& parameter, const PlacedPart& part) {
   std::int64_t place = 0;
-  for_runs(parameter.shape, parameter.slice, element, 1,
-           [&](std::int64_t, std::int64_t in_whole, std::int64_t) { place = in_whole; });
+  for_part_runs(parameter.whole_shape(), std::span(&part, 1), part.first, 1,
+                [&](std::int64_t, std::int64_t in_whole, std::int64_t) { place = in_whole; });
   return static_cast<std::uint64_t>(place);
 }
 
-// Adjacent slices in memory with equal decay form one run, unless their state is rounded at random.
-// The padding between parameters is zero in value, gradient and state, and all updates keep it
-// zero. RunOptimizer sets the state.
+// Elements of a slice that are updated together, counted from its first one.
+struct SliceRun {
+  std::int64_t first = 0, count = 0;
+  std::uint64_t element = 0;  // UpdateRun::element
+};
+
+// All of the slice, with the padding behind its parameter; where state is rounded at random, what
+// it has of each part.
+std::vector<SliceRun> runs_of(const ParameterSlice& slice, bool rounded) {
+  const auto& [parameter, first, count] = slice;
+  const std::int64_t elements = parameter->shape.elements();
+  const bool padded =
+      first + count == elements && padded_floats(first) == static_cast<std::size_t>(first);
+  const auto floats = padded ? static_cast<std::int64_t>(padded_floats(count)) : count;
+  if (!rounded) return {{0, floats, 0}};
+  std::vector<SliceRun> runs;
+  for (const PlacedPart& part : placed_parts(parameter->slice, parameter->parts, elements)) {
+    const std::int64_t from = std::max(first, part.first);
+    const std::int64_t to = std::min(first + count, part.end());
+    if (from >= to) continue;
+    const std::uint64_t place = place_in_whole(*parameter, part);
+    runs.push_back(
+        {from - first, to - from, place + static_cast<std::uint64_t>(from - part.first)});
+  }
+  runs.back().count = floats - runs.back().first;
+  return runs;
+}
+
+// Adjacent runs in memory with equal decay are one, unless their state is rounded at random. The
+// padding between parameters is zero in value, gradient and state, and all updates keep it zero.
+// `state`: of each kind, one slice after the other.
 std::vector<UpdateRun> make_runs(std::span<const ParameterSlice> slices,
-                                 const OptimizerConfig& config) {
+                                 const OptimizerConfig& config, std::span<const Buffer> state) {
   const bool is_sgd = config.kind == OptimizerConfig::Kind::kSgd;
-  const DType state = state_type(config);
+  const bool rounded = state_type(config) != DType::kF32;
+  const std::size_t size = size_of(state_type(config));
   std::vector<UpdateRun> runs;
-  for (const auto& [parameter, first, count] : slices) {
-    if (count == 0) continue;
+  std::size_t offset = 0;
+  for (const ParameterSlice& slice : slices) {
+    const Parameter* const parameter = slice.parameter;
+    if (slice.count == 0) continue;
     if (parameter->value.data == nullptr || parameter->grad.data == nullptr) {
       throw_error(ErrorCode::kInternal,
                   "parameter {} reaches the optimizer before it "
@@ -70,26 +112,30 @@ std::vector<UpdateRun> make_runs(std::span<const ParameterSlice> slices,
                   parameter->name);
     }
     Bf16* const copy = is_sgd ? nullptr : parameter->bf16_copy.as<Bf16>();
-    const UpdateRun next{.value = parameter->value.as<float>() + first,
-                         .grad = parameter->grad.as<float>() + first,
-                         .count = static_cast<std::int64_t>(padded_floats(count)),
-                         .decay = parameter->decay,
-                         .site = state == DType::kF32 ? 0 : moments_site(*parameter),
-                         .element = place_in_whole(*parameter, first),
-                         .bf16_copy = copy == nullptr ? nullptr : copy + first};
-    UpdateRun* const last = runs.empty() ? nullptr : &runs.back();
-    if (last != nullptr && joins(*last, next)) {
-      last->count += next.count;
-    } else {
-      runs.push_back(next);
+    for (const SliceRun& run : runs_of(slice, rounded)) {
+      const std::int64_t first = slice.first + run.first;
+      const auto state_of = [&](std::size_t kind) -> void* {
+        if (kind >= state.size()) return nullptr;
+        return state[kind].data() + offset + static_cast<std::size_t>(run.first) * size;
+      };
+      const UpdateRun next{.value = parameter->value.as<float>() + first,
+                           .grad = parameter->grad.as<float>() + first,
+                           .first = state_of(0),
+                           .second = state_of(1),
+                           .count = run.count,
+                           .decay = parameter->decay,
+                           .site = rounded ? moments_site(*parameter) : 0,
+                           .element = run.element,
+                           .bf16_copy = copy == nullptr ? nullptr : copy + first};
+      if (!rounded && !runs.empty() && joins(runs.back(), next, size)) {
+        runs.back().count += next.count;
+      } else {
+        runs.push_back(next);
+      }
     }
+    offset += state_bytes(config, padded_floats(slice.count));
   }
   return runs;
-}
-
-// Bytes of one vector of state of so many elements: of a slice, or of slices that form one run.
-std::size_t state_bytes(const OptimizerConfig& config, std::size_t elements) {
-  return round_up(elements * size_of(state_type(config)), kBufferAlignment);
 }
 
 // AdamW, Adam, or SGD with momentum.
@@ -97,10 +143,7 @@ class RunOptimizer final : public Optimizer {
  public:
   RunOptimizer(const OptimizerConfig& config, std::span<const ParameterSlice> slices,
                const DeviceMemory& memory, std::uint64_t seed)
-      : config_(config),
-        seed_(seed),
-        slices_(slices.begin(), slices.end()),
-        runs_(make_runs(slices, config)) {
+      : config_(config), seed_(seed), slices_(slices.begin(), slices.end()) {
     std::size_t bytes = 0;
     for (const ParameterSlice& each : slices)
       bytes += state_bytes(config, padded_floats(each.count));
@@ -110,12 +153,7 @@ class RunOptimizer final : public Optimizer {
       fill_zero_async(state_.back().data(), state_.back().size(), stream.view());
     }
     stream.view().synchronize();
-    std::size_t offset = 0;
-    for (UpdateRun& run : runs_) {
-      if (!state_.empty()) run.first = state_[0].data() + offset;
-      if (state_.size() > 1) run.second = state_[1].data() + offset;
-      offset += state_bytes(config, static_cast<std::size_t>(run.count));
-    }
+    runs_ = make_runs(slices, config, state_);
   }
 
   void update(ComputeContext& ctx, std::uint64_t step, float learning_rate,

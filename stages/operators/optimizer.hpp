@@ -17,9 +17,9 @@ namespace sluice {
 void require_sensible(const OptimizerConfig& config);
 
 // State for the slices it is given (of owners, not of other uses of tied parameters), in that
-// order. A slice begins at a multiple of kSumBlock = 16,384 elements, and ends at one or with its
-// parameter; how parameters are cut changes no bit. `seed`: of the random rounding of moments.
-// Throws what require_sensible() throws.
+// order. A slice begins at a multiple of kSumBlock = 16,384 elements of its shard, and ends at one
+// or with a shard (shard_elements()); how parameters are cut changes no bit. `seed`: of the random
+// rounding of moments. Throws what require_sensible() throws.
 [[nodiscard]] std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
                                                         std::span<const ParameterSlice> slices,
                                                         const DeviceMemory& memory,

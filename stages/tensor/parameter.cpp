@@ -61,23 +61,6 @@ void draw_run(const Init& init, const std::array<std::uint32_t, 2>& key, std::ui
   }
 }
 
-// for_runs() of a parameter's elements.
-template <typename Visit>
-void for_runs(const Parameter& parameter, std::int64_t first, std::int64_t count,
-              const Visit& visit) {
-  const Shape whole = parameter.whole_shape();
-  for (const PlacedPart& part :
-       placed_parts(parameter.slice, parameter.parts, parameter.shape.elements())) {
-    const std::int64_t from = std::max(first, part.first);
-    const std::int64_t to = std::min(first + count, part.end());
-    if (from >= to) continue;
-    sluice::for_runs(slice_shape(whole, part.slice), part.slice, from - part.first, to - from,
-                     [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
-                       visit(part.first + here, in_whole, elements);
-                     });
-  }
-}
-
 // On as many threads as this process has cores, each at least a quarter of a million elements (some
 // milliseconds); an element depends only on its place in the whole parameter.
 void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> values) {
@@ -90,15 +73,18 @@ void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> value
   const std::size_t parts = std::clamp<std::size_t>(values.size() / kLeast, 1,
                                                     static_cast<std::size_t>(affinity_cores()));
   const std::size_t each = round_up(values.size() / parts + 1, 2);
+  const Shape whole = parameter.whole_shape();
+  const std::vector<PlacedPart> placed =
+      placed_parts(parameter.slice, parameter.parts, parameter.shape.elements());
   const auto draw_part = [&](std::size_t part) {
     const std::size_t first = std::min(part * each, values.size());
     const std::size_t count = std::min(each, values.size() - first);
-    for_runs(parameter, static_cast<std::int64_t>(first), static_cast<std::int64_t>(count),
-             [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
-               draw_run(parameter.init, key, static_cast<std::uint64_t>(in_whole),
-                        values.subspan(static_cast<std::size_t>(here),
-                                       static_cast<std::size_t>(elements)));
-             });
+    for_part_runs(whole, placed, static_cast<std::int64_t>(first), static_cast<std::int64_t>(count),
+                  [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
+                    draw_run(parameter.init, key, static_cast<std::uint64_t>(in_whole),
+                             values.subspan(static_cast<std::size_t>(here),
+                                            static_cast<std::size_t>(elements)));
+                  });
   };
   std::vector<std::jthread> others;
   std::size_t part = 0;

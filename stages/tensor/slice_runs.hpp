@@ -65,6 +65,21 @@ struct PlacedPart {
   return placed;
 }
 
+// for_runs() of elements of such memory.
+template <typename Visit>
+void for_part_runs(const Shape& whole, std::span<const PlacedPart> parts, std::int64_t first,
+                   std::int64_t count, const Visit& visit) {
+  for (const PlacedPart& part : parts) {
+    const std::int64_t from = std::max(first, part.first);
+    const std::int64_t to = std::min(first + count, part.end());
+    if (from >= to) continue;
+    for_runs(slice_shape(whole, part.slice), part.slice, from - part.first, to - from,
+             [&](std::int64_t here, std::int64_t in_whole, std::int64_t elements) {
+               visit(part.first + here, in_whole, elements);
+             });
+  }
+}
+
 // The elements of each shard, in order: those of its parts. Of a parameter without parts: all.
 [[nodiscard]] inline std::vector<std::int64_t> shard_elements(const Slice& slice,
                                                               std::span<const SlicePart> parts,

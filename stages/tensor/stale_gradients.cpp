@@ -1,6 +1,7 @@
 #include "stages/tensor/stale_gradients.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace sluice {
 
@@ -67,19 +68,23 @@ GradientsAside::GradientsAside(ParameterSet& set, const DeviceMemory& memory) {
   std::size_t bytes = 0;
   for (Parameter* parameter : set.all()) {
     if (parameter->grad.data == nullptr) continue;
-    had_.push_back({parameter, parameter->grad.data, parameter->is_stale()});
-    if (!parameter->is_stale()) bytes = std::max(bytes, parameter->grad.spec.bytes());
+    const std::vector<Tensor>& shares = parameter->share_grads;
+    had_.push_back({parameter, parameter->grad.data, parameter->is_stale(), shares});
+    if (parameter->is_stale() && shares.empty()) continue;
+    bytes = std::max(bytes, parameter->grad.spec.bytes());
   }
   if (bytes == 0) return;
   memory_ = memory.allocate(bytes, DeviceMemory::Use::kTemporary);
   for (const Had& had : had_) {
     if (!had.stale) had.parameter->grad.data = memory_.data();
+    for (Tensor& share : had.parameter->share_grads) share.data = memory_.data();
   }
 }
 
 GradientsAside::~GradientsAside() {
-  for (const Had& had : had_) {
+  for (Had& had : had_) {
     had.parameter->grad.data = had.data;
+    had.parameter->share_grads = std::move(had.shares);
     GradientAccess::set_stale(*had.parameter, had.stale);
   }
 }

@@ -39,9 +39,9 @@ struct GradientAccess {
 // Zeroes the gradient in order of `stream` if it is stale, which it is no longer after that.
 void zero_if_stale(Parameter& parameter, StreamView stream);
 
-// While this object exists, gradients point to scratch memory, so that a warm-up leaves them
-// unchanged. Stale ones stay where they are, and may hold other numbers afterwards. The work that
-// writes gradients must be done before the object ends.
+// While this object exists, gradients and their shares point to scratch memory, so that a warm-up
+// leaves them unchanged. Stale ones stay where they are, and may hold other numbers afterwards. The
+// work that writes gradients must be done before the object ends.
 class GradientsAside {
  public:
   // Takes the bytes of the largest that is not stale. Throws what `memory` does. The set outlives
@@ -56,6 +56,7 @@ class GradientsAside {
     Parameter* parameter;
     void* data;
     bool stale;
+    std::vector<Tensor> shares;
   };
   std::vector<Had> had_;
   Buffer memory_;

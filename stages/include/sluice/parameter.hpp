@@ -217,7 +217,8 @@ struct OptimizerConfig {
   // AdamW and Adam: what both moments are kept in, f32 or bf16. bf16 takes 4 bytes a parameter in
   // place of 8, in saves too. A step computes in f32 and rounds what it stores at random, without
   // bias, by a number that the seed, the step and the place in the parameter determine; in a slice
-  // along another dimension than the first, places count on from that of its first element.
+  // or a part along another dimension than the first, places count on from that of its first
+  // element.
   DType moments = DType::kF32;
 
   // With the constants that torch takes by default.

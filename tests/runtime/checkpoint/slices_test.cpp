@@ -288,19 +288,38 @@ TEST_F(SlicesTest, SlicesThatAreNoneAreRefusedInStateJson) {
 
 TEST(SnapshotTest, TheHolderHasTheWhole) {
   const std::vector<float> whole = whole_values();
-  for (const std::vector<Slice>& slices :
-       {cut(0, {1, 3, 4}), cut(1, {0, 4, 6}), cut(2, {2, 2, 5}), cut(1, {6, 6, 6})}) {
+  const std::vector<Slice> sixths = cut(1, {1, 2, 3, 4, 4, 6});
+  for (const std::vector<std::vector<Slice>>& ranks : std::vector<std::vector<std::vector<Slice>>>{
+           {{{0, 0, 1, 4}}, {{0, 1, 2, 4}}, {{0, 3, 1, 4}}},
+           {{{1, 0, 0, 6}}, {{1, 0, 4, 6}}, {{1, 4, 2, 6}}},
+           {{{2, 0, 2, 5}}, {{2, 2, 0, 5}}, {{2, 2, 3, 5}}},
+           {{{1, 0, 6, 6}}, {{1, 6, 0, 6}}, {{1, 6, 0, 6}}},
+           {{sixths[0], sixths[5]}, {sixths[4]}, {sixths[3], sixths[1], sixths[2]}}}) {
+    std::vector<std::vector<PlacedPart>> parts;
+    for (const std::vector<Slice>& slices : ranks) {
+      std::int64_t first = 0;
+      parts.emplace_back();
+      for (const Slice& slice : slices) {
+        const auto count = std::ssize(values_of(slice));
+        parts.back().push_back({slice, 0, first, count});
+        first += count;
+      }
+    }
     run_loopback(3, [&](Communicator& comm) {
       Collectives sharers(comm, 0, nullptr);
       ComputeContext compute(Device{}, 1);
       Snapshot snapshot(compute, sharers);
-      std::vector<float> mine = values_of(slices[at(comm.rank())]), same(4, 0.5F);
+      std::vector<float> mine, same(4, 0.5F);
+      for (const Slice& slice : ranks[at(comm.rank())]) {
+        const std::vector<float> values = values_of(slice);
+        mine.insert(mine.end(), values.begin(), values.end());
+      }
       const auto taken = [&](int holder) {
         return TakenTensor{"w",
                            {mine.data(), {DType::kF32, {std::ssize(mine)}}},
                            {DType::kF32, kShape},
                            holder,
-                           slices};
+                           parts};
       };
       std::vector<TakenTensor> all = {taken(0), taken(2), taken(1), taken(2)};
       const TensorSpec spec{DType::kF32, {4}};

@@ -83,7 +83,7 @@ std::vector<double> squares_of(const JobLayout& layout, std::uint64_t step,
       layout.parameters.stages[at(here.pipeline)].parameters;
   for (std::size_t i = 0; i < entries.size(); ++i) {
     if (!layout.parameters.is_owner(here.pipeline, static_cast<int>(i))) continue;
-    const ElementRange part = RecordExchange::squared_part(entries[i], here.replica);
+    const ElementRange part = RecordExchange::squared_parts(entries[i], here.replica)[0];
     for (std::int64_t b = 0; b < sum_blocks(part.count); ++b) {
       const std::int64_t block = part.first / kSumBlock + b;
       const bool is_last = block + 1 == sum_blocks(entries[i].elements);

@@ -401,6 +401,41 @@ TEST(PartBucketsTest, ASmallRangeIsOneAndNoElementsAreNone) {
   EXPECT_THAT(part_buckets(ranges_of(table.stages[1]), 64), ::testing::IsEmpty());
 }
 
+// Each shard's blocks begin at its first element, and replicas have as many of them.
+TEST(ParameterCutTest, BlocksBeginAnewAtEachShard) {
+  const std::int64_t k = kSumBlock;
+  const std::vector<std::pair<int, std::int64_t>> rows = {
+      {2, k + 3}, {2, 5}, {3, 0}, {4, 2 * k}, {5, 7}, {5, k - 7}, {6, 3 * k + 1}};
+  ParameterEntry entry = entry_of("w", 0);
+  entry.slice = {.axis = 0, .begin = 0, .length = 0, .whole = 100 * k};
+  for (const auto& [shard, count] : rows) {
+    entry.parts.push_back({{0, entry.elements, count, 100 * k}, shard});
+    entry.slice.length = entry.elements += count;
+  }
+  // [block] where it ends: 2 of shard 2, 2 of shard 4, 1 of shard 5, 4 of shard 6.
+  const std::int64_t two = k + 8, four = two + 2 * k, five = four + k;
+  const std::vector<std::int64_t> ends = {
+      k, two, two + k, four, five, five + k, five + 2 * k, five + 3 * k, five + 3 * k + 1};
+  for (int replicas = 1; replicas < 12; ++replicas) {
+    ParameterTable table = table_of({entry, entry_of("b", 5 * k)});
+    cut(table, replicas);
+    const auto& entries = table.stages[0].parameters;
+    std::vector<std::int64_t> blocks;
+    std::ptrdiff_t before = 0;
+    for (int r = 0; r < replicas; ++r) {
+      const std::int64_t end = entries[0].ends[static_cast<std::size_t>(r)];
+      const auto found = std::find(ends.begin(), ends.end(), end);
+      ASSERT_TRUE(found != ends.end() || end == 0) << end;
+      const std::ptrdiff_t now = end == 0 ? 0 : found - ends.begin() + 1;
+      blocks.push_back(now - before + blocks_in(entries[1].part(r)));
+      before = now;
+    }
+    EXPECT_EQ(entries[0].ends.back(), entry.elements);
+    EXPECT_LE(spread(blocks), 1) << replicas;
+    EXPECT_EQ(ranges_of(table.stages[0]).size(), 1U);
+  }
+}
+
 TEST(ParameterCutTest, WithoutACutAllReplicasHaveTheWhole) {
   const ParameterEntry entry = entry_of("a", 5);
   EXPECT_EQ(entry.part(3).first, 0);

@@ -135,6 +135,66 @@ TEST(TensorRanksTest, SlicesThatAreNotTheWholeAreRefused) {
   EXPECT_THROW((void)StagePlace{.tensors = 2}.slice(-1, 6), Error);
 }
 
+TEST(TensorRanksTest, PartsOfShardsAreTheWholeInAnyOrder) {
+  using Rows = std::vector<std::pair<std::int64_t, std::int64_t>>;
+  const auto parts = [](const Rows& first, const Rows& second) {
+    return Parts{.add = [=](ParameterSet& set, const StagePlace& place) {
+      std::vector<SlicePart> mine;
+      for (const auto& [begin, end] : place.tensor == 0 ? first : second) {
+        mine.push_back({{.axis = 0, .begin = begin, .length = end - begin, .whole = 6},
+                        2 * place.tensor + static_cast<int>(mine.size())});
+      }
+      const std::string name = "w" + std::to_string(place.stage);
+      if (mine.size() > 1) {
+        set.add_parts(name, Shape{6, 4}, Init::constant(0), true, false, mine);
+      } else {
+        set.add(name, Shape{6, 4}, Init::constant(0), true, false, mine.front().slice);
+      }
+    }};
+  };
+  const auto legal = [&](const Rows& first, const Rows& second) {
+    for (const bool planned : {false, true}) {
+      const JobLayout layout =
+          layout_of(options_of(2, 1, 2), factory_of(parts(first, second)), planned);
+      const ParameterEntry& entry = layout.parameters_at(0).stages[1].parameters[0];
+      EXPECT_EQ(entry.parts.size(), first.size() > 1 ? first.size() : 0);
+      EXPECT_EQ(entry.placed().back().end(), entry.elements);
+    }
+  };
+  legal({{0, 1}, {3, 5}}, {{1, 3}, {5, 6}});
+  legal({{4, 6}, {0, 3}}, {{3, 4}, {6, 6}});
+  legal({{4, 6}, {0, 3}}, {{3, 4}});
+  legal({{0, 0}}, {{3, 6}, {0, 3}});
+  const auto refused = [&](const Rows& first, const Rows& second, const std::string& said) {
+    expect_refused(parts(first, second), ErrorCode::kUsage,
+                   {"parameter 'w0' of stage 0, [6, 4]", said + " in the parts of shards",
+                    "legal: each of the 6 rows in one part of one tensor rank"});
+  };
+  refused({{0, 1}, {3, 5}}, {{2, 3}, {5, 6}}, "rows 1 to 1 of dimension 0 are missing");
+  refused({{0, 1}, {3, 5}}, {{1, 3}}, "rows 5 to 5 of dimension 0 are missing");
+  refused({{0, 2}, {3, 5}}, {{1, 3}, {5, 6}}, "rows 1 to 1 of dimension 0 are there twice");
+}
+
+TEST(TensorRanksTest, SharesAreTheSameOnAllRanks) {
+  const auto with = [](int first, int second, bool sliced) {
+    return Parts{.add = [=](ParameterSet& set, const StagePlace& place) {
+      set.add("w" + std::to_string(place.stage), Shape{6}, Init::constant(0), true, false,
+              sliced ? place.slice(0, 6) : Slice{})
+          .shares = place.tensor == 0 ? first : second;
+    }};
+  };
+  EXPECT_TRUE(layout_of(options_of(2, 1, 2), factory_of(with(2, 2, false)), false)
+                  .parameters.stages[1]
+                  .has_shares());
+  expect_refused(with(1, 0, false), ErrorCode::kMismatch,
+                 {"initially constant 0, gradient in 1 shares, unit 0", "constant 0, unit 0"});
+  expect_refused(
+      with(3, 3, false), ErrorCode::kUsage,
+      {"'w0' of stage 0 has 3 shares of its gradient on each of 2 ranks", "legal: a power of two"});
+  expect_refused(with(2, 2, true), ErrorCode::kUsage,
+                 {"2 shares of the gradient of 'w0', of which a rank has a part"});
+}
+
 // Hands its inputs on; its loss has no gradient.
 class IdleStage : public PartStage {
  public:

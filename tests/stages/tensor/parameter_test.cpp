@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -184,6 +185,73 @@ TEST(ParameterSetTest, ALargeSliceBeginsWithThatPartOfTheWhole) {
                                   {.axis = 1, .begin = 301, .length = 801, .whole = 1201});
   set.allocate({}, 3);
   EXPECT_EQ(copy(part.value), cut(copy(whole.find("w")->value), part));
+}
+
+TEST(ParameterSetTest, PartsBeginWithTheWholesValuesAtTheirElements) {
+  const Shape shape = {5, 6, 4};
+  ParameterSet whole, set;
+  whole.add("w", shape, Init::normal(1));
+  whole.allocate({}, 3);
+  const std::vector<float> values = copy(whole.find("w")->value);
+  std::vector<float> expected;
+  std::vector<SlicePart> parts;
+  for (const auto& [begin, end, shard] :
+       {std::tuple(4, 6, 2), std::tuple(0, 1, 2), std::tuple(3, 3, 3), std::tuple(1, 3, 4)}) {
+    parts.push_back({{.axis = 1, .begin = begin, .length = end - begin, .whole = 6}, shard});
+    for (int i = 0; i < 5; ++i) {
+      const auto row = values.begin() + i * 24;
+      expected.insert(expected.end(), row + begin * 4, row + end * 4);
+    }
+  }
+  const Parameter& part = set.add_parts("w", shape, Init::normal(1), true, false, parts);
+  set.allocate({}, 3);
+  EXPECT_EQ(part.shape, (Shape{5, 5, 4}));
+  EXPECT_EQ(part.whole_shape(), shape);
+  EXPECT_EQ(copy(part.value), expected);
+  EXPECT_EQ(shard_elements(part.slice, part.parts, part.shape.elements()),
+            (std::vector<std::int64_t>{60, 0, 40}));
+  EXPECT_THROW(set.add_parts("v", shape, Init::normal(1), true, false, {}), Error);
+  ParameterSet other;
+  parts[1].slice.axis = 0;
+  EXPECT_THROW(other.add_parts("v", shape, Init::normal(1), true, false, parts), Error);
+}
+
+TEST(ParameterSetTest, SharesOfGradientsAreZeroedWithThem) {
+  ParameterSet set;
+  set.add("none", {3}, Init::constant(1));
+  set.add("a", {5}, Init::constant(1)).shares = 2;
+  set.add("b", {65}, Init::constant(1)).shares = 2;
+  EXPECT_EQ(set.share_bytes(), 2U * (64 + 128) * sizeof(float));
+  set.allocate({}, 1);
+  Parameter &a = *set.find("a"), &b = *set.find("b");
+  ASSERT_EQ(a.share_grads.size(), 2U);
+  EXPECT_TRUE(set.find("none")->share_grads.empty());
+  for (int share = 0; share < 2; ++share) {
+    const std::span<float> flat = set.flat_shares(share);
+    EXPECT_EQ(flat.size(), 64U + 128);
+    EXPECT_EQ(flat.data(), a.share_grads[static_cast<std::size_t>(share)].as<float>());
+    EXPECT_EQ(flat.data() + 64, b.share_grads[static_cast<std::size_t>(share)].as<float>());
+  }
+  EXPECT_TRUE(set.flat_shares(2).empty());
+  for (const bool stale : {false, true}) {
+    b.share_grads[1].at(64) = 7;
+    {
+      const GradientsAside aside(set, {});
+      b.share_grads[1].at(64) = 9;
+    }
+    EXPECT_EQ(b.share_grads[1].at(64), 7);
+    const Stream stream{Device{}};
+    if (stale) {
+      GradientAccess::mark_stale(set, stream.view());
+    } else {
+      set.zero_grads(stream.view());
+    }
+    EXPECT_THAT(b.share_grads[1].floats(), Each(0.0F));
+  }
+  ParameterSet without;
+  without.add("a", {5}, Init::constant(1)).shares = 2;
+  without.allocate({}, 1, /*gradients=*/false);
+  EXPECT_TRUE(without.find("a")->share_grads.empty());
 }
 
 TEST(ParameterSetTest, RunsOfASliceAreThoseOfEachElement) {
