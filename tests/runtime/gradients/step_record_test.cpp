@@ -20,6 +20,7 @@ namespace {
 struct Ranks {
   int replicas = 1, tensors = 1;
   bool cut = false;
+  int shards = 0;  // of the parameters that tensor ranks cut; 0: slices
 };
 
 // Two stages on two ranks. The second use of "tied" has no square. Tensor ranks cut "large" and
@@ -37,23 +38,33 @@ ParameterTable table_of(const Ranks& ranks, int tensor = 0) {
   tied.uses = {{.stage = 0, .index = 0}, {.stage = 1, .index = 1}};
   for (const std::size_t i : {0U, 2U}) {
     ParameterEntry& entry = table.stages[1].parameters[i];
-    entry.slice = StagePlace{.tensor = tensor, .tensors = ranks.tensors}.slice(0, entry.elements);
+    const std::int64_t rows = entry.elements;
+    entry.slice = StagePlace{.tensor = tensor, .tensors = ranks.tensors}.slice(0, rows);
     if (!entry.slice.all()) entry.elements = entry.slice.length;
+    if (ranks.shards == 0) continue;
+    entry.slice = {.axis = 0, .begin = 0, .length = 0, .whole = rows};
+    const int local = ranks.shards / ranks.tensors;
+    for (int shard = tensor * local; shard < (tensor + 1) * local; ++shard) {
+      entry.parts.push_back(
+          {StagePlace{.tensor = shard, .tensors = ranks.shards}.slice(0, rows), shard});
+      entry.slice.length += entry.parts.back().slice.length;
+    }
+    entry.elements = entry.slice.length;
   }
   if (ranks.cut) cut_parameters(table, ranks.replicas);
   return table;
 }
 
-// The sum over a block in this step.
-double square_of(const ParameterEntry& entry, std::int64_t block, std::uint64_t step) {
-  const std::int64_t number = entry.elements + entry.slice.begin + block;
+// The sum over a block of a shard in this step.
+double square_of(const PlacedPart& shard, std::int64_t block, std::uint64_t step) {
+  const std::int64_t number = shard.count + shard.slice.begin + block;
   std::mt19937_64 random(static_cast<std::uint64_t>(number) + (step << 32));
   return std::uniform_real_distribution<double>(1, 2)(random);
 }
 
-double expected_norm(int tensors, std::uint64_t step) {
+double expected_norm(const Ranks& ranks, std::uint64_t step) {
   std::vector<ParameterTable> tables;
-  for (int t = 0; t < tensors; ++t) tables.push_back(table_of({.tensors = tensors}, t));
+  for (int t = 0; t < ranks.tensors; ++t) tables.push_back(table_of(ranks, t));
   double sum = 0;
   for (int s = 0; s < 2; ++s) {
     for (std::size_t i = 0; i < tables[0].stages[at(s)].parameters.size(); ++i) {
@@ -61,11 +72,13 @@ double expected_norm(int tensors, std::uint64_t step) {
       double square = 0;
       for (const ParameterTable& table : tables) {
         const ParameterEntry& entry = table.stages[at(s)].parameters[i];
-        double slice = 0;
-        for (std::int64_t b = 0; b < sum_blocks(entry.elements); ++b) {
-          slice += square_of(entry, b, step);
+        for (const PlacedPart& shard : entry.placed()) {
+          double of_shard = 0;
+          for (std::int64_t b = 0; b < sum_blocks(shard.count); ++b) {
+            of_shard += square_of(shard, b, step);
+          }
+          square += of_shard;
         }
-        square += slice;
         if (entry.slice.all()) break;
       }
       sum += square;
@@ -83,13 +96,17 @@ std::vector<double> squares_of(const JobLayout& layout, std::uint64_t step,
       layout.parameters.stages[at(here.pipeline)].parameters;
   for (std::size_t i = 0; i < entries.size(); ++i) {
     if (!layout.parameters.is_owner(here.pipeline, static_cast<int>(i))) continue;
-    const ElementRange part = RecordExchange::squared_parts(entries[i], here.replica)[0];
-    for (std::int64_t b = 0; b < sum_blocks(part.count); ++b) {
-      const std::int64_t block = part.first / kSumBlock + b;
-      const bool is_last = block + 1 == sum_blocks(entries[i].elements);
-      squares.push_back(entries[i].name == broken && is_last
-                            ? std::numeric_limits<double>::infinity()
-                            : square_of(entries[i], block, step));
+    const std::vector<PlacedPart> shards = entries[i].placed();
+    const std::vector<ElementRange> parts = RecordExchange::squared_parts(entries[i], here.replica);
+    for (std::size_t shard = 0; shard < parts.size(); ++shard) {
+      for (std::int64_t b = 0; b < sum_blocks(parts[shard].count); ++b) {
+        const std::int64_t block = (parts[shard].first - shards[shard].first) / kSumBlock + b;
+        const bool is_last =
+            shard + 1 == shards.size() && block + 1 == sum_blocks(shards[shard].count);
+        squares.push_back(entries[i].name == broken && is_last
+                              ? std::numeric_limits<double>::infinity()
+                              : square_of(shards[shard], block, step));
+      }
     }
   }
   return squares;
@@ -127,15 +144,22 @@ TEST(StepRecordTest, NormAddsBlocksThenSlicesThenParametersWhateverReplicasHave)
        {std::pair(1, 1), std::pair(2, 1), std::pair(3, 1), std::pair(1, 2), std::pair(2, 3)}) {
     run_loopback(2 * replicas * tensors, [&, d = replicas, t = tensors](Communicator& comm) {
       for (const bool cut : {false, true}) {
-        const std::vector<StepState> results = records_of(comm, {d, t, cut}, kSteps);
-        for (std::uint64_t step = 0; step < kSteps; ++step) {
-          EXPECT_EQ(results[step].totals.grad_norm, expected_norm(t, step))
-              << d << " replicas, " << t << " tensor ranks" << (cut ? ", cut" : "") << ", step "
-              << step;
-          EXPECT_EQ(results[step].totals.loss_sum, d) << "of tensor rank 0 alone";
+        for (const int shards : {0, 3 * t}) {
+          const std::vector<StepState> results = records_of(comm, {d, t, cut, shards}, kSteps);
+          for (std::uint64_t step = 0; step < kSteps; ++step) {
+            EXPECT_EQ(results[step].totals.grad_norm,
+                      expected_norm({.tensors = t, .shards = shards}, step))
+                << d << " replicas, " << t << " tensor ranks" << (cut ? ", cut" : "") << ", "
+                << shards << " shards, step " << step;
+            EXPECT_EQ(results[step].totals.loss_sum, d) << "of tensor rank 0 alone";
+          }
         }
       }
     });
+  }
+  for (std::uint64_t step = 0; step < kSteps; ++step) {
+    EXPECT_EQ(expected_norm({.tensors = 1, .shards = 6}, step),
+              expected_norm({.tensors = 3, .shards = 6}, step));
   }
 }
 
@@ -143,7 +167,7 @@ TEST(StepRecordTest, ParameterWithABlockThatIsNotFiniteIsNamed) {
   for (const int tensors : {1, 2}) {
     run_loopback(4 * tensors, [&](Communicator& comm) {
       for (const bool cut : {false, true}) {
-        const Ranks ranks = {2, tensors, cut};
+        const Ranks ranks = {2, tensors, cut, 2 * tensors};
         const StepState step = records_of(comm, ranks, 1, "large").front();
         EXPECT_TRUE(step.refused());
         JobLayout layout;
