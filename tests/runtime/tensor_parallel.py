@@ -92,8 +92,8 @@ class Runs:
         """Standard output and standard error of the program, which must end well."""
         launcher = [] if ranks == 1 else [self.mpiexec, "--timeout", "120", "-n", str(ranks)]
         words = [*launcher, str(self.program), *map(str, arguments)]
-        run = subprocess.run(words, cwd=self.folder, env={**os.environ, **ENVIRONMENT}, text=True, capture_output=True,
-                             stdin=subprocess.DEVNULL, check=False)
+        run = subprocess.run(words, cwd=self.folder, env={**os.environ, **ENVIRONMENT}, text=True, errors="replace",
+                             capture_output=True, stdin=subprocess.DEVNULL, check=False)
         require(run.returncode == 0, f"{' '.join(words)}\nended with {run.returncode}:\n{run.stdout}{run.stderr}")
         return run.stdout, run.stderr
 
@@ -115,12 +115,10 @@ class Runs:
         return {name: sha for sha, name in (line.split("  ", 1) for line in out.splitlines())}, said
 
     def numbers(self, save):
-        """Of each step: loss, gradient norm and validation loss."""
-        found = []
-        for line in (self.folder / f"{save}.metrics").read_text().splitlines():
-            values = json.loads(line)
-            found += [(values.get("step"), key, values[key]) for key in ("loss", "grad_norm", "val_loss") if key in values]
-        return found
+        """By step and name: losses, gradient norms and validation losses."""
+        lines = map(json.loads, (self.folder / f"{save}.metrics").read_text().splitlines())
+        return {(line["step"], key): line[key] for line in lines for key in ("loss", "grad_norm", "val_loss")
+                if key in line}
 
     def results(self, save):
         return self.digest(save)[0], self.numbers(save)
@@ -134,8 +132,8 @@ class Runs:
         others = sorted(name for name in expected[0] if digests.get(name) != expected[0][name])
         require(not others, f"other parameters: {', '.join(others)}")
         require(digests == expected[0], f"parameters {sorted(digests)}, expected {sorted(expected[0])}")
-        different = [pair for pair in zip(numbers, expected[1]) if pair[0] != pair[1]]
-        require(not different and len(numbers) == len(expected[1]), f"other numbers: {different[:3]}")
+        different = [(key, numbers.get(key), value) for key, value in expected[1].items() if numbers.get(key) != value]
+        require(not different, f"other numbers (step, name, this one's, expected): {different[:3]}")
 
     def on_one_rank(self, case):
         """The results of the case's function on one rank."""
