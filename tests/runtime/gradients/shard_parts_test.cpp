@@ -460,9 +460,34 @@ TEST_F(ShardPartsTest, ValuesOfAStateGoIntoAllParts) {
   }
 }
 
+TEST_F(ShardPartsTest, FilesOfOtherProgramsHoldThePartsTogether) {
+  const FileLayout files = {{"up_gate", {{"up", kHidden}, {"gate", kHidden}}},
+                            {"bias", {{"b", kHidden}}},
+                            {"down", {{"down.weight", kOut, /*transposed=*/true}}},
+                            {"few", {{"few", kFew}}},
+                            {"gain", {{"gain", kOut}}},
+                            {"last", {{"last", kOut}}},
+                            {"check", {{"check", kOut}}}};
+  for (const auto& [from, into] : {std::pair(1, 4), std::pair(2, 1), std::pair(4, 2)}) {
+    Trained before, after;
+    const fs::path path = saves(at(from));
+    run({.tensor = from}, [&](Pipeline& pipeline, Communicator& comm) {
+      train(pipeline, comm, 2);
+      save_checkpoint(pipeline, {.directory = path, .weights_only = true, .layout = files});
+      train(pipeline, comm, 0, &before);
+    });
+    run({.tensor = into}, [&](Pipeline& pipeline, Communicator& comm) {
+      load_weights(pipeline, scan_saves(path).saves.at(0).directory, files);
+      train(pipeline, comm, 0, &after);
+    });
+    expect_equal(before, after);
+  }
+}
+
 TEST_F(ShardPartsTest, MemoryOfSharesIsPlanned) {
   for (const int tensor : {1, 2}) {
-    run({.tensor = tensor}, [&](Pipeline& pipeline, Communicator&) {
+    run({.tensor = tensor}, [&](Pipeline& pipeline, Communicator& comm) {
+      train(pipeline, comm, 1);
       const JobLayout& layout = PipelineAccess::layout(pipeline);
       const RankMemory& memory = layout.memory.of(layout.place.here);
       std::size_t values = 0;
@@ -470,6 +495,9 @@ TEST_F(ShardPartsTest, MemoryOfSharesIsPlanned) {
         values += parameter_bytes(each.elements);
       }
       EXPECT_EQ(memory.gradients, values + at(kShards / tensor) * parameter_bytes(kOut));
+      // The first rank has what the others send it first.
+      const std::size_t held = PipelineAccess::collective_bytes(pipeline);
+      EXPECT_EQ(comm.rank() == 0 ? held : std::max(held, memory.collectives), memory.collectives);
     });
   }
 }
