@@ -4,6 +4,8 @@
 // The residual stream is what edges carry: [samples, sequence, width] of stream_precision. Stage 0
 // takes tokens i32 [samples, sequence]; the last stage gives logits [samples, sequence, vocabulary]
 // of the precision; its targets are i32 [samples, sequence], negative: not counted.
+// In a model of shards a rank has the logits of its own: of one after the other [samples, sequence,
+// classes of the shard].
 //
 //   gpt2:  learned positions, LayerNorm, GELU MLP of 4 * width, biases; initial values as GPT-2
 //   llama: rotary positions, RMSNorm, SwiGLU MLP, grouped-query attention; with its options also
