@@ -239,6 +239,22 @@ std::vector<OperatorForm> embedding_forms() {
          "dout is i32 [6, 4]; legal with tokens i32 [2, 3]: f32 or bf16 [6, any]"},
         {2, {kF32, {5, 7}}, "dtable is f32 [5, 7]; legal with dout f32 [6, 4]: f32 [any, 4]"},
         {3, {kF32, {3, 7}}, "dpositions is f32 [3, 7]; legal with tokens i32 [2, 3] and dout"}}},
+      {"embedding_part_forward",
+       {{kI32, {2, 3}}, {kF32, {5, 4}}, {kF32, {6, 4}}},
+       [](ComputeContext& ctx, const Tensors& at) {
+         embedding_part_forward(ctx, at[0], 2, at[1], at[2]);
+       },
+       {{1, {kBf16, {5, 4}}, "table is bf16 [5, 4]; legal: f32 [any, any]"},
+        {2,
+         {kBf16, {6, 4}},
+         "values is bf16 [6, 4]; legal with tokens i32 [2, 3] and table f32 [5, 4]: f32 [6, 4]"}}},
+      {"embedding_part_backward_weight",
+       {{kI32, {2, 3}}, {kF32, {6, 4}}, {kF32, {5, 4}}, {kF32, {3, 4}}},
+       [](ComputeContext& ctx, const Tensors& at) {
+         embedding_part_backward_weight(ctx, at[0], 2, at[1], at[2], at[3], Write::kAdd);
+       },
+       {{2, {kF32, {5, 7}}, "dtable is f32 [5, 7]; legal with dout f32 [6, 4]: f32 [any, 4]"},
+        {3, {kF32, {3, 7}}, "dpositions is f32 [3, 7]; legal with tokens i32 [2, 3] and dout"}}},
   };
 }
 
@@ -494,8 +510,42 @@ std::vector<OperatorForm> element_forms() {
   return forms;
 }
 
+// Of the second of two shards, on two ranks.
+template <typename Step>
+OperatorForm panel_form(const char* name, const Step& step) {
+  const auto call = [step](ComputeContext& ctx, const Tensors& at) {
+    constexpr std::int64_t kStarts[] = {0, 16, 20};
+    step(ctx, LogitPanels{at[0], kStarts, 1, 1}, at[1]);
+  };
+  return {name,
+          {{kBf16, {6, 4}}, {kI32, {2, 3}}},
+          call,
+          {{0, {kBf16, {6, 3}}, "logits is bf16 [6, 3]; legal: f32 or bf16 [any, 4]"},
+           {1,
+            {kI32, {5}},
+            "targets is i32 [5]; legal with logits bf16 [6, 4]: i32 of any shape with 6 "
+            "elements"}}};
+}
+
 std::vector<OperatorForm> loss_forms() {
+  using Panels = const LogitPanels&;
   return {
+      panel_form("panel_maxima",
+                 [](ComputeContext& ctx, Panels panels, const Tensor& targets) {
+                   float maxima[6];
+                   panel_maxima(ctx, panels, targets, maxima);
+                 }),
+      panel_form("panel_sums",
+                 [](ComputeContext& ctx, Panels panels, const Tensor& targets) {
+                   float maxima[12] = {}, sums[6], found[12];
+                   panel_sums(ctx, panels, targets, true, maxima, sums, found);
+                 }),
+      panel_form("panel_losses",
+                 [](ComputeContext& ctx, Panels panels, const Tensor& targets) {
+                   float shifts[6] = {}, found[24] = {};
+                   double losses[6];
+                   panel_losses(ctx, panels, targets, 1.0, true, shifts, found, losses);
+                 }),
       {"softmax_cross_entropy",
        {{kBf16, {6, 4}}, {kI32, {2, 3}}},
        [](ComputeContext& ctx, const Tensors& at) {

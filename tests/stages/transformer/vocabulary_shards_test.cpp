@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -359,6 +360,8 @@ struct Kind {
   int context = 13;
 };
 
+void PrintTo(const Kind& kind, std::ostream* out) { *out << kind.name; }
+
 class EndsTest : public ::testing::TestWithParam<Kind> {};
 
 TEST_P(EndsTest, BitsDoNotDependOnRanksAndAreCloseToThoseWithoutShards) {
@@ -486,6 +489,8 @@ struct Extreme {
   void (*change)(Values& logits);  // of row 0
   bool finite = true;
 };
+
+void PrintTo(const Extreme& extreme, std::ostream* out) { *out << extreme.name; }
 
 class LossTest : public ::testing::TestWithParam<std::tuple<Extreme, DType>> {};
 
