@@ -362,13 +362,15 @@ void check_panels(const char* name, const LogitPanels& panels, const Tensor& tar
 void check_attention_shape(const char* name, const AttentionShape& shape) {
   const bool right = shape.samples >= 0 && shape.sequence >= 0 && shape.kv_heads >= 1 &&
                      shape.head_dim >= 1 && shape.heads >= 1 && shape.heads % shape.kv_heads == 0 &&
-                     shape.window >= 0;
+                     shape.window >= 0 && shape.first_head >= 0 &&
+                     (shape.all_heads == 0 ? shape.first_head == 0
+                                           : shape.first_head <= shape.all_heads - shape.heads);
   if (right) [[likely]] {
     return;
   }
   refuse(name, to_text(shape) +
                    "; legal: heads that are a multiple of those they are over, at least 1 each, "
-                   "and a window of 0 (none) or more");
+                   "a window of 0 (none) or more, and a first head whose heads are among all");
 }
 
 bool is_profiled(const ComputeContext& ctx) { return ContextAccess::profile(ctx) != nullptr; }

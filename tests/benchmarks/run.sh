@@ -29,6 +29,7 @@ for ranks in 2 4; do run mpirun -n "$ranks" "$programs/shard_benchmark"; done
 run mpirun -n 2 "$programs/transport_benchmark"
 for ranks in 2 4; do run mpirun -n "$ranks" "$programs/collective_benchmark"; done
 run "$programs/operator_benchmark"
+run "$programs/block_shards_benchmark"
 run "$programs/step_benchmark"
 run "$programs/planning_benchmark"
 for ranks in 4 8; do run mpirun -n "$ranks" "$programs/waiting_benchmark"; done

@@ -67,6 +67,7 @@ struct Setting {
   TransformerConfig config;
   int shards = 4;
   int most_ranks = 4;
+  bool recomputes_together = false;  // both blocks, of a Sequential
 };
 
 void PrintTo(const Setting& setting, std::ostream* os) { *os << setting.name; }
@@ -82,8 +83,7 @@ class Rank {
 
   void run() {
     const TransformerConfig& config = setting_.config;
-    const std::unique_ptr<Stage> stage =
-        Transformer(config).stage_of({{0, 1, 1 + config.layers, 2 + config.layers}}, 1, shards_);
+    const std::unique_ptr<Stage> stage = make_stage();
     const TensorSpec edge = nn::dealt_stream(
         {config.stream_precision, {kSamples, config.context, config.width}}, shards_);
     dealt_ = edge.shape.rank() == 4;
@@ -140,6 +140,14 @@ class Rank {
   std::map<std::string, std::size_t> shares;  // of gradients
 
  private:
+  [[nodiscard]] std::unique_ptr<Stage> make_stage() const {
+    const TransformerConfig& config = setting_.config;
+    if (setting_.recomputes_together) {
+      const nn::LayerSpec block = nn::transformer_block(config);
+      return Sequential({nn::recompute({block, block})}).stage_of({{0, 1}}, 0, shards_);
+    }
+    return Transformer(config).stage_of({{0, 1, 1 + config.layers, 2 + config.layers}}, 1, shards_);
+  }
   // Where an element of the stream lies in that of all positions.
   [[nodiscard]] std::int64_t place_of(std::int64_t element) const {
     if (!dealt_) return element;
@@ -348,6 +356,8 @@ INSTANTIATE_TEST_SUITE_P(
         Setting{"RecomputingAttention", with(with(all_of_llama(), dropping),
                                              [](auto& c) { c.recompute = Recompute::kAttention; })},
         Setting{"RecomputingBlocks", with(with(all_of_llama(), dropping), recomputing), 8},
+        Setting{"RecomputingTogether", with(llama(), dropping), 8, 4, true},
+        Setting{"RecomputingTogetherDealt", with(with(llama(), dealing), dropping), 8, 4, true},
         Setting{"Bf16", with(gpt2(), bf16)},
         Setting{"Bf16Dropping", with(with(gpt2(), bf16), dropping)},
         Setting{"LlamaBf16", with(all_of_llama(), bf16), 8},

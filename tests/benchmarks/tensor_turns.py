@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Tensor parallelism over two ranks of a thread each, in turns in one run; medians of the turns' ratios.
+
+    python3 tests/benchmarks/tensor_turns.py build/release [--widths 512,1024,2048] [--rounds 5] [--steps 4]
+
+Each row trains a GPT-2 of `--layers` blocks with `--tokens` tokens a micro-batch:
+  shards   one rank, with 4 and with 8 shards, against one shard: what shards cost
+  busy     2 ranks that share the model (`--tensor 2`) against two processes of one rank each that train the same model
+           with two shards at the same time: tokens a second over the sum of both, which is what two busy cores can do
+  depth    `--tensor 2` against `--pipeline 2`
+  pytorch  `--tensor 2` against PyTorch's parallelize_module over gloo on two processes of a thread each; skipped
+           without PyTorch
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+
+ROWS = ("shards", "busy", "depth", "pytorch")
+PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER.add_argument("build")
+PARSER.add_argument("--rows", default=",".join(ROWS))
+PARSER.add_argument("--widths", default="512,1024,2048")
+PARSER.add_argument("--layers", type=int, default=2)
+PARSER.add_argument("--context", type=int, default=256)
+PARSER.add_argument("--tokens", type=int, default=512, help="of a micro-batch")
+PARSER.add_argument("--micro-batches", type=int, default=4)
+PARSER.add_argument("--rounds", type=int, default=5)
+PARSER.add_argument("--steps", type=int, default=4, help="of a turn, after one that does not count")
+PARSER.add_argument("--torch-rank", type=int, help=argparse.SUPPRESS)
+OPTIONS = PARSER.parse_args()
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+               "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+ENVIRONMENT.pop("OPENBLAS_CORETYPE", None)
+VOCABULARY = 256
+
+
+def heads_of(width):
+    return max(1, width // 64)
+
+
+class Runs:
+    def __init__(self, directory):
+        self.directory = pathlib.Path(directory)
+        self.sluice = str(pathlib.Path(OPTIONS.build).resolve() / "sluice")
+        self.text = self.directory / "text.txt"
+        self.text.write_bytes(os.urandom(200000))
+
+    def start(self, width, ranks, name, *words):
+        metrics = self.directory / f"{name}.jsonl"
+        metrics.unlink(missing_ok=True)
+        command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(ranks), self.sluice, "train", "--data",
+                   self.text, "--layers", OPTIONS.layers, "--heads", heads_of(width), "--width", width, "--context",
+                   OPTIONS.context, "--micro-batch-size", OPTIONS.tokens // OPTIONS.context, "--micro-batches",
+                   OPTIONS.micro_batches, "--steps", OPTIONS.steps + 1, "--validation-share", 0, "--metrics", metrics,
+                   *words]
+        log = open(self.directory / f"{name}.log", "w")
+        return subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, stdout=log, stderr=log), metrics, name
+
+    def seconds(self, started):
+        """The median of a run's steps, which it waits for."""
+        process, metrics, name = started
+        if process.wait() != 0:
+            sys.exit(f"{name}: exit {process.returncode}\n{(self.directory / f'{name}.log').read_text()[-2000:]}")
+        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+        return statistics.median(step["seconds"] for step in steps[1:] if "seconds" in step)
+
+    def train(self, width, ranks, *words):
+        return self.seconds(self.start(width, ranks, "run", *words))
+
+
+def in_turns(calls):
+    """Seconds of each call, by rounds, the order turned round in every other one."""
+    rounds = []
+    for index in range(OPTIONS.rounds):
+        order = list(enumerate(calls))[::-1 if index % 2 else 1]
+        rounds.append([seconds for _, seconds in sorted((i, call()) for i, call in order)])
+    return rounds
+
+
+def ratio(rounds, above, below):
+    return statistics.median(each[above] / each[below] for each in rounds)
+
+
+def row_shards(runs, width):
+    rounds = in_turns([lambda v=v: runs.train(width, 1, "--tensor-shards", v) for v in (1, 4, 8)])
+    return f"1 shard {statistics.median(r[0] for r in rounds):.3f} s, 4 shards x {ratio(rounds, 1, 0):.3f}, " \
+           f"8 shards x {ratio(rounds, 2, 0):.3f}"
+
+
+def row_busy(runs, width):
+    def alone():
+        both = [runs.start(width, 1, f"alone{i}", "--tensor-shards", 2) for i in (0, 1)]
+        return 1 / sum(1 / runs.seconds(each) for each in both)
+
+    rounds = in_turns([alone, lambda: runs.train(width, 2, "--tensor", 2)])
+    return f"--tensor 2: {statistics.median(r[1] for r in rounds):.3f} s, tokens a second / those of two apart " \
+           f"{ratio(rounds, 0, 1):.3f}"
+
+
+def row_depth(runs, width):
+    rounds = in_turns([lambda: runs.train(width, 2, "--pipeline", 2), lambda: runs.train(width, 2, "--tensor", 2)])
+    return f"--pipeline 2: {statistics.median(r[0] for r in rounds):.3f} s, --tensor 2: " \
+           f"{statistics.median(r[1] for r in rounds):.3f} s, speed / the pipeline's {ratio(rounds, 0, 1):.3f}"
+
+
+def row_pytorch(runs, width):
+    def theirs():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        environment = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        words = [sys.executable, __file__, *sys.argv[1:], "--widths", str(width), "--torch-rank"]
+        ranks = [subprocess.Popen([*words, str(r)], env=environment, stdout=subprocess.PIPE, text=True) for r in (0, 1)]
+        out = [each.communicate()[0] for each in ranks]
+        if ranks[0].returncode != 0:
+            sys.exit(f"PyTorch: exit {ranks[0].returncode}")
+        return float(out[0].split()[-1])
+
+    rounds = in_turns([theirs, lambda: runs.train(width, 2, "--tensor", 2)])
+    return f"PyTorch {statistics.median(r[0] for r in rounds):.3f} s, --tensor 2: " \
+           f"{statistics.median(r[1] for r in rounds):.3f} s, speed / PyTorch's {ratio(rounds, 0, 1):.3f}"
+
+
+def torch_rank(rank, width):
+    """The same model by parallelize_module; prints the median seconds of a step."""
+    import time
+
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.nn import functional
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    heads = heads_of(width)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+            self.output = nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            samples, sequence, _ = x.shape
+            normed = self.norm1(x)
+            q, k, v = (each(normed).view(samples, sequence, heads // 2, -1).transpose(1, 2)
+                       for each in (self.q, self.k, self.v))
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.output(mixed.transpose(1, 2).reshape(samples, sequence, -1))
+            return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+    class Gpt2(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(OPTIONS.context, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(OPTIONS.layers))
+            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+        def forward(self, tokens):
+            x = self.tokens(tokens) + self.positions.weight
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    torch.manual_seed(1)
+    model = Gpt2()
+    for block in model.blocks:
+        plan = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+        plan.update({name: RowwiseParallel() for name in ("output", "down")})
+        parallelize_module(block, mesh, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
+    tokens = torch.randint(VOCABULARY, (OPTIONS.tokens // OPTIONS.context, OPTIONS.context))
+    seconds = []
+    for _ in range(OPTIONS.steps + 1):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        for _ in range(OPTIONS.micro_batches):
+            logits = model(tokens)
+            functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+    print(statistics.median(seconds[1:]))
+    torch.distributed.destroy_process_group()
+
+
+def main():
+    widths = [int(width) for width in OPTIONS.widths.split(",")]
+    if OPTIONS.torch_rank is not None:
+        return torch_rank(OPTIONS.torch_rank, widths[-1])
+    rows = {name: globals()[f"row_{name}"] for name in OPTIONS.rows.split(",")}
+    if "pytorch" in rows:
+        try:
+            import torch
+            print(f"PyTorch {torch.__version__}")
+        except ImportError:
+            print("pytorch: skipped, no PyTorch")
+            del rows["pytorch"]
+    print(f"GPT-2 of {OPTIONS.layers} blocks, context {OPTIONS.context}, {OPTIONS.micro_batches} micro-batches of "
+          f"{OPTIONS.tokens} tokens, medians of {OPTIONS.rounds} turns of {OPTIONS.steps} steps")
+    with tempfile.TemporaryDirectory() as directory:
+        runs = Runs(directory)
+        for width in widths:
+            for name, row in rows.items():
+                print(f"width {width:5}  {name:8} {row(runs, width)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
