@@ -222,9 +222,12 @@ std::string to_text(std::string_view name, const Tensor& tensor) {
 }
 
 std::string to_text(const AttentionShape& shape) {
-  return fmt::format("shape of {} samples, {} positions, {} heads over {} of {} each{}",
+  return fmt::format("shape of {} samples, {} positions, {} heads over {} of {} each{}{}",
                      shape.samples, shape.sequence, shape.heads, shape.kv_heads, shape.head_dim,
-                     shape.window == 0 ? "" : fmt::format(", a window of {}", shape.window));
+                     shape.window == 0 ? "" : fmt::format(", a window of {}", shape.window),
+                     shape.first_head == 0 ? ""
+                                           : fmt::format(", from head {} of {} on",
+                                                         shape.first_head, shape.all_heads));
 }
 
 std::string legal_text(Rule::Form form, Types types, std::int64_t rows, std::int64_t width) {
@@ -676,10 +679,12 @@ void sum_of_shards(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
   check<"y:F[r,w] bias?:f(w) residual?:1[r,w]">(__func__, {&y, &bias, &residual}, {});
   const std::int64_t size = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
   if (x.elements() != leading_rows(y) * size || weight.elements() != width_of(y) * size ||
-      x.spec.dtype != weight.spec.dtype) {
+      !is_float(x.spec.dtype) || x.spec.dtype != weight.spec.dtype ||
+      (x.elements() > 0 && x.data == nullptr) ||
+      (weight.elements() > 0 && weight.data == nullptr)) {
     refuse(__func__,
-           fmt::format("{} and {} with {}; legal: {} columns in all and one type", to_text("x", x),
-                       to_text("weight", weight), to_text("y", y), size));
+           fmt::format("{} and {} with {}; legal: {} columns in all, of one type, with data",
+                       to_text("x", x), to_text("weight", weight), to_text("y", y), size));
   }
   run({__func__, matmul_flops(y, weight)}, &OperatorTable::sum_of_shards, ctx, x, weight, sizes,
       backward, bias, residual, y);

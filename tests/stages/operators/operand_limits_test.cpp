@@ -68,13 +68,31 @@ TEST(OperandChecksTest, SumsAndStateMustBeSomewhere) {
   EXPECT_TRUE(operands.untouched());
 }
 
+TEST(OperandChecksTest, SumsOverShardsNeedAllOfTheirShards) {
+  ComputeContext ctx(Device{}, 1);
+  const Operands operands({{kF32, {2, 5}}, {kF32, {3, 5}}, {kF32, {2, 3}}, {kF32, {3}}});
+  const Tensors& at = operands.tensors();
+  const std::int64_t sizes[] = {2, 0, 2};
+  expect_usage(HasSubstr("sum_of_shards: x f32 [2, 5] and weight f32 [3, 5] with y f32 [2, 3]; "
+                         "legal: 4 columns in all, of one type, with data"),
+               [&] { sum_of_shards(ctx, at[0], at[1], sizes, false, {}, {}, at[2]); });
+  expect_usage(HasSubstr("sum_of_shards: bias is f32 [2, 3]; legal with y f32 [2, 3]: f32 [3]"),
+               [&] { sum_of_shards(ctx, at[0], at[1], sizes, false, at[2], {}, at[2]); });
+  expect_usage(HasSubstr("finish_sum: y is f32 [2, 5]; legal with sum f32 [2, 3]"),
+               [&] { finish_sum(ctx, at[2], at[3], {}, at[0]); });
+  EXPECT_TRUE(operands.untouched());
+}
+
 TEST(OperandChecksTest, OfAttentionWithoutAShapeAreRefused) {
   ComputeContext ctx(Device{}, 1);
-  AttentionShape uneven = kAttention, headless = kAttention, behind = kAttention;
+  AttentionShape uneven = kAttention, headless = kAttention, behind = kAttention,
+                 outside = kAttention;
   uneven.kv_heads = 3;
   headless.kv_heads = 0;
   behind.window = -1;
-  for (const AttentionShape& shape : {uneven, headless, behind}) {
+  outside.first_head = 1;
+  outside.all_heads = outside.heads;
+  for (const AttentionShape& shape : {uneven, headless, behind, outside}) {
     const auto message = AllOf(HasSubstr(": shape of "), HasSubstr(" heads over "),
                                HasSubstr("; legal: heads that are a multiple"));
     expect_usage(message, [&] { attention_forward(ctx, shape, {}, {}, {}, nullptr); });
