@@ -15,8 +15,8 @@ std::string to_string(const MatmulSpec& spec) {
 }
 
 Tensor rows_from(const Tensor& all, std::int64_t first, std::int64_t rows) {
-  const std::int64_t width = all.shape()[all.shape().rank() - 1];
   if (all.data == nullptr) return {};
+  const std::int64_t width = all.shape()[all.shape().rank() - 1];
   return {all.as<std::byte>() + first * width * static_cast<std::int64_t>(size_of(all.spec.dtype)),
           {all.spec.dtype, Shape{rows, width}}};
 }

@@ -88,7 +88,8 @@ void measure(const TransformerConfig& config, const char* kind, int rounds, int 
 int run(int argc, char** argv) {
   const int rounds = std::atoi(argument(argc, argv, "--rounds", "15").c_str());
   const int threads = std::atoi(argument(argc, argv, "--threads", "1").c_str());
-  Report report("shards of a transformer's block", {"block", "width", "shards", "CPU ms", "more %"});
+  Report report("shards of a transformer's block",
+                {"block", "width", "shards", "CPU ms", "more %"});
   for (const TransformerKind kind : {TransformerKind::kGpt2, TransformerKind::kLlama}) {
     for (const int width : {768, 2048}) {
       if (std::atoi(argument(argc, argv, "--width", std::to_string(width)).c_str()) != width)
