@@ -211,13 +211,13 @@ Facts agreed_values(const PipelineOptions& options) {
   const auto& [replicas_every, trace] = checks;
   add(values, {"build of Sluice", "comparison of replicas every", "trace"}, build_name(),
       replicas_every, trace);
-  const auto& [pipeline, replicas, virtual_replicas, tensor, tensor_shards, rank_order,
-               micro_batches, micro_batch_size, batch_size, shard] = shape;
+  const auto& [pipeline, replicas, virtual_replicas, tensor, tensor_shards, sequence_parallel,
+               rank_order, micro_batches, micro_batch_size, batch_size, shard] = shape;
   add(values,
-      {"pipeline", "replicas", "virtual-replicas", "tensor", "tensor-shards", "rank-order",
-       "micro-batches", "micro-batch-size", "batch-size", "shard"},
-      pipeline, replicas, virtual_replicas, tensor, tensor_shards, rank_order, micro_batches,
-      micro_batch_size, batch_size, shard);
+      {"pipeline", "replicas", "virtual-replicas", "tensor", "tensor-shards", "sequence-parallel",
+       "rank-order", "micro-batches", "micro-batch-size", "batch-size", "shard"},
+      pipeline, replicas, virtual_replicas, tensor, tensor_shards, sequence_parallel, rank_order,
+      micro_batches, micro_batch_size, batch_size, shard);
   const auto& [schedule, chunks, given] = order;
   add(values, {"schedule", "chunks", "SHA-256 of the schedule"}, schedule, chunks, given);
   const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs] = devices;

@@ -317,7 +317,8 @@ std::vector<StageReports> describe_parts(JobContext& job, const PipelineOptions&
   const auto describe = [&](int tensor) {
     const auto make = [&](int stage) -> Stage& {
       try {
-        made.push_back(make_stage({stage, placement.stages(), tensor, tensors, shards}));
+        made.push_back(make_stage({stage, placement.stages(), tensor, tensors, shards,
+                                   options.shape.sequence_parallel}));
       } catch (...) {
         rethrow_from(fmt::format("making stage {}", stage));
       }

@@ -111,6 +111,10 @@ struct PipelineOptions {
     // `tensor` times a power of two. 0: as many as `tensor` where the factory's stages are divided
     // by shards, as Sluice's are.
     int tensor_shards = 0;
+    // Ranks that share a stage of Sluice's transformers deal the positions of each sample in norms,
+    // sums and dropout, and what they keep of them, where the shards have equally many: sequence
+    // parallelism. No bit depends on it.
+    bool sequence_parallel = true;
     RankOrder rank_order = RankOrder::kAuto;
     int micro_batches = 1;              // per virtual replica and step
     std::int64_t micro_batch_size = 1;  // samples

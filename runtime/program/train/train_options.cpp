@@ -253,6 +253,12 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
       "save",
       "auto");
   table
+      .add_flag("no-sequence-parallel", shape.sequence_parallel,
+                "tensor ranks compute norms, sums and dropout of all positions each, not of their "
+                "own; changes no bit",
+                false)
+      .mark(kLayout | kListedLater);
+  table
       .add_choice("shard", shape.shard,
                   {{"none", ShardLevel::kNone}, {"optimizer", ShardLevel::kOptimizer}},
                   "what replicas divide: optimizer: each keeps the state of a part of the "
