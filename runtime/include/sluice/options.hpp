@@ -45,8 +45,15 @@ enum class TransportChoice { kAuto, kMpi, kNccl };
 // that runs the stage, once, by the thread that constructs the pipeline; must not return null.
 class StageFactory {
   using Made = std::unique_ptr<Stage>;
+  // Of a generic function of two numbers, whose body may compile with nothing else.
   template <typename Make>
-  static constexpr bool kByPlace = std::is_invocable_r_v<Made, Make&, const StagePlace&>;
+  static constexpr bool kGeneric = requires {
+    &Make::template operator()<int, int>;
+  };
+  template <typename Make>
+  static constexpr bool kByPlace =
+      std::conjunction_v<std::bool_constant<!kGeneric<Make>>,
+                         std::is_invocable_r<Made, Make&, const StagePlace&>>;
   template <typename Make>
   static constexpr bool kByNumbers =
       !kByPlace<Make> && std::is_invocable_r_v<Made, Make&, int, int>;
