@@ -1,5 +1,7 @@
 #include "runtime/gradients/share_sums.hpp"
 
+#include <utility>
+
 #include <sluice/operators.hpp>
 #include <sluice/tensor.hpp>
 

@@ -4,7 +4,7 @@ usage: tensor_parallel.py --build BUILD --mpiexec MPIEXEC [--all] [--only TEXT]
 
 Trains small models by mpirun. Each training has the digest, the losses, the gradient norms and the validation loss of
 the training of the same model on one rank. Without --all the trainings are few: each pair of values of two factors
-below is in one of them. With it they are the whole product. --only: those whose name has TEXT. Ends with 1 where one
+below is in one of them. With it they are the whole product of all but those in OPTIONS. --only: those whose name has TEXT. Ends with 1 where one
 differs, and with 0 else.
 """
 
@@ -29,8 +29,17 @@ FACTORS = {
     "model": ("gpt2", "llama", "qwen3"),
     "precision": ("fp32", "bf16"),
     "head": ("tied", "untied"),
+    "positions": ("dealt", "whole"),
+    "keeps": ("all", "inputs"),
+    "state": ("whole", "divided"),
+}
+OPTIONS = {  # of values that change no bit
+    ("positions", "whole"): ["--no-sequence-parallel"],
+    ("keeps", "inputs"): ["--recompute", "block"],
+    ("state", "divided"): ["--shard", "optimizer"],
 }
 FUNCTION = ("model", "precision", "head")  # what the bits depend on
+BASE = {key: values[0] for key, values in FACTORS.items()}
 MODELS = {
     "gpt2": [],
     "llama": ["--model", "llama", "--kv-heads", "2"],
@@ -107,7 +116,8 @@ class Runs:
             f"{save}.metrics", *shards, *layout, "--schedule", case["schedule"],
             *(["--chunks", 2] if case["schedule"] == "interleaved" else []),
             *MODELS[case["model"]], "--precision", case["precision"], *(["--untie"] if case["head"] == "untied" else []),
-            *more, ranks=ranks_of(case))[0]
+            *itertools.chain.from_iterable(OPTIONS.get(item, []) for item in case.items()), *more,
+            ranks=ranks_of(case))[0]
 
     def digest(self, save):
         """By parameter, and of all as "total"; what the command says of the ranks that saved."""
@@ -139,7 +149,7 @@ class Runs:
         """The results of the case's function on one rank."""
         key = tuple(case[name] for name in FUNCTION)
         if key not in self.expected:
-            self.train({**case, "tensor": 1, "pipeline": 1, "replicas": 1, "schedule": "1f1b"}, save="one")
+            self.train({**BASE, **{name: case[name] for name in FUNCTION}}, save="one")
             self.expected[key] = self.results("one")
             self.remove("one")
         return self.expected[key]
@@ -192,13 +202,14 @@ def main():
     parser.add_argument("--all", action="store_true", help="all layouts of all models")
     parser.add_argument("--only", default="", help="trainings whose name has this text")
     options = parser.parse_args()
-    base = {key: values[0] for key, values in FACTORS.items()}
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(options.build, options.mpiexec, pathlib.Path(folder))
-        checks = [("one shard, " + name_of(base), lambda: runs.one_shard(base)),
-                  ("resumes, " + name_of(base), lambda: runs.resumes(base)),
-                  ("reads saves, " + name_of(base), lambda: runs.reads_saves(base))]
-        for case in product() if options.all else covering():
+        checks = [("one shard, " + name_of(BASE), lambda: runs.one_shard(BASE)),
+                  ("resumes, " + name_of(BASE), lambda: runs.resumes(BASE)),
+                  ("reads saves, " + name_of(BASE), lambda: runs.reads_saves(BASE))]
+        some = {factor for factor, _ in OPTIONS}
+        whole = [case for case in product() if all(case[factor] == BASE[factor] for factor in some)]
+        for case in whole if options.all else covering():
             checks.append((name_of(case), lambda case=case: runs.layout(case)))
         failed = 0
         chosen = [check for check in checks if options.only in check[0]]

@@ -428,7 +428,7 @@ TEST_F(ShardPartsTest, AnyLayoutGoesOnFromASaveOfAnyOther) {
   Trained next;
   for (std::size_t i = 0; i < chain.size(); ++i) {
     SCOPED_TRACE(i);
-    Trained at_save, after;
+    Trained after;
     run(chain[i], [&](Pipeline& pipeline, Communicator& comm) {
       if (i == 0) train(pipeline, comm, 2);
       if (i > 0) {
