@@ -54,15 +54,17 @@ struct Tokens {
 class Model {
  public:
   Model(Communicator& comm, const HuggingFaceModel& from, const std::string& schedule)
-      : pipeline_(comm, stages(from.config), spec(), options(schedule)) {}
+      : pipeline_(comm, stages(from.config), spec(), options(schedule, comm.size())) {}
 
   Pipeline& pipeline() { return pipeline_; }
 
  private:
-  static PipelineOptions options(const std::string& schedule) {
+  // Of four ranks, two share a stage.
+  static PipelineOptions options(const std::string& schedule, int ranks) {
     const auto& adamw = golden_models().at("adamw");
     PipelineOptions options;
     options.shape = {.micro_batches = 2, .micro_batch_size = 2};
+    if (ranks == 4) options.shape.tensor = 2;
     options.order.schedule = schedule;
     options.training.optimizer = {.beta1 = adamw.at("betas")[0],
                                   .beta2 = adamw.at("betas")[1],
@@ -158,7 +160,7 @@ TEST_P(HuggingFaceTrainingTest, FollowsTransformersAndHandsTheModelBack) {
     const HuggingFaceModel from = read_hugging_face(place.path() / "model");
     Model model(comm, from, ranks() == 2 ? "zb-h1" : "1f1b");
     load_weights(model.pipeline(), place.path() / "model", from.layout);
-    expect_logits(model.pipeline(), golden());
+    if (ranks() < 4) expect_logits(model.pipeline(), golden());  // shards have parts of them
     save(model.pipeline(), from, place.path() / "start", DType::kF32);
     expect_steps(model.pipeline(), golden());
     save(model.pipeline(), from, place.path() / "run", precision);
@@ -227,7 +229,7 @@ std::vector<std::string> model_names() {
 
 INSTANTIATE_TEST_SUITE_P(Models, HuggingFaceTrainingTest,
                          ::testing::Combine(::testing::ValuesIn(model_names()),
-                                            ::testing::Values(1, 2, 3)),
+                                            ::testing::Values(1, 2, 3, 4)),
                          [](const auto& each) {
                            std::string name = std::get<0>(each.param);
                            std::replace(name.begin(), name.end(), ' ', '_');
