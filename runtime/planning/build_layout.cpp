@@ -214,15 +214,16 @@ std::map<std::string, std::vector<int>> gather_arithmetic(Collectives& world,
 struct StageReports {
   std::vector<StageEntry> entries;                          // [stage]
   std::vector<std::vector<std::vector<EdgeTensor>>> edges;  // [size][edge]
-  std::string outputs;                                      // of the last stage
-  std::string model;                                        // StageDescription::model
-  std::string text;  // of the stages, a line each; where other ranks share them
+  std::string outputs;  // of the last stage, if ranks that share it have them alike
+  std::string model;    // StageDescription::model
+  std::string text;     // of the stages, a line each; where other ranks share them
 };
 
-// A line per size.
+// A line per size; none where ranks that share the stage may have parts of the outputs.
 std::string outputs_text(const std::vector<UnitShape>& sizes,
-                         const std::vector<std::vector<TensorSpec>>& outputs) {
+                         const std::vector<std::vector<TensorSpec>>& outputs, bool answers) {
   std::string text;
+  if (!answers) return text;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     std::vector<std::string> specs;
     for (const TensorSpec& spec : outputs[i]) specs.push_back(to_string(spec));
@@ -243,6 +244,7 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
   const AxisSizes& ranks = job.place.topology.size;
   const std::array sharing = {takes_targets ? ranks.replica : 1, ranks.tensor};
   StageReports all;
+  bool answers = true;
   all.edges.resize(sizes.size());
   std::vector<std::vector<TensorSpec>> inputs;  // [size] of stage s
   for (std::size_t i = 0; i < sizes.size(); ++i) {
@@ -272,12 +274,13 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
       }
     }
     inputs = std::move(report.outputs);
+    answers = report.answers;
     all.entries.push_back(std::move(report.entry));
   }
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     for (const TensorSpec& spec : inputs[i]) all.edges[i][at(stages)].push_back({spec, true});
   }
-  all.outputs = outputs_text(sizes, inputs);
+  all.outputs = outputs_text(sizes, inputs, answers);
   return all;
 }
 
@@ -292,7 +295,7 @@ std::vector<StageReports> gather_reports(Collectives& tensor, StageReports mine,
     for (std::string line; std::getline(lines, line);) {
       StageReport report = report_from(line);
       other.entries.push_back(std::move(report.entry));
-      other.outputs = outputs_text(sizes, report.outputs);
+      other.outputs = outputs_text(sizes, report.outputs, report.answers);
     }
   }
   mine.text.clear();
@@ -317,8 +320,8 @@ std::vector<StageReports> describe_parts(JobContext& job, const PipelineOptions&
   const auto describe = [&](int tensor) {
     const auto make = [&](int stage) -> Stage& {
       try {
-        made.push_back(make_stage({stage, placement.stages(), tensor, tensors, shards,
-                                   options.shape.sequence_parallel}));
+        made.push_back(make_stage(
+            {stage, placement.stages(), tensor, tensors, shards, options.shape.sequence_parallel}));
       } catch (...) {
         rethrow_from(fmt::format("making stage {}", stage));
       }

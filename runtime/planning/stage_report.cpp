@@ -46,7 +46,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradie
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
                                    own_memory, note, collectives)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients, answers)
 
 namespace {
 
@@ -243,6 +243,9 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     report.outputs.push_back(description.outputs);
     report.input_gradients.push_back(gradients_of(description, specs, index));
     raise(report.entry, description);
+  }
+  if (const auto* const loss = dynamic_cast<const LossStage*>(&stage)) {
+    report.answers = loss->why_no_answers().empty();
   }
   ParameterSet* parameters = nullptr;
   try {

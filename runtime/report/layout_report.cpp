@@ -187,8 +187,8 @@ std::string describe_spread_ranks(const JobLayout& layout) {
     const SharedCalls shared = shared_calls(layout, place.pipeline);
     first = fmt::format(
         "  warning: the tensor ranks of pipeline rank {}, replica {} (ranks {} of the job) are on "
-        "{} hosts: each micro-batch adds {} sums of {:.2f} MiB in all over the link between them, "
-        "and the layers wait for them",
+        "{} hosts: each micro-batch makes {} calls of {:.2f} MiB in all over the link between "
+        "them, and the layers wait for each",
         place.pipeline, place.replica, joined(group, ","), different, shared.calls,
         shared.bytes / (1 << 20));
   }

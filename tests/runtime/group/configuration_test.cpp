@@ -155,7 +155,7 @@ TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
       [](auto& o) -> auto& { return o.shape; },
       {[](auto& o) { o.pipeline = 2; }, [](auto& o) { o.replicas = 2; },
        [](auto& o) { o.virtual_replicas = 2; }, [](auto& o) { o.tensor = 2; },
-       [](auto& o) { o.tensor_shards = 2; },
+       [](auto& o) { o.tensor_shards = 2; }, [](auto& o) { o.sequence_parallel = false; },
        [](auto& o) { o.rank_order = RankOrder::kReplicaFirst; },
        [](auto& o) { o.micro_batches = 2; }, [](auto& o) { o.micro_batch_size = 2; },
        [](auto& o) { o.batch_size = 2; }, [](auto& o) { o.shard = ShardLevel::kOptimizer; }});

@@ -601,8 +601,8 @@ TEST(TensorRanksTest, TheReportWarnsOfTensorRanksOnSeveralHosts) {
   layout.place.hosts[5] = 1;
   EXPECT_THAT(describe_layout(layout, partition),
               HasSubstr("\n  warning: the tensor ranks of pipeline rank 1, replica 0 (ranks 3,4,5 "
-                        "of the job) are on 2 hosts: each micro-batch adds 2 sums of 1.50 MiB in "
-                        "all over the link between them, and the layers wait for them. Fewer"));
+                        "of the job) are on 2 hosts: each micro-batch makes 2 calls of 1.50 MiB in "
+                        "all over the link between them, and the layers wait for each. Fewer"));
   layout.place.hosts[10] = 2;
   EXPECT_THAT(describe_layout(layout, partition), HasSubstr("; 1 other group is spread as well. "));
 }

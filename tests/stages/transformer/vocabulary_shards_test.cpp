@@ -324,9 +324,13 @@ class Model {
 std::unique_ptr<Results> run_model(const TransformerConfig& config, bool whole, int shards,
                                    int ranks) {
   auto results = std::make_unique<Results>();
-  testing::on_ranks(shards, ranks, [&](const Shards& mine, TensorRank& tensor) {
-    Model(config, whole, mine, tensor, *results).run();
-  });
+  // Results of parts are compared position by position.
+  testing::on_ranks(
+      shards, ranks,
+      [&](const Shards& mine, TensorRank& tensor) {
+        Model(config, whole, mine, tensor, *results).run();
+      },
+      /*deals_positions=*/whole);
   return results;
 }
 
