@@ -52,8 +52,10 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
                 skips.inputs(), inputs.size());
   }
   if (shards_ > 1 && compute.device().kind != DeviceKind::kCpu) {
-    throw_usage("a model of {} shards on {}; legal on a GPU: 1 shard, of 1 rank", shards_,
-                to_string(compute.device()));
+    throw_usage(
+        "a model of {} shards on {}; legal on a GPU: 1 shard, of 1 rank; or "
+        "give its stage a CPU (--device)",
+        shards_, to_string(compute.device()));
   }
   const Plan& plan = run_.plan_of(taken(inputs), compute);
   const LayerNeeds& needs = plan.needs;

@@ -286,16 +286,12 @@ void ParameterSet::require_memory() const {
       "returns, or ParameterSet::allocate() by whoever calls prepare()");
 }
 
-std::size_t ParameterSet::share_bytes() const {
+void ParameterSet::allocate_shares(const DeviceMemory& memory) {
   std::size_t bytes = 0;
   for (const Parameter& parameter : parameters_) {
     for (int i = 0; i < parameter.shares; ++i) add_bytes(bytes, padded_bytes(parameter));
   }
-  return bytes;
-}
-
-void ParameterSet::allocate_shares(const DeviceMemory& memory) {
-  memory_->shares = memory.allocate(share_bytes());
+  memory_->shares = memory.allocate(bytes);
   const Stream stream(memory.device());
   fill_zero_async(memory_->shares.data(), memory_->shares.size(), stream.view());
   stream.view().synchronize();

@@ -75,8 +75,8 @@ enum class OpKind : std::uint8_t {
   kFold,  // after the last F, and the last W or B, of a group of Plan::fold_every micro-batches
           // (action, micro_batch): what the stage has summed over the group joins that of the
           // groups before it, and starts anew
-  kReduceGrad,  // collective over the stage's replicas; the next kReduceTied or kOptimizer waits
-                // for its end, nothing else
+  kReduceGrad,  // collective over the stage's replicas and tensor ranks; the next kReduceTied or
+                // kOptimizer waits for its end, nothing else
   kReduceTied,  // collective over the ranks that own a use of tied parameter group `channel`
   kOptimizer,   // collective over the job: norm, guard, clip, update
 };

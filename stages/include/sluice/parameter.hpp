@@ -163,8 +163,6 @@ class ParameterSet {
   // Share `share` of the gradients of all parameters that have some, in order of add(), each padded
   // as in flat_grads(). Empty without such parameters.
   [[nodiscard]] std::span<float> flat_shares(int share) const;
-  // Bytes of the shares of gradients that allocate() takes.
-  [[nodiscard]] std::size_t share_bytes() const;
   // Bytes of the bf16 copies that allocate() takes besides values, gradients and buffers.
   [[nodiscard]] std::size_t bf16_copy_bytes(DeviceKind device) const;
   // Owns what all values and gradients lie in.
