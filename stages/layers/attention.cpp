@@ -41,6 +41,10 @@ class AttentionSpecLayer final : public OwnLayer<kOnGpus> {
     precision_ = precision;
     return Edges::kOperands;
   }
+  bool set_shards(const Shards& shards) override {
+    shards_ = shards;
+    return true;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_stream(input, precision_.operands, width_);
     return {precision_.stream, input.shape};
@@ -60,12 +64,15 @@ class AttentionSpecLayer final : public OwnLayer<kOnGpus> {
             .qkv_bias = options_.bias,
             .output_bias = options_.bias,
             .precision = precision_.operands,
-            .result = {precision_.stream, precision_.stream}},
+            .result = {precision_.stream, precision_.stream},
+            .shards = shards_},
         name, set);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
+    const StreamShape shape{block_shape(input, compute.device().kind), shards_};
     LayerAllocators memory;
-    return branch_->needs(compute, {block_shape(input, compute.device().kind), {}}, memory);
+    (void)unneeded(shape, memory);
+    return branch_->needs(compute, shape, memory);
   }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
     const auto rows = static_cast<double>(input.shape[0] * input.shape[1]);
@@ -86,16 +93,26 @@ class AttentionSpecLayer final : public OwnLayer<kOnGpus> {
     branch_->keep(inner(call), as_rows(call.x));
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    branch_->backward_input(inner(call), as_rows(operand_gradient(call, dy)), as_rows(dx));
+    LayerAllocators memory(call);
+    const BranchCall made = inner(call);
+    branch_->backward_input(made, as_rows(operand_gradient(call, dy)),
+                            dx.data != nullptr ? as_rows(dx) : unneeded(made.stream, memory));
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     branch_->backward_weight(inner(call), as_rows(call.x), as_rows(operand_gradient(call, dy)));
   }
 
  private:
-  static BranchCall inner(LayerCall& call) {
-    return {
-        call, {block_shape(call.x.spec, call.compute().device().kind), {}}, LayerAllocators(call)};
+  [[nodiscard]] BranchCall inner(LayerCall& call) const {
+    BranchCall made{call,
+                    {block_shape(call.x.spec, call.compute().device().kind), shards_},
+                    LayerAllocators(call)};
+    (void)unneeded(made.stream, made.memory);
+    return made;
+  }
+  [[nodiscard]] Tensor unneeded(const StreamShape& shape, LayerAllocators& memory) const {
+    if (shape.ranks() == 1) return {};
+    return unneeded_gradient(memory, precision_.operands, shape.whole.rows(), width_);
   }
 
   std::int64_t width_;
@@ -103,6 +120,7 @@ class AttentionSpecLayer final : public OwnLayer<kOnGpus> {
   AttentionOptions options_;
   int number_;
   Precision precision_;
+  Shards shards_;
   std::optional<SelfAttention> branch_;  // once there are parameters
 };
 

@@ -17,8 +17,6 @@ ShardRanges gated(ShardRanges ranges, std::int64_t hidden) {
   return ranges;
 }
 
-constexpr std::int64_t kHiddenUnit = 16;  // columns: a cache line of f32
-
 }  // namespace
 
 Mlp::Mlp(const Options& options, const std::string& name, ParameterSet& parameters)
@@ -34,8 +32,8 @@ Mlp::Mlp(const Options& options, const std::string& name, ParameterSet& paramete
            .split = Linear::Split::kColumns,
            .shards = options.shards,
            .ranges = options.kind == Kind::kGelu
-                         ? unit_ranges(options.shards, options.hidden, kHiddenUnit)
-                         : gated(unit_ranges(options.shards, options.hidden, kHiddenUnit),
+                         ? unit_ranges(options.shards, options.hidden, kColumnUnit)
+                         : gated(unit_ranges(options.shards, options.hidden, kColumnUnit),
                                  options.hidden)},
           parameters),
       down_(name + "down.",
@@ -47,7 +45,7 @@ Mlp::Mlp(const Options& options, const std::string& name, ParameterSet& paramete
              .rounds_bias = options.result.alone != DType::kF32,
              .split = Linear::Split::kRows,
              .shards = options.shards,
-             .ranges = unit_ranges(options.shards, options.hidden, kHiddenUnit)},
+             .ranges = unit_ranges(options.shards, options.hidden, kColumnUnit)},
             parameters) {}
 
 Mlp::Kept Mlp::allocate(const StreamShape& shape, LayerAllocators& memory) const {

@@ -10,6 +10,7 @@
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/layer_run.hpp"
+#include "stages/network/shard_forms.hpp"
 #include "stages/network/specs.hpp"
 
 namespace sluice::nn {
@@ -225,7 +226,8 @@ LayerSpec recompute(LayerSpec layer) {
                  .settings = text_of(layer),
                  .name = layer.name,
                  .trusted = layer.trusted,
-                 .composed = true};
+                 .composed = true,
+                 .forms = forms_of(layer)};
   layer.name = "";  // of parameters, within
   spec.make = [layer = std::move(layer)](int number) {
     return std::make_unique<RunLayer>(make_layers(layer, 0, number), true);
@@ -238,12 +240,22 @@ LayerSpec recompute(std::vector<LayerSpec> layers) { return recompute(group(std:
 LayerSpec residual(std::vector<LayerSpec> layers, std::vector<LayerSpec> shortcut) {
   std::string settings = text_of(layers);
   if (!shortcut.empty()) settings += "; " + text_of(shortcut);
+  const ShardForms forms = forms_of_sum(forms_of(layers), forms_of(shortcut));
   return {
       .kind = "residual",
       .make = [layers = std::move(layers), shortcut = std::move(shortcut)](
                   int number) { return std::make_unique<ResidualBlock>(layers, shortcut, number); },
       .settings = std::move(settings),
-      .composed = true};
+      .composed = true,
+      .forms = forms};
+}
+
+LayerSpec replicated(LayerSpec layer) {
+  if (!layer.make) throw_usage("replicated() of {}(); legal: a layer", layer.kind);
+  layer.replicated = true;
+  layer.forms = {};
+  for (LayerSpec& part : layer.parts) part = replicated(std::move(part));
+  return layer;
 }
 
 }  // namespace sluice::nn

@@ -20,8 +20,8 @@ BlockShape shape_of(const LayerCall& call) {
 
 class LinearLayer final : public OwnLayer<kOnGpus> {
  public:
-  LinearLayer(std::int64_t in, std::int64_t out, bool bias)
-      : options_{.in = in, .out = out, .bias = bias} {
+  LinearLayer(std::int64_t in, std::int64_t out, const LinearOptions& options)
+      : options_{.in = in, .out = out, .bias = options.bias, .split = options.split} {
     require_positive(in, "in");
     require_positive(out, "out");
     options_.weight = options_.bias_init = Init::uniform(1 / std::sqrt(static_cast<double>(in)));
@@ -33,15 +33,31 @@ class LinearLayer final : public OwnLayer<kOnGpus> {
     stream_ = precision.stream;
     return Edges::kOperands;
   }
+  bool set_shards(const Shards& shards) override {
+    if (options_.split == Split::kNone) return true;
+    const bool by_rows = options_.split == Split::kRows;
+    options_.shards = shards;
+    options_.ranges = unit_ranges(shards, by_rows ? options_.in : options_.out, kColumnUnit);
+    (by_rows ? in_ : out_) = 0;
+    for (const auto& ranges : options_.ranges) (by_rows ? in_ : out_) += ranges[0].length;
+    return true;
+  }
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
-    require_width(input, options_.in, options_.precision);
-    return {stream_, with_width(input, options_.out).shape};
+    require_width(input, in_, options_.precision);
+    return {stream_, with_width(input, out_).shape};
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     linear_.emplace(name, options_, set);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
-    return {.operator_bytes = linear_->workspace(compute, rows_of(input), stream_)};
+    const StreamShape shape = shape_of(input, compute);
+    LayerAllocators memory;
+    (void)allocate(shape, memory);
+    LayerNeeds needs{.memory = memory.used(),
+                     .operator_bytes = linear_->workspace(compute, shape.whole.rows(), stream_)};
+    auto& sums = by_rows() ? needs.collectives.forward : needs.collectives.backward_input;
+    sums = linear_->sums_over_ranks(shape);
+    return needs;
   }
   [[nodiscard]] LayerPromises promises() const override {
     LayerPromises promises = kOnGpus.promises;
@@ -49,20 +65,48 @@ class LinearLayer final : public OwnLayer<kOnGpus> {
     return promises;
   }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
-    return static_cast<double>(input.shape.elements()) * static_cast<double>(options_.out);
+    return static_cast<double>(input.shape.elements()) * static_cast<double>(out_);
   }
   void forward(LayerCall& call, const Tensor& y) override {
-    linear_->forward(call.compute(), call.x, y);
+    const StreamShape shape = shape_of(call.x.spec, call.compute());
+    linear_->forward(call.stage, shape, as_rows(call.x), as_rows(y), {}, kept_of(call, shape).sum);
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    linear_->backward_input(call.compute(), operand_gradient(call, dy), dx);
+    const StreamShape shape = shape_of(call.x.spec, call.compute());
+    const Kept kept = kept_of(call, shape);
+    linear_->backward_input(call.stage, shape, as_rows(operand_gradient(call, dy)),
+                            dx.data != nullptr ? as_rows(dx) : kept.dx, kept.sum);
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    linear_->backward_weight(call.compute(), shape_of(call), call.x, operand_gradient(call, dy));
+    linear_->backward_weight(call.compute(), nn::shape_of(call), as_rows(call.x),
+                             as_rows(operand_gradient(call, dy)));
   }
 
  private:
+  struct Kept {
+    Linear::ShardSum sum;  // scratch
+    Tensor dx;             // where ranks add it up
+  };
+  [[nodiscard]] bool by_rows() const { return options_.split == Split::kRows; }
+  [[nodiscard]] StreamShape shape_of(const TensorSpec& input, ComputeContext& compute) const {
+    return {block_shape(input, compute.device().kind), options_.shards};
+  }
+  Kept allocate(const StreamShape& shape, LayerAllocators& memory) const {
+    const bool by_rows = this->by_rows();
+    Kept kept;
+    kept.sum = linear_->shard_sum(memory.scratch, shape, by_rows ? stream_ : options_.precision);
+    if (!by_rows && shape.ranks() > 1) {
+      kept.dx = unneeded_gradient(memory, options_.precision, shape.whole.rows(), in_);
+    }
+    return kept;
+  }
+  Kept kept_of(const LayerCall& call, const StreamShape& shape) const {
+    LayerAllocators memory(call);
+    return allocate(shape, memory);
+  }
+
   Linear::Options options_;
+  std::int64_t in_ = options_.in, out_ = options_.out;  // of this rank
   DType stream_ = DType::kF32;
   std::optional<Linear> linear_;  // once there are parameters
 };
@@ -152,6 +196,7 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
                   to_string(input), most, most);
     }
     if (shape.rank() == 1) return {options_.stream, {shape[0], options_.width}};
+    if (options_.context == 0) return {options_.stream, {shape[0], shape[1], options_.width}};
     return dealt_stream({options_.stream, {shape[0], shape[1], options_.width}}, classes_.shards());
   }
   // Tied uses have one name, whatever groups they are in.
@@ -298,8 +343,21 @@ LayerSpec norm(const char* name, Norm::Kind kind, std::int64_t width, double eps
 
 }  // namespace
 
+LayerSpec linear(std::int64_t in, std::int64_t out, const LinearOptions& options) {
+  LayerSpec spec = layer<LinearLayer>("linear", in, out, options);
+  spec.settings = settings_of(in, out, options.bias);
+  if (options.split == Split::kColumns) {
+    spec.settings += ", columns";
+    spec.forms.of_whole = ShardForm::kPanels;
+  } else if (options.split == Split::kRows) {
+    spec.settings += ", rows";
+    spec.forms = {.of_whole = {}, .of_panels = ShardForm::kWhole};
+  }
+  return spec;
+}
+
 LayerSpec linear(std::int64_t in, std::int64_t out, bool bias) {
-  return layer<LinearLayer>("linear", in, out, bias);
+  return linear(in, out, LinearOptions{.bias = bias});
 }
 
 LayerSpec layer_norm(std::int64_t width, double epsilon) {

@@ -2,12 +2,14 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 
 #include "stages/network/parts.hpp"
+#include "stages/network/shard_forms.hpp"
 #include "stages/network/specs.hpp"
 
 namespace sluice::nn {
@@ -148,7 +150,9 @@ class ReshapeLayer final : public OwnLayer<kOnGpus> {
 };
 
 LayerSpec activation(const char* kind, Pointwise function) {
-  return layer<ActivationLayer>(kind, function);
+  LayerSpec spec = layer<ActivationLayer>(kind, function);
+  spec.forms = forms_of(std::span<const LayerSpec>{});  // as nothing
+  return spec;
 }
 
 }  // namespace

@@ -53,8 +53,9 @@ void append(const LayerSpec& spec, const NumberedLayer& at, int drawn,
     const int first = spec.one_number ? drawn : first_drawn(drawn, ResidualPart::kMain);
     return append_parts(spec, at, first, layers);
   }
-  NumberedLayer& made = layers.emplace_back(
-      NumberedLayer{at.number, at.path, at.name, spec.kind, nullptr, spec.trusted, spec.trusted});
+  NumberedLayer& made =
+      layers.emplace_back(NumberedLayer{at.number, at.path, at.name, spec.kind, nullptr,
+                                        spec.trusted, spec.trusted, spec.replicated});
   naming(made, [&] {
     made.layer = spec.make(drawn);
     if (made.layer == nullptr) throw_usage("made nothing");
@@ -172,9 +173,11 @@ void LayerRun::set_shards(const Shards& shards) {
   for (Part& part : parts_) {
     if (part.join) continue;
     const NumberedLayer& each = layers_[part.index];
+    if (each.replicated) continue;
     if (!naming(each, [&] { return each.layer->set_shards(shards); })) {
       throw_usage(
-          "{} does not say how {} shards divide it (Layer::set_shards); legal: 1 shard, of 1 rank",
+          "{} does not say how {} shards divide it (Layer::set_shards); legal: 1 shard, of 1 rank, "
+          "and nn::replicated() of it",
           each.full_name(), shards.count);
     }
     part.promises = each.layer->promises();

@@ -38,6 +38,7 @@ struct NumberedLayer {
   std::string kind = {};  // "linear"
   std::unique_ptr<Layer> layer = nullptr;
   bool forward_watched = false, backward_watched = false;  // the first call was
+  bool replicated = false;
 
   // "layer 3 (linear)"
   [[nodiscard]] std::string full_name() const;

@@ -15,6 +15,7 @@ namespace {
 // Of targets with the outputs' shape, which all count.
 class NumbersLoss : public Loss {
  public:
+  bool set_shards(const Shards& /*shards*/) override { return true; }
   [[nodiscard]] bool leaves_gradients() const override { return true; }
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override {
     if (outputs.dtype == DType::kF32 && outputs.shape.rank() > 0) return outputs;
@@ -54,6 +55,7 @@ class CrossEntropy final : public Loss {
     }
   }
 
+  bool set_shards(const Shards& /*shards*/) override { return true; }
   [[nodiscard]] bool leaves_gradients() const override { return true; }
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override {
     const int rank = outputs.shape.rank();

@@ -128,6 +128,15 @@ struct RowRange {
 using ShardRanges = std::vector<std::vector<RowRange>>;
 // Of a dimension dealt in units of so many rows, the last of which may be short.
 [[nodiscard]] ShardRanges unit_ranges(const Shards& shards, std::int64_t rows, std::int64_t unit);
+inline constexpr std::int64_t kColumnUnit = 16;  // of columns: a cache line of f32
+
+// The input gradient of a layer whose backward_input() makes a collective, where nobody needs it.
+// Has the layer called in that case.
+[[nodiscard]] inline Tensor unneeded_gradient(LayerAllocators& memory, DType type,
+                                              std::int64_t rows, std::int64_t width) {
+  (void)memory.gradients.bytes(1);
+  return memory.scratch.tensor(type, rows, width);
+}
 
 // y = x weightᵀ + bias, weight [out, in] and, if asked, bias [out].
 //
@@ -137,7 +146,7 @@ class Linear {
  public:
   // kColumns: columns of y, so rows of the weight and of the bias; x is whole. kRows: columns of
   // the weight, which go with columns of x; y is whole, and the bias too, which is added once.
-  enum class Split { kNone, kColumns, kRows };
+  using Split = nn::Split;
   struct Options {
     std::int64_t in = 0, out = 0;
     Init weight = Init::normal(0.02), bias_init = Init::constant(0);

@@ -12,6 +12,7 @@
 #include "comm/base/throw_error.hpp"
 #include "stages/network/converted.hpp"
 #include "stages/network/network_stage.hpp"
+#include "stages/network/shard_forms.hpp"
 #include "stages/network/specs.hpp"
 
 namespace sluice {
@@ -210,7 +211,13 @@ std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stag
                        .model = model_->text,
                        .precision = model_->precision,
                        .shards = shards};
-  if (shards.count > 1) mine.model += fmt::format("{} shards\n", shards.count);
+  if (shards.count > 1) {
+    nn::require_forms(model_->layers, first, model_->skips, model_->loss);
+    // All stages deal positions, or none does.
+    mine.shards.deals_positions =
+        shards.deals_positions && model_->skips.empty() && nn::forms_of(model_->layers).dealt;
+    mine.model += fmt::format("{} shards\n", shards.count);
+  }
   for (int i = first[at(stage)]; i < first[at(stage) + 1]; ++i) {
     std::ranges::move(model_->make(at(i)), std::back_inserter(mine.layers));
   }

@@ -25,11 +25,13 @@ struct LayerTraits {
 inline constexpr LayerTraits kOnGpus{};
 inline constexpr LayerTraits kOnCpus{Edges::kWidened, false, {.recomputes = true}};
 
-// A layer of Sluice. Its gradients, if it has any, are overwritten.
+// A layer of Sluice. Its gradients, if it has any, are overwritten. Ranks that share a stage each
+// compute all of it, unless it says otherwise.
 template <LayerTraits kTraits>
 class OwnLayer : public Layer {
  public:
   Edges set_precision(const Precision& /*precision*/) override { return kTraits.edges; }
+  bool set_shards(const Shards& /*shards*/) override { return true; }
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return kTraits.runs_on_gpu; }
   [[nodiscard]] LayerPromises promises() const override { return kTraits.promises; }

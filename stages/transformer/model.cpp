@@ -114,8 +114,9 @@ std::unique_ptr<Layer> make_mlp(const TransformerConfig& config, Within within, 
 
 // One that is recomputed where the configuration says so; its parameters have names of their own.
 template <typename Make>
-LayerSpec part(const TransformerConfig& config, const char* kind, const Make& make) {
-  LayerSpec spec{.kind = kind, .make = make, .name = "", .trusted = true};
+LayerSpec part(const TransformerConfig& config, const char* kind, const Make& make,
+               const ShardForms& forms = {.dealt = true}) {
+  LayerSpec spec{.kind = kind, .make = make, .name = "", .trusted = true, .forms = forms};
   return config.recompute == Recompute::kBlock ? recompute(std::move(spec)) : spec;
 }
 
@@ -183,16 +184,18 @@ LayerSpec embedding_of(const TransformerConfig& config) {
           .settings = settings_of(config.vocabulary, config.width, options.positions,
                                   config.context, config.tied, config.dropout),
           .name = "",
-          .trusted = true};
+          .trusted = true,
+          .forms = {.dealt = true}};
 }
 
 LayerSpec make_head(const TransformerConfig& config) {
   const auto make = [options = head_options(config)](int) {
     return std::make_unique<HeadLayer>(options);
   };
-  LayerSpec head{.kind = "head", .make = make, .name = "", .trusted = true};
+  const ShardForms forms{.of_whole = ShardForm::kPanels, .dealt = true};
+  LayerSpec head{.kind = "head", .make = make, .name = "", .trusted = true, .forms = forms};
   // With chunks it keeps statistics alone.
-  if (config.logit_chunks == 1) head = part(config, "head", make);
+  if (config.logit_chunks == 1) head = part(config, "head", make, forms);
   head.settings = settings_of(config.vocabulary, config.width, config.tied, config.logit_chunks);
   return head;
 }
@@ -221,7 +224,7 @@ LossSpec transformer_loss(const TransformerConfig& config) {
   validate(config);
   return {"cross_entropy_loss",
           [options = head_options(config)] { return std::make_unique<TokenLoss>(options); },
-          settings_of(config.vocabulary, config.logit_chunks)};
+          settings_of(config.vocabulary, config.logit_chunks), ShardForm::kPanels};
 }
 
 }  // namespace sluice::nn

@@ -132,8 +132,13 @@ class Layer {
   // Before all other calls but promises(), in a model with a precision of bf16 alone.
   virtual Edges set_precision(const Precision& /*precision*/) { return Edges::kF32; }
   // Before all other calls but promises(), in a model of several shards alone. Whether the layer
-  // computes by these shards, or does the same on each rank that shares the stage without gradients
-  // of its own; if not, Error(kUsage) names it.
+  // computes by these shards, or does all of its work alike on each rank that shares the stage; if
+  // not, Error(kUsage) names it, unless it is replicated(). One that computes by shards declares
+  // its weights by ParameterSet::add_parts(), makes each product by shard, and adds what shards
+  // make by the tree that Shards describes: its own first, then over ranks by call.stage.tensor,
+  // which LayerNeeds::collectives has with CollectiveAxis::kTensor where `local` is below `count`.
+  // Gradients of parameters that each rank has whole are whole on each, or Parameter::shares. What
+  // its input and output are is in LayerSpec::forms.
   virtual bool set_shards(const Shards& /*shards*/) { return false; }
   // Type and shape of the output. Pure. Throws Error(kUsage) that says what is legal.
   [[nodiscard]] virtual TensorSpec output(const TensorSpec& input) const = 0;
@@ -186,6 +191,17 @@ struct Skip {
   int axis = 1;
 };
 
+// A tensor between layers in a model of several shards: whole, on each rank that shares the stage
+// alike; or this rank's columns, the panel of each of its shards, dense [rows, columns], one after
+// the other in memory.
+enum class ShardForm { kWhole, kPanels };
+// What a layer makes of an input of each form; none: it cannot take it.
+struct ShardForms {
+  std::optional<ShardForm> of_whole = ShardForm::kWhole, of_panels = {};
+  // Takes the stream of a transformer where ranks deal its positions, too: Shards::deals_positions.
+  bool dealt = false;
+};
+
 // A layer in the description of a model: how to make it. Copyable.
 struct LayerSpec {
   std::string kind;  // "linear", for messages
@@ -206,6 +222,8 @@ struct LayerSpec {
   bool trusted = false;
   // Made of layers: ModelOptions::recompute applies to it.
   bool composed = false;
+  ShardForms forms = {};  // of a layer without parts
+  bool replicated = false;
 };
 
 // "10, 0.5": the numbers among the arguments.
@@ -241,9 +259,19 @@ template <typename T, typename... Arguments>
 // are counted from 0 as in their names; from -1 is the model's input, and to the number of layers
 // the model's output. Both of one type, f32 or bf16. It may stand anywhere in a Sequential's list.
 [[nodiscard]] LayerSpec skip(int from, int to, Join join = Join::kAdd, int axis = 1);
+// How shards divide a linear(); one shard does not. kColumns: each has columns of the output, in
+// units of 16, which are panels. Layers that go element by element follow, but for dropout, and a
+// kRows of as many inputs, on the same stage. That adds the products of all shards: its output is
+// whole. kNone: each rank computes all of it.
+enum class Split { kNone, kColumns, kRows };
+struct LinearOptions {
+  bool bias = true;
+  Split split = Split::kNone;
+};
 // y = x weightᵀ + bias over the last dimension; weight [out, in], bias [out]; both from
 // U(-1/sqrt(in), 1/sqrt(in)).
 [[nodiscard]] LayerSpec linear(std::int64_t in, std::int64_t out, bool bias = true);
+[[nodiscard]] LayerSpec linear(std::int64_t in, std::int64_t out, const LinearOptions& options);
 // Element by element, of any shape. silu is x sigmoid(x). gelu is x times the normal
 // distribution's function of x, as torch's GELU() is; gelu_tanh is GPT-2's form, within 5e-4 of it,
 // which torch calls approximate="tanh".
@@ -274,6 +302,9 @@ template <typename T, typename... Arguments>
 // program's own keeps what it keeps unless it promises `recomputes`.
 [[nodiscard]] LayerSpec recompute(LayerSpec layer);
 [[nodiscard]] LayerSpec recompute(std::vector<LayerSpec> layers);  // of group(layers)
+// In a model of several shards each rank that shares the stage computes all of the layer: it is not
+// told of shards. On all of them the same input must give the same bits.
+[[nodiscard]] LayerSpec replicated(LayerSpec layer);
 // y = sum of the layers' result and the shortcut's, which is the input itself without layers. Names
 // of parameters: "3.0.weight" of the first layer, "3.shortcut.0.weight" of the shortcut's.
 [[nodiscard]] LayerSpec residual(std::vector<LayerSpec> layers,
@@ -402,7 +433,8 @@ class Loss {
 struct LossSpec {
   std::string kind;
   std::function<std::unique_ptr<Loss>()> make;
-  std::string settings = {};  // as LayerSpec's
+  std::string settings = {};            // as LayerSpec's
+  ShardForm takes = ShardForm::kWhole;  // of the outputs
 };
 
 // The squared difference; each element counts. Targets f32, in the shape of the outputs.
