@@ -22,6 +22,7 @@
 
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
+#include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/stage.hpp>
 
@@ -412,6 +413,54 @@ TEST(TensorTest, SlicesMayBeEmptyOrLarge) {
         {.depth = 2, .replicas = 2, .tensor = 2, .shards = true, .clips = true, .rows = rows});
   }
   expect_bits_of_one_rank(layouts);
+}
+
+// Layers by shards, and layers that each rank computes alike.
+Sequential layers_by_shards() {
+  using nn::Split;
+  return Sequential({nn::unflatten({kWidth, 1, 1}),
+                     nn::batch_norm2d(kWidth, {.statistics = nn::BatchStatistics::kReplicas}),
+                     nn::flatten(), nn::linear(kWidth, 115, {.split = Split::kColumns}), nn::gelu(),
+                     nn::linear(115, 8, {.split = Split::kRows}), nn::cut(), nn::layer_norm(8),
+                     nn::linear(8, 40, {.split = Split::kColumns}), nn::relu(),
+                     nn::linear(40, 8, {.bias = false, .split = Split::kRows}), nn::dropout(0.1),
+                     nn::linear(8, kWidth)},
+                    nn::mse_loss());
+}
+
+TEST(TensorTest, LayersByShardsHaveTheBitsOfOneRank) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  const auto outcome_of = [](const Layout& of) {
+    Outcome outcome;
+    const auto part = first_ranks(of.ranks());
+    if (part == nullptr) return outcome;
+    PipelineOptions options = options_of(of);
+    options.shape.tensor_shards = 4;
+    Pipeline pipeline(*part, layers_by_shards(), batches(Feed::kRank0), options);
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+      const Numbers numbers(step, of.samples);
+      add(outcome, pipeline.train_step(part->rank() == 0 ? numbers.all() : Batch{}));
+    }
+    for (const auto& [name, tensor] : pipeline.state()) {
+      outcome.values[name] = floats_of(tensor.bytes);
+    }
+    pipeline.close();
+    return outcome;
+  };
+  for (const Layout& each : {Layout{.clips = true}, Layout{.schedule = "zb-h1", .depth = 2},
+                             Layout{.replicas = 2, .shards = true, .clips = true}}) {
+    const Outcome alone = outcome_of(each);
+    for (const int tensor : {2, 4}) {
+      Layout shared = each;
+      shared.tensor = tensor;
+      if (shared.ranks() > world().size()) continue;
+      const Outcome outcome = outcome_of(shared);
+      if (world().rank() != 0) continue;
+      EXPECT_FALSE(alone.values.empty());
+      EXPECT_EQ(alone.numbers, outcome.numbers) << to_string(shared);
+      EXPECT_EQ(alone.values, outcome.values) << to_string(shared);
+    }
+  }
 }
 
 // Of as many samples gradients are no multiples of 1/64, and an order of additions shows.
