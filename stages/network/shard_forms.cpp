@@ -80,12 +80,13 @@ void require_forms(std::span<const LayerSpec> layers, std::span<const int> begin
           skip.from, skip.to, layer, kLegal);
     }
   }
-  if (!loss.make || loss.takes == forms.back()) return;
+  if (loss.takes == forms.back()) return;
   throw_usage(
-      "{}: {}", loss.kind,
+      "{}: {}", loss.make ? loss.kind : "the model's output",
       loss.takes == ShardForm::kWhole
-          ? "it needs whole outputs, and gets the columns that a rank's shards have; legal: "
-            "a loss with LossSpec::takes, such as nn::transformer_loss()"
+          ? "it needs whole outputs, and the last layer makes the columns that a rank's shards "
+            "have; "
+            "legal: linear() with Split::kRows after it, or nn::transformer_loss()"
           : "it needs the columns that a rank's shards have, and gets whole outputs; legal: "
             "a transformer's head, or linear() with Split::kColumns");
 }

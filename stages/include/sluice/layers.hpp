@@ -311,7 +311,8 @@ struct LinearOptions {
                                  std::vector<LayerSpec> shortcut = {});
 // Classes i32 [samples] or [samples, n] become rows of a table "weight" [classes, width], from
 // N(0, 1). With positions, row i of a second table "positions" [positions, width] is added to class
-// i of each sample, n <= positions.
+// i of each sample, n <= positions. Shards divide the classes, in units of 16 of which each has
+// one.
 [[nodiscard]] LayerSpec embedding(std::int64_t classes, std::int64_t width,
                                   std::int64_t positions = 0);
 
@@ -323,8 +324,9 @@ struct AttentionOptions {
 };
 // Causal self-attention over [samples, sequence, width] with heads of width / heads: each place
 // attends to itself and those before it. qkv.weight [width + 2 * kv width, width] has the rows of
-// queries, keys and values; output.weight [width, width]; from N(0, 0.02), biases 0. A block of a
-// transformer, with norms and MLP: transformer_block() in <sluice/transformer.hpp>.
+// queries, keys and values; output.weight [width, width]; from N(0, 0.02), biases 0. Shards divide
+// the heads of keys. A block of a transformer, with norms and MLP: transformer_block() in
+// <sluice/transformer.hpp>.
 [[nodiscard]] LayerSpec attention(std::int64_t width, int heads,
                                   const AttentionOptions& options = {});
 

@@ -43,7 +43,8 @@ struct Shards {
   int count = 1;             // of the model
   int first = 0, local = 1;  // this rank's
   // Ranks that share a stage deal the positions of each sample between its layers (sequence
-  // parallelism, Korthikanti et al. 2022), where shards have equally many. No bit depends on it.
+  // parallelism, Korthikanti et al. 2022), where shards have equally many and every layer takes
+  // them. No bit depends on it.
   bool deals_positions = true;
   // Where the part of shard `shard` of so many equal units begins; that of the next one is its end.
   [[nodiscard]] std::int64_t begin(int shard, std::int64_t units) const {

@@ -2,12 +2,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
 #include <ostream>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -304,6 +306,97 @@ Sequential words(const ModelOptions& options) {
                     nn::transformer_loss(config), options);
 }
 
+// A layer of the program's own that divides itself: y = x weightᵀ of a weight [kMade, 24] whose
+// columns shards have.
+class OwnRows : public nn::Layer {
+ public:
+  static constexpr std::int64_t kTaken = 24, kMade = 5;
+  bool set_shards(const Shards& shards) override {
+    shards_ = shards;
+    return true;
+  }
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    return {input.dtype, {input.shape[0], kMade}};
+  }
+  void add_parameters(ParameterSet& set, const std::string& name) override {
+    const Shape shape{kMade, kTaken};
+    std::vector<SlicePart> parts;
+    for (int shard = shards_.first; shard < shards_.first + shards_.local; ++shard) {
+      parts.push_back({{1, begin(shard), begin(shard + 1) - begin(shard), kTaken}, shard});
+    }
+    weight_ = shards_.count == 1
+                  ? &set.add(name + "weight", shape, Init::uniform(1))
+                  : &set.add_parts(name + "weight", shape, Init::uniform(1), true, false, parts);
+  }
+  [[nodiscard]] nn::LayerNeeds needs(const TensorSpec& input,
+                                     ComputeContext& /*compute*/) const override {
+    nn::LayerNeeds needs;
+    if (shards_.local == shards_.count) return needs;
+    needs.memory.gradients = 1;  // backward_input() makes a collective
+    needs.memory.scratch = input.bytes();
+    needs.collectives.forward = {
+        {.axis = CollectiveAxis::kTensor, .bytes = output(input).bytes(), .type = DType::kF32}};
+    needs.collectives.backward_input = {
+        {.axis = CollectiveAxis::kTensor, .bytes = input.bytes(), .type = DType::kF32}};
+    return needs;
+  }
+  void forward(nn::LayerCall& call, const Tensor& y) override {
+    std::vector<Values> sums(at(shards_.local), Values(static_cast<std::size_t>(y.elements())));
+    for_products([&](std::size_t shard, std::int64_t weight, std::int64_t out, std::int64_t in) {
+      for (std::int64_t row = 0; row < y.shape()[0]; ++row) {
+        sums[shard][static_cast<std::size_t>(row * kMade + out)] +=
+            weight_->value.at(weight) * call.x.at(row * kTaken + in);
+      }
+    });
+    add_leaves(sums.size(), [&](std::size_t into, std::size_t from) {
+      for (std::size_t i = 0; i < sums[into].size(); ++i) sums[into][i] += sums[from][i];
+    });
+    std::copy(sums[0].begin(), sums[0].end(), y.as<float>());
+    if (shards_.local < shards_.count) call.stage.tensor->sum(floats(y));
+  }
+  void backward_input(nn::LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    const Tensor to{dx.data != nullptr ? dx.data : call.scratch, call.x.spec};
+    std::memset(to.data, 0, to.spec.bytes());
+    for_products([&](std::size_t, std::int64_t weight, std::int64_t out, std::int64_t in) {
+      for (std::int64_t row = 0; row < dy.shape()[0]; ++row) {
+        to.at(row * kTaken + in) += weight_->value.at(weight) * dy.at(row * kMade + out);
+      }
+    });
+    if (shards_.local < shards_.count) call.stage.tensor->sum(floats(to));
+  }
+  void backward_weight(nn::LayerCall& call, const Tensor& dy) override {
+    for_products([&](std::size_t, std::int64_t weight, std::int64_t out, std::int64_t in) {
+      for (std::int64_t row = 0; row < dy.shape()[0]; ++row) {
+        weight_->grad.at(weight) += dy.at(row * kMade + out) * call.x.at(row * kTaken + in);
+      }
+    });
+  }
+
+ private:
+  [[nodiscard]] std::int64_t begin(int shard) const { return shards_.begin(shard, kTaken); }
+  static std::span<float> floats(const Tensor& of) {
+    return {of.as<float>(), static_cast<std::size_t>(of.elements())};
+  }
+  // work(shard of this rank, element of the weight here, its row, its column of the whole)
+  template <typename Work>
+  void for_products(const Work& work) const {
+    std::int64_t element = 0;
+    for (int shard = 0; shard < shards_.local; ++shard) {
+      const std::int64_t first = begin(shards_.first + shard),
+                         end = begin(shards_.first + shard + 1);
+      for (std::int64_t out = 0; out < kMade; ++out) {
+        for (std::int64_t in = first; in < end; ++in) work(at(shard), element++, out, in);
+      }
+    }
+  }
+
+  Shards shards_;
+  Parameter* weight_ = nullptr;
+};
+Sequential own(const ModelOptions& options) {
+  return Sequential({nn::layer<OwnRows>("own_rows"), nn::linear(OwnRows::kMade, 3)}, {}, options);
+}
+
 constexpr ModelOptions kBf16{.precision = DType::kBf16};
 constexpr ModelOptions kBf16Stream{.precision = DType::kBf16, .stream_precision = DType::kBf16};
 const TensorSpec kRows{DType::kF32, {kSamples, 24}}, kStream{DType::kF32, {kSamples, 8, 24}},
@@ -328,7 +421,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"VisionBf16", vision, kImage, true, kBf16, 0.1},
                       Setting{"ReplacedLayer", replaced, kTokens, true},
                       Setting{"ReplacedLayerBf16Stream", replaced, kTokens, true, kBf16Stream, 0.1},
-                      Setting{"Words", words, kTokens, true}),
+                      Setting{"Words", words, kTokens, true}, Setting{"Own", own, kRows},
+                      Setting{"OwnByEight", own, kRows, false, {}, 2e-5, 8}),
     [](const auto& instance) { return instance.param.name; });
 
 // --- what is refused ---
@@ -395,6 +489,7 @@ TEST(LayerShardsErrors, NameTheLayerAndWhatIsLegal) {
   expect_refused({columns, nn::gelu(), nn::relu(), rows, nn::skip(0, 2)},
                  "skip(0, 2) takes what layer 0 makes, the columns that a rank's shards have");
   expect_refused({columns}, "mse_loss: it needs whole outputs", nn::mse_loss());
+  expect_refused({columns}, "the model's output: it needs whole outputs");
   expect_refused({nn::embedding(70, 32), nn::linear(32, 70)},
                  "cross_entropy_loss: it needs the columns", nn::transformer_loss(language()));
   const Sequential cut({columns, nn::cut(), nn::gelu(), rows});
