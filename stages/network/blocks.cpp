@@ -10,7 +10,6 @@
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/layer_run.hpp"
-#include "stages/network/shard_forms.hpp"
 #include "stages/network/specs.hpp"
 
 namespace sluice::nn {

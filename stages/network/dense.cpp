@@ -348,10 +348,10 @@ LayerSpec linear(std::int64_t in, std::int64_t out, const LinearOptions& options
   spec.settings = settings_of(in, out, options.bias);
   if (options.split == Split::kColumns) {
     spec.settings += ", columns";
-    spec.forms.of_whole = ShardForm::kPanels;
+    spec.forms.of_whole = ShardForms::kPanels;
   } else if (options.split == Split::kRows) {
     spec.settings += ", rows";
-    spec.forms = {.of_whole = {}, .of_panels = ShardForm::kWhole};
+    spec.forms = {.of_whole = {}, .of_panels = ShardForms::kWhole};
   }
   return spec;
 }

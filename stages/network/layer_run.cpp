@@ -125,6 +125,33 @@ std::string text_of(std::span<const LayerSpec> specs) {
   return all;
 }
 
+std::optional<ShardForms::Form> made_of(const ShardForms& forms,
+                                        std::optional<ShardForms::Form> input) {
+  if (!input) return {};
+  return *input == ShardForms::kWhole ? forms.of_whole : forms.of_panels;
+}
+
+ShardForms forms_of(const LayerSpec& layer) {
+  return layer.parts.empty() ? layer.forms : forms_of(layer.parts);
+}
+
+ShardForms forms_of(std::span<const LayerSpec> layers) {
+  ShardForms all{.of_panels = ShardForms::kPanels, .dealt = true};
+  for (const LayerSpec& layer : layers) {
+    const ShardForms next = forms_of(layer);
+    all = {made_of(next, all.of_whole), made_of(next, all.of_panels), all.dealt && next.dealt};
+  }
+  return all;
+}
+
+ShardForms forms_of_sum(const ShardForms& first, const ShardForms& second) {
+  const auto both = [](const auto& a, const auto& b) {
+    return a == b ? a : std::optional<ShardForms::Form>{};
+  };
+  return {both(first.of_whole, second.of_whole), both(first.of_panels, second.of_panels),
+          first.dealt && second.dealt};
+}
+
 std::vector<NumberedLayer> make_layers(const LayerSpec& spec, int number, int drawn) {
   std::vector<NumberedLayer> layers;
   const std::string path = std::to_string(number);

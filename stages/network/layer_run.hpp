@@ -48,6 +48,14 @@ struct NumberedLayer {
 [[nodiscard]] std::string text_of(const LayerSpec& spec);
 [[nodiscard]] std::string text_of(std::span<const LayerSpec> specs);
 
+// What it makes of an input, if there is one that it can take.
+[[nodiscard]] std::optional<ShardForms::Form> made_of(const ShardForms& forms,
+                                                      std::optional<ShardForms::Form> input);
+// Of a layer, or a group; of layers one after the other; of two whose results are added.
+[[nodiscard]] ShardForms forms_of(const LayerSpec& layer);
+[[nodiscard]] ShardForms forms_of(std::span<const LayerSpec> layers);
+[[nodiscard]] ShardForms forms_of_sum(const ShardForms& first, const ShardForms& second);
+
 // Makes the layer, or those of a group; an Error names the layer. `drawn`: its number for random
 // numbers.
 [[nodiscard]] std::vector<NumberedLayer> make_layers(const LayerSpec& spec, int number, int drawn);

@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
+#include <span>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <sluice/error.hpp>
 #include <sluice/layers.hpp>
@@ -12,7 +16,6 @@
 #include "comm/base/throw_error.hpp"
 #include "stages/network/converted.hpp"
 #include "stages/network/network_stage.hpp"
-#include "stages/network/shard_forms.hpp"
 #include "stages/network/specs.hpp"
 
 namespace sluice {
@@ -82,6 +85,61 @@ nn::Precision precision_of(const ModelOptions& options) {
   throw_usage(
       "precision {} with stream_precision {}; legal: f32 with f32, and bf16 with f32 or bf16",
       name_of(precision), name_of(stream));
+}
+
+constexpr const char* kLegal =
+    "legal: linear() with Split::kColumns, layers that go element by element, but for dropout, and "
+    "linear() with Split::kRows, on one stage";
+
+// What the layer, or the last one of a group, makes.
+nn::ShardForms::Form output_of(const nn::LayerSpec& layer, const std::string& path,
+                               nn::ShardForms::Form input) {
+  for (std::size_t i = 0; i < layer.parts.size(); ++i) {
+    input = output_of(layer.parts[i], fmt::format("{}.{}", path, i), input);
+  }
+  if (!layer.parts.empty()) return input;
+  const std::optional<nn::ShardForms::Form> made = nn::made_of(layer.forms, input);
+  if (made) return *made;
+  throw_usage("layer {} ({}): {}; {}", path, layer.kind,
+              !layer.forms.of_whole && !layer.forms.of_panels
+                  ? "its layers do not fit each other, by the columns that a rank's shards have"
+              : input == nn::ShardForms::kPanels
+                  ? "it needs its whole input, and gets the columns that a rank's shards have"
+                  : "it needs the columns that a rank's shards have, and gets its whole input",
+              kLegal);
+}
+
+// Throws Error(kUsage) that names the layer, connection or loss that cannot take what it gets.
+// `begins`: of stages.
+void require_forms(std::span<const nn::LayerSpec> layers, std::span<const int> begins,
+                   std::span<const nn::Skip> skips, const nn::LossSpec& loss) {
+  // Of the model's input, and of each layer.
+  std::vector<nn::ShardForms::Form> forms = {nn::ShardForms::kWhole};
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const bool begins_stage = std::ranges::find(begins, static_cast<int>(i)) != begins.end();
+    if (begins_stage && forms.back() == nn::ShardForms::kPanels) {
+      throw_usage(
+          "a stage begins with layer {} ({}), which gets the columns that a rank's shards have; {}",
+          i, layers[i].kind, kLegal);
+    }
+    forms.push_back(output_of(layers[i], std::to_string(i), forms.back()));
+  }
+  for (const nn::Skip& skip : skips) {
+    for (const int layer : {skip.from, skip.to - 1}) {
+      if (forms[at(layer + 1)] == nn::ShardForms::kWhole) continue;
+      throw_usage(
+          "skip({}, {}) takes what layer {} makes, the columns that a rank's shards have; {}",
+          skip.from, skip.to, layer, kLegal);
+    }
+  }
+  if (loss.takes == forms.back()) return;
+  throw_usage(
+      "{}: {}", loss.make ? loss.kind : "the model's output",
+      loss.takes == nn::ShardForms::kWhole
+          ? "it needs whole outputs, and gets the columns that a rank's shards have; legal: "
+            "linear() with Split::kRows before it, or nn::transformer_loss()"
+          : "it needs the columns that a rank's shards have, and gets whole outputs; legal: "
+            "a transformer's head, or linear() with Split::kColumns");
 }
 
 }  // namespace
@@ -212,7 +270,7 @@ std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stag
                        .precision = model_->precision,
                        .shards = shards};
   if (shards.count > 1) {
-    nn::require_forms(model_->layers, first, model_->skips, model_->loss);
+    require_forms(model_->layers, first, model_->skips, model_->loss);
     // All stages deal positions, or none does.
     mine.shards.deals_positions =
         shards.deals_positions && model_->skips.empty() && nn::forms_of(model_->layers).dealt;

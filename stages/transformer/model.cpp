@@ -192,7 +192,7 @@ LayerSpec make_head(const TransformerConfig& config) {
   const auto make = [options = head_options(config)](int) {
     return std::make_unique<HeadLayer>(options);
   };
-  const ShardForms forms{.of_whole = ShardForm::kPanels, .dealt = true};
+  const ShardForms forms{.of_whole = ShardForms::kPanels, .dealt = true};
   LayerSpec head{.kind = "head", .make = make, .name = "", .trusted = true, .forms = forms};
   // With chunks it keeps statistics alone.
   if (config.logit_chunks == 1) head = part(config, "head", make, forms);
@@ -224,7 +224,7 @@ LossSpec transformer_loss(const TransformerConfig& config) {
   validate(config);
   return {"cross_entropy_loss",
           [options = head_options(config)] { return std::make_unique<TokenLoss>(options); },
-          settings_of(config.vocabulary, config.logit_chunks), ShardForm::kPanels};
+          settings_of(config.vocabulary, config.logit_chunks), ShardForms::kPanels};
 }
 
 }  // namespace sluice::nn

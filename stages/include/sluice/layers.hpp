@@ -191,13 +191,13 @@ struct Skip {
   int axis = 1;
 };
 
-// A tensor between layers in a model of several shards: whole, on each rank that shares the stage
-// alike; or this rank's columns, the panel of each of its shards, dense [rows, columns], one after
-// the other in memory.
-enum class ShardForm { kWhole, kPanels };
-// What a layer makes of an input of each form; none: it cannot take it.
+// What a layer makes of an input of each form in a model of several shards; none: it cannot take
+// it.
 struct ShardForms {
-  std::optional<ShardForm> of_whole = ShardForm::kWhole, of_panels = {};
+  // Whole: on each rank that shares the stage alike. Panels: this rank's columns, of each of its
+  // shards dense [rows, columns], one after the other in memory.
+  enum Form { kWhole, kPanels };
+  std::optional<Form> of_whole = kWhole, of_panels = {};
   // Takes the stream of a transformer where ranks deal its positions, too: Shards::deals_positions.
   bool dealt = false;
 };
@@ -435,8 +435,8 @@ class Loss {
 struct LossSpec {
   std::string kind;
   std::function<std::unique_ptr<Loss>()> make;
-  std::string settings = {};            // as LayerSpec's
-  ShardForm takes = ShardForm::kWhole;  // of the outputs
+  std::string settings = {};                    // as LayerSpec's
+  ShardForms::Form takes = ShardForms::kWhole;  // of the outputs
 };
 
 // The squared difference; each element counts. Targets f32, in the shape of the outputs.
