@@ -271,9 +271,11 @@ std::unique_ptr<Stage> Sequential::stage_of(const Partition& partition, int stag
                        .shards = shards};
   if (shards.count > 1) {
     require_forms(model_->layers, first, model_->skips, model_->loss);
-    // All stages deal positions, or none does.
-    mine.shards.deals_positions =
-        shards.deals_positions && model_->skips.empty() && nn::forms_of(model_->layers).dealt;
+    // All stages deal positions, or none does; a transformer's head, whose logits are panels, ends
+    // it.
+    mine.shards.deals_positions = shards.deals_positions && model_->skips.empty() &&
+                                  nn::forms_of(model_->layers).dealt &&
+                                  model_->loss.takes == nn::ShardForms::kPanels;
     mine.model += fmt::format("{} shards\n", shards.count);
   }
   for (int i = first[at(stage)]; i < first[at(stage) + 1]; ++i) {
