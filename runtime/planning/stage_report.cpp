@@ -244,8 +244,13 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     report.input_gradients.push_back(gradients_of(description, specs, index));
     raise(report.entry, description);
   }
-  if (const auto* const loss = dynamic_cast<const LossStage*>(&stage)) {
-    report.answers = loss->why_no_answers().empty();
+  const auto* const loss = dynamic_cast<const LossStage*>(&stage);
+  if (loss != nullptr && peers.ranks[static_cast<std::size_t>(CollectiveAxis::kTensor)] > 1) {
+    try {
+      report.answers = loss->why_no_answers().empty();
+    } catch (...) {
+      rethrow_from(fmt::format("stage {}, why_no_answers()", index));
+    }
   }
   ParameterSet* parameters = nullptr;
   try {
