@@ -63,7 +63,7 @@ struct LogitPanels {
 
   [[nodiscard]] int ranks() const { return (static_cast<int>(starts.size()) - 1) / local; }
   [[nodiscard]] std::int64_t classes() const {
-    return starts[static_cast<std::size_t>(first + local)] -
+    return starts[static_cast<std::size_t>(first) + static_cast<std::size_t>(local)] -
            starts[static_cast<std::size_t>(first)];
   }
 };

@@ -228,20 +228,7 @@ void add_computing_options(OptionTable& table, TrainOptions& options) {
       "so from --context 256 on, below it costs time");
 }
 
-void add_layout_options(OptionTable& table, TrainOptions& options) {
-  auto& [shape, order, devices, training, checks, watch, expert] = options.pipeline;
-  table.heading("Layout");
-  table
-      .add_integer("pipeline", shape.pipeline, 1, kMaxInt,
-                   "ranks of one pipeline; auto: ranks / replicas / tensor", "auto")
-      .mark(kLayout);
-  table.add_integer("replicas", shape.replicas, 1, kMaxInt, "pipelines that share each batch");
-  table.add_integer(
-      "virtual-replicas", shape.virtual_replicas, 1, kMaxInt,
-      "parts of each batch, on which results depend in place of --replicas: that times "
-      "a power of two, or any number for one replica; auto: as many as replicas. A resume "
-      "without it keeps those of the save",
-      "auto");
+void add_tensor_ranks(OptionTable& table, PipelineOptions::Shape& shape) {
   table
       .add_integer("tensor", shape.tensor, 1, kMostTensorShards,
                    "ranks that share each stage: each computes a part of every layer; on CPUs")
@@ -258,6 +245,23 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
                 "own; changes no bit",
                 false)
       .mark(kLayout | kListedLater);
+}
+
+void add_layout_options(OptionTable& table, TrainOptions& options) {
+  auto& [shape, order, devices, training, checks, watch, expert] = options.pipeline;
+  table.heading("Layout");
+  table
+      .add_integer("pipeline", shape.pipeline, 1, kMaxInt,
+                   "ranks of one pipeline; auto: ranks / replicas / tensor", "auto")
+      .mark(kLayout);
+  table.add_integer("replicas", shape.replicas, 1, kMaxInt, "pipelines that share each batch");
+  table.add_integer(
+      "virtual-replicas", shape.virtual_replicas, 1, kMaxInt,
+      "parts of each batch, on which results depend in place of --replicas: that times "
+      "a power of two, or any number for one replica; auto: as many as replicas. A resume "
+      "without it keeps those of the save",
+      "auto");
+  add_tensor_ranks(table, shape);
   table
       .add_choice("shard", shape.shard,
                   {{"none", ShardLevel::kNone}, {"optimizer", ShardLevel::kOptimizer}},

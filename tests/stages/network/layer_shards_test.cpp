@@ -93,6 +93,53 @@ struct Result {
   std::map<std::string, std::vector<Values>> shares;
 };
 
+// Gains that are 1 and biases that are 0 would hide what they do.
+void disturb(ParameterSet& set) {
+  for (Parameter* parameter : set.all()) {
+    const std::uint64_t name = std::hash<std::string>()(parameter->name) % 100'000;
+    for_elements(*parameter, [&](std::int64_t here, std::int64_t whole) {
+      parameter->value.at(here) +=
+          0.05F * number_at(name * 10'000'019U + static_cast<std::uint64_t>(whole));
+    });
+  }
+  set.mark_values_changed();
+}
+
+void take_gradients(ParameterSet& set, Result& result) {
+  for (Parameter* parameter : set.all()) {
+    for (const Tensor& share : parameter->share_grads) {
+      append(share, result.shares[parameter->name].emplace_back());
+    }
+    if (parameter->shares > 0) continue;
+    Values& to = result.gradients[parameter->name];
+    to.assign(static_cast<std::size_t>(parameter->whole_shape().elements()), std::nanf(""));
+    for_elements(*parameter, [&](std::int64_t here, std::int64_t whole) {
+      to[static_cast<std::size_t>(whole)] = parameter->grad.at(here);
+    });
+  }
+}
+
+std::vector<PlannedCollective> planned(const StageDescription& described, int batches) {
+  std::vector<PlannedCollective> all;
+  for (int batch = 0; batch < batches; ++batch) {
+    for (const auto* list :
+         {&described.collectives.forward, &described.collectives.loss,
+          &described.collectives.backward_input, &described.collectives.backward_weight}) {
+      all.insert(all.end(), list->begin(), list->end());
+    }
+  }
+  return all;
+}
+
+float loss_of(Stage& stage, const TensorSpec& spec, StageContext& context, const Tensor& outputs) {
+  const Buffer memory({}, spec.bytes());
+  const Tensor targets{const_cast<std::byte*>(memory.data()), spec};
+  fill(targets, 2000U + static_cast<unsigned>(context.micro_batch));
+  double sum = 0;
+  dynamic_cast<LossStage&>(stage).loss(context, {&outputs, 1}, {&targets, 1}, &sum);
+  return static_cast<float>(sum);
+}
+
 Result run(const Setting& setting, const Shards& shards, testing::TensorRank& ranks) {
   Result result;
   const Sequential model = setting.model(setting.options);
@@ -109,14 +156,7 @@ Result run(const Setting& setting, const Shards& shards, testing::TensorRank& ra
       {.compute = &compute, .state = slot.state(), .seed = 5, .input_sizes = {{setting.input}}});
   const std::byte* const scratch = compute.workspace(described.operator_bytes);
   ParameterSet& set = *stage->parameters();
-  for (Parameter* parameter : set.all()) {
-    const std::uint64_t name = std::hash<std::string>()(parameter->name) % 100'000;
-    for_elements(*parameter, [&](std::int64_t here, std::int64_t whole) {
-      parameter->value.at(here) +=
-          0.05F * number_at(name * 10'000'019U + static_cast<std::uint64_t>(whole));
-    });
-  }
-  set.mark_values_changed();
+  disturb(set);
   ranks.calls.clear();
   const bool wants_gradient = is_float(setting.input.dtype);
   Buffer x({}, setting.input.bytes()), dx({}, setting.input.bytes()), y({}, out.bytes());
@@ -137,12 +177,7 @@ Result run(const Setting& setting, const Shards& shards, testing::TensorRank& ra
                          .tensor = &ranks};
     stage->forward(context, {&x_tensor, 1}, {&y_tensor, 1});
     if (setting.has_loss) {
-      const Buffer memory({}, described.targets[0].bytes());
-      const Tensor targets{const_cast<std::byte*>(memory.data()), described.targets[0]};
-      fill(targets, 2000U + static_cast<unsigned>(batch));
-      double sum = 0;
-      dynamic_cast<LossStage&>(*stage).loss(context, {&y_tensor, 1}, {&targets, 1}, &sum);
-      result.outputs.push_back(static_cast<float>(sum));
+      result.outputs.push_back(loss_of(*stage, described.targets[0], context, y_tensor));
     } else {
       append(y_tensor, result.outputs);
       fill(y_tensor, 2000U + static_cast<unsigned>(batch));
@@ -159,26 +194,8 @@ Result run(const Setting& setting, const Shards& shards, testing::TensorRank& ra
     if (!wanted.empty()) append(dx_tensor, result.input_gradients);
   }
   EXPECT_EQ(compute.workspace(described.operator_bytes), scratch) << "more than described";
-  std::vector<PlannedCollective> planned;
-  for (int batch = 0; batch < 4; ++batch) {
-    for (const auto* list :
-         {&described.collectives.forward, &described.collectives.loss,
-          &described.collectives.backward_input, &described.collectives.backward_weight}) {
-      planned.insert(planned.end(), list->begin(), list->end());
-    }
-  }
-  EXPECT_EQ(ranks.calls, planned);
-  for (Parameter* parameter : set.all()) {
-    for (const Tensor& share : parameter->share_grads) {
-      append(share, result.shares[parameter->name].emplace_back());
-    }
-    if (parameter->shares > 0) continue;
-    Values& to = result.gradients[parameter->name];
-    to.assign(static_cast<std::size_t>(parameter->whole_shape().elements()), std::nanf(""));
-    for_elements(*parameter, [&](std::int64_t here, std::int64_t whole) {
-      to[static_cast<std::size_t>(whole)] = parameter->grad.at(here);
-    });
-  }
+  EXPECT_EQ(ranks.calls, planned(described, 4));
+  take_gradients(set, result);
   return result;
 }
 

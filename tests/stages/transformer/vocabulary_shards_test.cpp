@@ -3,7 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -72,7 +75,9 @@ class Results {
   static void expect_equal(const Values& found, const Values& expected, const std::string& name) {
     ASSERT_EQ(found.size(), expected.size()) << name;
     for (std::size_t i = 0; i < found.size(); ++i) {
-      if (std::memcmp(&found[i], &expected[i], sizeof(float)) == 0) continue;
+      if (std::bit_cast<std::uint32_t>(found[i]) == std::bit_cast<std::uint32_t>(expected[i])) {
+        continue;
+      }
       FAIL() << name << " differs at " << i << " of " << found.size() << ": " << found[i] << " for "
              << expected[i];
     }
@@ -240,9 +245,8 @@ class Model {
   }
 
  private:
-  void step(int batch, Phase phase) {
-    const std::string name = std::string(phase == Phase::kTrain ? "trained " : "evaluated ") +
-                             std::to_string(batch) + ": ";
+  // Tokens, and the targets of each.
+  [[nodiscard]] std::array<std::vector<std::int32_t>, 2> data_of(int batch) const {
     std::vector<std::int32_t> tokens, targets;
     for (std::int64_t i = 0; i < kSamples * config_.context; ++i) {
       const auto place = static_cast<std::int64_t>(batch) * 1000 + i;
@@ -252,6 +256,12 @@ class Model {
     }
     tokens[0] = 0;
     tokens[1] = targets[1] = static_cast<std::int32_t>(config_.vocabulary - 1);
+    return {tokens, targets};
+  }
+  void step(int batch, Phase phase) {
+    const std::string name = std::string(phase == Phase::kTrain ? "trained " : "evaluated ") +
+                             std::to_string(batch) + ": ";
+    auto [tokens, targets] = data_of(batch);
     Tensor input{tokens.data(), stages_[0].input};
     const Tensor wanted{targets.data(), stages_[0].input};
     std::vector<Tensor> inputs;
