@@ -24,7 +24,8 @@ void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
 // and x weightᵀ; with `backward` weight [sizes[i], width], and x weight. The shards' matrices lie
 // one after the other at x and at weight, of one type. Each product is rounded to f32, and the tree
 // of comm/base/sum_tree.hpp joins them; one of size 0 is zeros. bias f32 [width] and residual, of
-// y's type and not its memory: null data: none. Bits of a row do not depend on the rows beside it.
+// y's type and not its memory, may have null data: none is added. Bits of a row do not depend on
+// the rows beside it.
 void sum_of_shards(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
                    std::span<const std::int64_t> sizes, bool backward, const Tensor& bias,
                    const Tensor& residual, const Tensor& y);

@@ -18,7 +18,9 @@ Linear::Options projection_of(const HeadOptions& options, const DividedClasses& 
   if (!classes.divided()) return projection;
   projection.split = Linear::Split::kColumns;
   projection.shards = classes.shards();
-  projection.ranges = unit_ranges(classes.shards(), options.vocabulary, DividedClasses::kUnit);
+  for (const SlicePart& part : classes.parts()) {  // as of the embedding's table
+    projection.ranges.push_back({{part.slice.begin, part.slice.length}});
+  }
   return projection;
 }
 

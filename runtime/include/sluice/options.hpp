@@ -115,8 +115,7 @@ struct PipelineOptions {
     int tensor = 1;
     // The shards of the model, of which a rank computes tensor_shards / tensor (Shards). The bits
     // of a training depend on this number, not on `tensor`. Legal: any number for one rank, else
-    // `tensor` times a power of two. 0: as many as `tensor` where the factory's stages are divided
-    // by shards, as Sluice's are.
+    // `tensor` times a power of two. 0: as many as `tensor`.
     int tensor_shards = 0;
     // Ranks that share a stage of Sluice's transformers deal the positions of each sample in norms,
     // sums and dropout, and what they keep of them, where the shards have equally many: sequence

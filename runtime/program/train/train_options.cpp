@@ -660,10 +660,8 @@ void resolve_shards(const OptionTable& table, TrainOptions& options) {
     if (choice.kind == DeviceChoice::Kind::kCpu || choice.kind == DeviceChoice::Kind::kAuto) {
       continue;
     }
-    throw_usage(
-        "option --device: {}, but with {} shards run on CPUs alone for now; legal is cpu, or one "
-        "shard",
-        to_string(options.pipeline.devices.choices), given);
+    throw_usage("option --device: {}, but {} runs on CPUs alone; legal is cpu, or one shard",
+                to_string(options.pipeline.devices.choices), given);
   }
   if (options.model.logit_chunks > 1) {
     throw_usage(

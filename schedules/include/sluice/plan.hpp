@@ -74,7 +74,7 @@ enum class OpKind : std::uint8_t {
   kRelease,    // after W or B: every slot named is free from here on
   kFold,  // after the last F, and the last W or B, of a group of Plan::fold_every micro-batches
           // (action, micro_batch): what the stage has summed over the group joins that of the
-          // groups before it, and starts anew
+          // groups before it, and starts anew; collective over tensor ranks where it has shares
   kReduceGrad,  // collective over the stage's replicas and tensor ranks; the next kReduceTied or
                 // kOptimizer waits for its end, nothing else
   kReduceTied,  // collective over the ranks that own a use of tied parameter group `channel`

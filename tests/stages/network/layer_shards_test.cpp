@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -19,7 +18,6 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/sum_tree.hpp"
-#include "stages/tensor/slice_runs.hpp"
 #include "tests/stages/prepared.hpp"
 #include "tests/stages/state_slot.hpp"
 #include "tests/stages/tensor_ranks.hpp"
@@ -27,19 +25,17 @@
 namespace sluice {
 namespace {
 
-using Values = std::vector<float>;
 using nn::LinearOptions;
 using nn::Split;
+using testing::append;
+using testing::expect_close;
+using testing::expect_same_bits;
+using testing::for_elements;
+using testing::number_at;
+using testing::Values;
 
 constexpr LinearOptions kByColumns{.split = Split::kColumns}, kByRows{.split = Split::kRows};
 constexpr std::int64_t kSamples = 3;
-
-// Numbers in [-1, 1) by a place.
-float number_at(std::uint64_t place) {
-  place = (place + 1) * 0x9E3779B97F4A7C15U;
-  place = (place ^ (place >> 29)) * 0xBF58476D1CE4E5B9U;
-  return static_cast<float>(static_cast<std::int32_t>(place >> 32)) * 0x1p-31F;
-}
 
 void fill(const Tensor& to, std::uint64_t stream) {
   for (std::int64_t i = 0; i < to.elements(); ++i) {
@@ -51,26 +47,6 @@ void fill(const Tensor& to, std::uint64_t stream) {
     } else {
       to.as<Bf16>()[i] = to_bf16(value);
     }
-  }
-}
-
-void append(const Tensor& from, Values& to) {
-  for (std::int64_t i = 0; i < from.elements(); ++i) {
-    to.push_back(from.spec.dtype == DType::kF32 ? from.as<float>()[i]
-                                                : to_float(from.as<Bf16>()[i]));
-  }
-}
-
-// visit(element here, element of the whole) for all of a parameter's elements.
-template <typename Visit>
-void for_elements(const Parameter& parameter, const Visit& visit) {
-  for (const PlacedPart& part :
-       placed_parts(parameter.slice, parameter.parts, parameter.shape.elements())) {
-    if (part.count == 0) continue;
-    for_runs(slice_shape(parameter.whole_shape(), part.slice), part.slice, 0, part.count,
-             [&](std::int64_t here, std::int64_t whole, std::int64_t count) {
-               for (std::int64_t i = 0; i < count; ++i) visit(part.first + here + i, whole + i);
-             });
   }
 }
 
@@ -92,18 +68,6 @@ struct Result {
   std::map<std::string, Values> gradients;
   std::map<std::string, std::vector<Values>> shares;
 };
-
-// Gains that are 1 and biases that are 0 would hide what they do.
-void disturb(ParameterSet& set) {
-  for (Parameter* parameter : set.all()) {
-    const std::uint64_t name = std::hash<std::string>()(parameter->name) % 100'000;
-    for_elements(*parameter, [&](std::int64_t here, std::int64_t whole) {
-      parameter->value.at(here) +=
-          0.05F * number_at(name * 10'000'019U + static_cast<std::uint64_t>(whole));
-    });
-  }
-  set.mark_values_changed();
-}
 
 void take_gradients(ParameterSet& set, Result& result) {
   for (Parameter* parameter : set.all()) {
@@ -156,7 +120,7 @@ Result run(const Setting& setting, const Shards& shards, testing::TensorRank& ra
       {.compute = &compute, .state = slot.state(), .seed = 5, .input_sizes = {{setting.input}}});
   const std::byte* const scratch = compute.workspace(described.operator_bytes);
   ParameterSet& set = *stage->parameters();
-  disturb(set);
+  testing::disturb(set);
   ranks.calls.clear();
   const bool wants_gradient = is_float(setting.input.dtype);
   Buffer x({}, setting.input.bytes()), dx({}, setting.input.bytes()), y({}, out.bytes());
@@ -228,25 +192,6 @@ Result result_of(const Setting& setting, int shards, int ranks) {
     joined.gradients[name] = leaves[0];
   }
   return joined;
-}
-
-void expect_same_bits(const Values& mine, const Values& other, const std::string& name) {
-  ASSERT_EQ(mine.size(), other.size()) << name;
-  if (mine.empty()) return;
-  EXPECT_EQ(std::memcmp(mine.data(), other.data(), mine.size() * sizeof(float)), 0) << name;
-}
-
-void expect_close(const Values& mine, const Values& other, double tolerance,
-                  const std::string& name) {
-  ASSERT_EQ(mine.size(), other.size()) << name;
-  double most = 0, difference = 0;
-  for (std::size_t i = 0; i < mine.size(); ++i) {
-    ASSERT_FALSE(std::isnan(mine[i])) << name << " " << i;
-    most = std::max(most, std::abs(double{other[i]}));
-    difference = std::max(difference, std::abs(double{mine[i]} - other[i]));
-  }
-  EXPECT_GT(most, 0) << name;
-  EXPECT_LE(difference, tolerance * most) << name;
 }
 
 class LayerShardsTest : public ::testing::TestWithParam<Setting> {};

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <ostream>
@@ -17,7 +16,6 @@
 #include "comm/base/sum_tree.hpp"
 #include "stages/network/network_stage.hpp"
 #include "stages/network/parts.hpp"
-#include "stages/tensor/slice_runs.hpp"
 #include "tests/stages/prepared.hpp"
 #include "tests/stages/state_slot.hpp"
 #include "tests/stages/tensor_ranks.hpp"
@@ -26,7 +24,12 @@
 namespace sluice {
 namespace {
 
-using Values = std::vector<float>;
+using testing::append;
+using testing::expect_close;
+using testing::expect_same_bits;
+using testing::for_elements;
+using testing::number_at;
+using testing::Values;
 
 using Group = testing::TensorGroup;
 
@@ -35,26 +38,6 @@ Values tree_of(std::vector<Values> leaves) {
     for (std::size_t i = 0; i < leaves[into].size(); ++i) leaves[into][i] += leaves[from][i];
   });
   return leaves[0];
-}
-
-// Numbers in [-1, 1) by a place.
-float number_at(std::uint64_t place) {
-  place = (place + 1) * 0x9E3779B97F4A7C15U;
-  place = (place ^ (place >> 29)) * 0xBF58476D1CE4E5B9U;
-  return static_cast<float>(static_cast<std::int32_t>(place >> 32)) * 0x1p-31F;
-}
-
-// visit(element here, element of the whole) for all of a parameter's elements.
-template <typename Visit>
-void for_elements(const Parameter& parameter, const Visit& visit) {
-  for (const PlacedPart& part :
-       placed_parts(parameter.slice, parameter.parts, parameter.shape.elements())) {
-    if (part.count == 0) continue;
-    for_runs(slice_shape(parameter.whole_shape(), part.slice), part.slice, 0, part.count,
-             [&](std::int64_t here, std::int64_t whole, std::int64_t count) {
-               for (std::int64_t i = 0; i < count; ++i) visit(part.first + here + i, whole + i);
-             });
-  }
 }
 
 struct Result {
@@ -94,7 +77,7 @@ class Rank {
         *stage, {.compute = &compute, .state = slot.state(), .seed = 5, .input_sizes = {{edge}}});
     EXPECT_EQ(dynamic_cast<nn::NetworkStage&>(*stage).prepared_bytes(), described.workspace_bytes);
     const std::byte* const scratch = compute.workspace(described.operator_bytes);
-    disturb(*stage->parameters());
+    testing::disturb(*stage->parameters());
     sum_.calls.clear();
     Buffer x({}, edge.bytes()), dy({}, edge.bytes()), y({}, edge.bytes()), dx({}, edge.bytes());
     const Tensor x_tensor{x.data(), edge}, dy_tensor{dy.data(), edge}, y_tensor{y.data(), edge},
@@ -166,12 +149,6 @@ class Rank {
       }
     }
   }
-  static void append(const Tensor& from, Values& to) {
-    for (std::int64_t i = 0; i < from.elements(); ++i) {
-      to.push_back(from.spec.dtype == DType::kF32 ? from.as<float>()[i]
-                                                  : to_float(from.as<Bf16>()[i]));
-    }
-  }
   // NaN at positions of other ranks.
   void append_stream(const Tensor& from, Values& to) const {
     Values mine;
@@ -181,17 +158,6 @@ class Rank {
     for (std::size_t i = 0; i < mine.size(); ++i) {
       to[begin + static_cast<std::size_t>(place_of(static_cast<std::int64_t>(i)))] = mine[i];
     }
-  }
-  // Gains that are 1 and biases that are 0 would hide what they do.
-  static void disturb(ParameterSet& set) {
-    for (Parameter* parameter : set.all()) {
-      const std::uint64_t name = std::hash<std::string>()(parameter->name) % 100'000;
-      for_elements(*parameter, [&](std::int64_t here, std::int64_t whole) {
-        parameter->value.at(here) +=
-            0.05F * number_at(name * 10'000'019U + static_cast<std::uint64_t>(whole));
-      });
-    }
-    set.mark_values_changed();
   }
   void take_gradients(ParameterSet& set) {
     for (Parameter* parameter : set.all()) {
@@ -257,24 +223,6 @@ Result result_of(const Setting& setting, int shards, int ranks) {
     join(rank->result.input_gradients, joined.input_gradients);
   }
   return joined;
-}
-
-void expect_same_bits(const Values& mine, const Values& other, const std::string& name) {
-  ASSERT_EQ(mine.size(), other.size()) << name;
-  EXPECT_EQ(std::memcmp(mine.data(), other.data(), mine.size() * sizeof(float)), 0) << name;
-}
-
-void expect_close(const Values& mine, const Values& other, double tolerance,
-                  const std::string& name) {
-  ASSERT_EQ(mine.size(), other.size()) << name;
-  double most = 0, difference = 0;
-  for (std::size_t i = 0; i < mine.size(); ++i) {
-    ASSERT_FALSE(std::isnan(mine[i])) << name << " " << i;
-    most = std::max(most, std::abs(double{other[i]}));
-    difference = std::max(difference, std::abs(double{mine[i]} - other[i]));
-  }
-  EXPECT_GT(most, 0) << name;
-  EXPECT_LE(difference, tolerance * most) << name;
 }
 
 class ShardsTest : public ::testing::TestWithParam<Setting> {};
