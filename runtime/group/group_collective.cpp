@@ -49,6 +49,7 @@ std::size_t GroupCollective::ranks() const { return at(group_.communicator().siz
 void GroupCollective::make(const CollectiveCall& call) {
   require_legal(call);
   First mine{.made = {.bytes = call.in.size(),
+                      .segments = call.segments,
                       .stage = call.stage,
                       .micro_batch = call.micro_batch,
                       .index = call.index,
@@ -71,10 +72,10 @@ void GroupCollective::require_legal(const CollectiveCall& call) const {
   const std::size_t legal = call.kind == CollectiveKind::kAllGather       ? in * count
                             : call.kind == CollectiveKind::kReduceScatter ? in / count
                                                                           : in;
-  const std::size_t unit = size_of(call.type) * (splits ? count : 1);
-  if (in % unit != 0) {
-    throw_usage("a rank passes {} bytes of {} for {} ranks; legal: a multiple of {}", in,
-                name_of(call.type), count, unit);
+  const std::size_t unit = size_of(call.type) * (splits ? count : 1) * call.segments;
+  if (unit == 0 || in % unit != 0) {
+    throw_usage("a rank passes {} bytes of {} for {} ranks in {} segments; legal: a multiple of {}",
+                in, name_of(call.type), count, call.segments, unit);
   }
   if (out != legal) {
     throw_usage("{} bytes for {} ranks become {} there; legal: {}", in, count, out, legal);
@@ -135,6 +136,17 @@ void GroupCollective::Memory::raise(const PlannedCollective& collective, std::si
   }
 }
 
+template <typename Piece>
+void GroupCollective::for_pieces(const CollectiveCall& call, std::size_t part,
+                                 const Piece& piece) const {
+  const std::size_t bytes = part / call.segments;
+  for (std::size_t segment = 0; segment < call.segments; ++segment) {
+    for (std::size_t rank = 0; rank < ranks(); ++rank) {
+      piece(rank, segment * bytes, (segment * ranks() + rank) * bytes, bytes);
+    }
+  }
+}
+
 void GroupCollective::make_short(const CollectiveCall& call) {
   const std::size_t bytes = call.in.size(), part = bytes / ranks();
   common_.resize(common_bytes(call.kind, bytes, ranks()));
@@ -148,10 +160,15 @@ void GroupCollective::make_short(const CollectiveCall& call) {
   const std::span<const std::byte> all(common_);
   switch (call.kind) {
     case CollectiveKind::kSum:
-    case CollectiveKind::kAllGather:
       return copy(all, call.out);
+    case CollectiveKind::kAllGather:
+      return for_pieces(call, bytes, [&](auto rank, auto of_part, auto of_all, auto size) {
+        copy(all.subspan(rank * bytes + of_part, size), call.out.subspan(of_all));
+      });
     case CollectiveKind::kReduceScatter:
-      return copy(all.subspan(me() * part, part), call.out);
+      return for_pieces(call, part, [&](auto rank, auto of_part, auto of_all, auto size) {
+        if (rank == me()) copy(all.subspan(of_all, size), call.out.subspan(of_part));
+      });
     case CollectiveKind::kAllToAll:
       for (std::size_t r = 0; r < ranks(); ++r) {
         copy(all.subspan(r * bytes + me() * part, part), call.out.subspan(r * part));
@@ -174,10 +191,9 @@ void GroupCollective::make_long(const CollectiveCall& call) {
     case CollectiveKind::kAllGather:
       copy(call.in, buffer(0).subspan(me() * parts.part));
       group_.all_gather_parts(floats(), ends_, buffer_);
-      for (std::size_t r = 0; r < ranks(); ++r) {
-        copy(buffer(0).subspan(r * parts.part, bytes), call.out.subspan(r * bytes));
-      }
-      return;
+      return for_pieces(call, bytes, [&](auto rank, auto of_part, auto of_all, auto size) {
+        copy(buffer(0).subspan(rank * parts.part + of_part, size), call.out.subspan(of_all));
+      });
     case CollectiveKind::kAllToAll:
       copy(call.in, buffer(0));
       group_.all_to_all(buffer(0), buffer(1), buffer_);
@@ -187,9 +203,15 @@ void GroupCollective::make_long(const CollectiveCall& call) {
 
 // The sum of this rank's part is at its place in the first half.
 void GroupCollective::sum_parts(const CollectiveCall& call, std::size_t part) {
-  copy(call.in, buffer(0));
-  std::fill(buffer(0).begin() + static_cast<std::ptrdiff_t>(call.in.size()), buffer(0).end(),
-            std::byte{});
+  if (call.kind == CollectiveKind::kSum) {
+    copy(call.in, buffer(0));
+    std::fill(buffer(0).begin() + static_cast<std::ptrdiff_t>(call.in.size()), buffer(0).end(),
+              std::byte{});
+  } else {
+    for_pieces(call, part, [&](auto rank, auto of_part, auto of_all, auto size) {
+      copy(call.in.subspan(of_all, size), buffer(0).subspan(rank * part + of_part));
+    });
+  }
   if (call.type == DType::kF32) return group_.ordered_reduce_scatter(floats(), ends_, buffer_);
   const std::span<std::byte> terms = buffer(1);
   group_.all_to_all(buffer(0), terms, buffer_);

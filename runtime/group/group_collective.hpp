@@ -41,14 +41,14 @@ class GroupCollective final : public Collective {
 
  private:
   struct Made {
-    std::uint64_t bytes = 0;
+    std::uint64_t bytes = 0, segments = 1;
     std::int32_t stage = 0, micro_batch = 0, index = 0;
     CollectiveKind kind = CollectiveKind::kSum;
     DType type = DType::kF32;
     friend bool operator==(const Made&, const Made&) = default;
   };
   struct First {
-    static constexpr std::size_t kValues = 2040;
+    static constexpr std::size_t kValues = 2032;
     Made made;
     alignas(8) std::array<std::byte, kValues> values = {};
   };
@@ -58,6 +58,10 @@ class GroupCollective final : public Collective {
   [[nodiscard]] std::size_t ranks() const;
   void require_legal(const CollectiveCall& call) const;
   void require_same() const;
+  // piece(rank, byte of its part, byte of all parts, bytes) for the pieces of parts of so many
+  // bytes in order of segments, in each of ranks.
+  template <typename Piece>
+  void for_pieces(const CollectiveCall& call, std::size_t part, const Piece& piece) const;
   void make_short(const CollectiveCall& call);
   void make_long(const CollectiveCall& call);
   // Of the buffer for a long one: bytes of each rank's part, and the number of halves.

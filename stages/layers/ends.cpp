@@ -63,7 +63,6 @@ HeadLayer::Kept HeadLayer::allocate(const TensorSpec& input, DeviceKind device,
     kept.normed = memory.until_weight.tensor(precision, all, options_.width);
     kept.dnormed = memory.gradients.tensor(precision, rows, options_.width);
     kept.sum = projection_->shard_sum(memory.scratch, kept.shape, precision);
-    kept.by_rank = gather_space(memory.scratch, kept.shape, precision, options_.width);
     if (kept.shape.dealt) kept.mine = memory.scratch.tensor(precision, rows, options_.width);
   }
   kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_->stats_per_row());
@@ -102,7 +101,7 @@ void HeadLayer::keep_again(LayerCall& call, const Tensor& y) {
     return norm_->forward(call.compute(), kept.x, normed, kept.stats);
   }
   norm_->forward(call.compute(), kept.x, kept.mine, kept.stats);
-  gather_rows(call.stage, kept.shape, kept.mine, kept.by_rank, kept.normed);
+  gather_rows(call.stage, kept.shape, kept.mine, kept.normed);
 }
 
 void HeadLayer::forward(LayerCall& call, const Tensor& y) {

@@ -67,7 +67,7 @@ class HeadLayer final : public OwnLayer<kOnGpus> {
     Tensor x, normed, stats;  // until the weight gradient, but for x; normed: of all rows
     Tensor dnormed;           // gradient
     Linear::ShardSum sum;     // scratch of it
-    Tensor by_rank, mine;     // scratch, where ranks gather `normed`
+    Tensor mine;              // scratch, where ranks gather `normed`
   };
   [[nodiscard]] bool in_chunks() const { return options_.chunks > 1; }
   Kept allocate(const TensorSpec& input, DeviceKind device, LayerAllocators& memory) const;

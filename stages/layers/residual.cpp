@@ -33,7 +33,6 @@ ResidualLayer::Kept ResidualLayer::allocate(const StreamShape& shape,
   if (drops() && result != options_.stream) {
     kept.branch = memory.scratch.tensor(result, rows, width);
   }
-  kept.by_rank = gather_space(memory.scratch, shape, precision, width);
   kept.mine = shape.dealt ? memory.scratch.tensor(precision, rows, width) : Tensor{};
   return kept;
 }
@@ -82,7 +81,7 @@ void ResidualLayer::keep_again(LayerCall& call, const Tensor& /*y*/) {
   const StreamShape& shape = made.call.stream;
   const Tensor& mine = shape.dealt ? made.kept.mine : made.kept.normed;
   norm_->forward(call.compute(), made.x, mine, made.kept.stats);
-  if (shape.dealt) gather_rows(call.stage, shape, mine, made.kept.by_rank, made.kept.normed);
+  if (shape.dealt) gather_rows(call.stage, shape, mine, made.kept.normed);
   branch_->keep(made.call, made.kept.normed);
 }
 
@@ -114,9 +113,7 @@ void ResidualLayer::backward_branch(const Made& made, const Tensor& dy) {
               rows_from(mine, first, rows));
     });
   }
-  if (shape.dealt) {
-    gather_rows(made.call.layer.stage, shape, mine, made.kept.by_rank, made.kept.dbranch);
-  }
+  if (shape.dealt) gather_rows(made.call.layer.stage, shape, mine, made.kept.dbranch);
   branch_->backward_input(made.call, branch_gradient(made, dy), made.kept.dnormed);
 }
 

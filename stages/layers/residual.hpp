@@ -68,7 +68,7 @@ class ResidualLayer final : public OwnLayer<kOnGpus> {
     Tensor normed, stats;     // until the weight gradient
     Tensor dbranch, dnormed;  // gradients; dbranch: where something is dropped, or ranks gather it
     Tensor branch;            // scratch, forward: before dropout; no data: in the memory of y
-    Tensor by_rank, mine;     // scratch, where ranks gather: normed and dbranch before
+    Tensor mine;              // scratch, where ranks gather: normed and dbranch before
   };
   // A call of the branch, with what lies before its memory.
   struct Made {

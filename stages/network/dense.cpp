@@ -261,7 +261,7 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
               rows_from(kept.dmine, first, count));
       mine = kept.dmine;
     });
-    if (shape.dealt) gather_rows(call.stage, shape, mine, kept.dby_rank, kept.dy);
+    if (shape.dealt) gather_rows(call.stage, shape, mine, kept.dy);
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     const Kept kept = kept_of(call, shape_of(call.x.spec, call.compute()));
@@ -278,9 +278,9 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
 
  private:
   struct Kept {
-    Tensor sums, by_rank, mine;  // scratch, f32: of shards, where the output does not serve
-    Tensor dy;                   // gradients: of all rows, where dropped or gathered
-    Tensor dmine, dby_rank;      // before it is gathered; dmine is dy where it is not
+    Tensor sums, mine;  // scratch, f32: of shards, where the output does not serve
+    Tensor dy;          // gradients: of all rows, where dropped or gathered
+    Tensor dmine;       // before it is gathered; dy where it is not
   };
   [[nodiscard]] StreamShape shape_of(const TensorSpec& input, ComputeContext& compute) const {
     return stream_shape(output(input), classes_.shards(), compute.device().kind);
@@ -291,13 +291,11 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
     Kept kept;
     if (classes_.divided() && (rounds || shape.dealt)) {
       kept.sums = memory.scratch.tensor(DType::kF32, all, width);
-      kept.by_rank = gather_space(memory.scratch, shape, DType::kF32, width);
       if (rounds && shape.dealt) kept.mine = memory.scratch.tensor(DType::kF32, rows, width);
     }
     if (drops || shape.dealt) kept.dy = memory.gradients.tensor(options_.stream, all, width);
     kept.dmine =
         drops && shape.dealt ? memory.scratch.tensor(options_.stream, rows, width) : kept.dy;
-    kept.dby_rank = gather_space(memory.scratch, shape, options_.stream, width);
     return kept;
   }
   Kept kept_of(const LayerCall& call, const StreamShape& shape) const {
@@ -316,7 +314,7 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
     const Tensor& sums = kept.sums.data != nullptr ? kept.sums : rows;
     embedding_part_forward(call.compute(), tokens_of(call), classes_.first(), table_->value, sums);
     const Tensor& mine = !shape.dealt ? sums : kept.mine.data != nullptr ? kept.mine : rows;
-    if (classes_.ranks() > 1) sum_rows(call.stage, shape, sums, kept.by_rank, mine);
+    if (classes_.ranks() > 1) sum_rows(call.stage, shape, sums, mine);
     const std::int64_t sequence = shape.mine.sequence;
     for (std::int64_t row = 0; positions_ != nullptr && row < rows.shape()[0]; row += sequence) {
       add(call.compute(), rows_from(positions_->value, shape.first_position(), sequence),

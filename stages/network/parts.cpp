@@ -33,47 +33,15 @@ TensorSpec dealt_stream(const TensorSpec& whole, const Shards& shards) {
   return {whole.dtype, {shape[0], shards.local, shape[1] / shards.count, shape[2]}};
 }
 
-namespace {
-
-// Between rows in the order of ranks, of each the samples one after the other, and in the order of
-// samples.
-void reorder(const StageContext& stage, const StreamShape& shape, const Tensor& by_rank,
-             const Tensor& whole, bool to_whole) {
-  const std::int64_t ranks = shape.ranks(), samples = shape.whole.samples;
-  const std::int64_t rows = shape.mine.sequence;
-  for (std::int64_t rank = 0; rank < ranks; ++rank) {
-    for (std::int64_t sample = 0; sample < samples; ++sample) {
-      const Tensor a = rows_from(by_rank, (rank * samples + sample) * rows, rows);
-      const Tensor b = rows_from(whole, (sample * ranks + rank) * rows, rows);
-      copy_async(to_whole ? b.data : a.data, to_whole ? a.data : b.data, a.spec.bytes(),
-                 stage.compute.stream());
-    }
-  }
-}
-
-}  // namespace
-
-Tensor gather_space(BumpAllocator& scratch, const StreamShape& shape, DType type,
-                    std::int64_t width) {
-  if (!shape.dealt || shape.whole.samples == 1) return {};
-  return scratch.tensor(type, shape.whole.rows(), width);
-}
-
 void gather_rows(const StageContext& stage, const StreamShape& shape, const Tensor& mine,
-                 const Tensor& by_rank, const Tensor& whole) {
-  if (shape.whole.samples == 1) return stage.tensor->all_gather(mine, whole);
-  stage.tensor->all_gather(mine, by_rank);
-  reorder(stage, shape, by_rank, whole, true);
+                 const Tensor& whole) {
+  stage.tensor->all_gather(mine, whole, shape.whole.samples);
 }
 
 void sum_rows(const StageContext& stage, const StreamShape& shape, const Tensor& all,
-              const Tensor& by_rank, const Tensor& mine) {
-  if (!shape.dealt) {
-    const auto elements = static_cast<std::size_t>(all.elements());
-    return stage.tensor->sum(std::span<float>(all.as<float>(), elements));
-  }
-  if (shape.whole.samples > 1) reorder(stage, shape, by_rank, all, false);
-  stage.tensor->reduce_scatter(shape.whole.samples > 1 ? by_rank : all, mine);
+              const Tensor& mine) {
+  if (shape.dealt) return stage.tensor->reduce_scatter(all, mine, shape.whole.samples);
+  stage.tensor->sum({all.as<float>(), static_cast<std::size_t>(all.elements())});
 }
 
 std::vector<PlannedCollective> gathers(const StreamShape& shape, DType type, std::int64_t width) {
@@ -216,7 +184,6 @@ Linear::ShardSum Linear::shard_sum(BumpAllocator& scratch, const StreamShape& sh
   const std::int64_t width = split_ == Split::kRows ? out() : in();
   const bool serves = result == DType::kF32;
   if (!serves || shape.dealt) sum.all = scratch.tensor(DType::kF32, shape.whole.rows(), width);
-  sum.by_rank = gather_space(scratch, shape, DType::kF32, width);
   if (!serves && shape.dealt) sum.mine = scratch.tensor(DType::kF32, shape.mine.rows(), width);
   return sum;
 }
@@ -242,7 +209,7 @@ void Linear::sum_shards(const StageContext& stage, const StreamShape& shape, boo
   const Tensor& all = serves && !shape.dealt ? result : sum.all;
   const Tensor& mine = !shape.dealt ? all : serves ? result : sum.mine;
   sum_of_shards(stage.compute, operand, this->operand(), sizes_, backward, {}, {}, all);
-  sum_rows(stage, shape, all, sum.by_rank, mine);
+  sum_rows(stage, shape, all, mine);
   finish_sum(stage.compute, mine, bias, residual, result);
 }
 

@@ -52,14 +52,12 @@ struct StreamShape {
 // What this rank has of a stream of all positions.
 [[nodiscard]] TensorSpec dealt_stream(const TensorSpec& whole, const Shards& shards);
 
-// Rows that ranks gather from those that deal them. `by_rank` of gather_space() is scratch.
-[[nodiscard]] Tensor gather_space(BumpAllocator& scratch, const StreamShape& shape, DType type,
-                                  std::int64_t width);
+// Rows that ranks gather from those that deal them.
 void gather_rows(const StageContext& stage, const StreamShape& shape, const Tensor& mine,
-                 const Tensor& by_rank, const Tensor& whole);
+                 const Tensor& whole);
 // The sum over ranks of f32 rows: of all, in place, where each has all; else of this rank's.
 void sum_rows(const StageContext& stage, const StreamShape& shape, const Tensor& all,
-              const Tensor& by_rank, const Tensor& mine);
+              const Tensor& mine);
 // The collective that gather_rows() makes; none where each rank has all rows.
 [[nodiscard]] std::vector<PlannedCollective> gathers(const StreamShape& shape, DType type,
                                                      std::int64_t width);
@@ -178,9 +176,8 @@ class Linear {
   // ranks a collective: sums_over_ranks(). y, residual and dx are this rank's part of the stream.
   // sum: shard_sum() of the result's type.
   struct ShardSum {
-    Tensor all;      // f32 [rows, width]; no data where the result's memory serves
-    Tensor by_rank;  // the same in order of ranks
-    Tensor mine;     // f32, this rank's rows; likewise
+    Tensor all;   // f32 [rows, width]; no data where the result's memory serves
+    Tensor mine;  // f32, this rank's rows; likewise
   };
   void forward(const StageContext& stage, const StreamShape& shape, const Tensor& x,
                const Tensor& y, const Tensor& residual, const ShardSum& sum) const;

@@ -135,6 +135,7 @@ def torch_rank(rank, width):
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.nn import functional
 
@@ -179,7 +180,9 @@ def torch_rank(rank, width):
         plan = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
         plan.update({name: RowwiseParallel() for name in ("output", "down")})
         parallelize_module(block, mesh, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
+    shared = [each for each in model.parameters() if isinstance(each, DTensor)]
+    whole = [each for each in model.parameters() if not isinstance(each, DTensor)]
+    optimizer = torch.optim.AdamW([{"params": shared}, {"params": whole}], lr=1e-5, foreach=True)
     tokens = torch.randint(VOCABULARY, (OPTIONS.tokens // OPTIONS.context, OPTIONS.context))
     seconds = []
     for _ in range(OPTIONS.steps + 1):

@@ -44,11 +44,21 @@ class TensorRank final : public Collective {
     if (call.kind == CollectiveKind::kSum) {
       result = sum();
     } else if (call.kind == CollectiveKind::kReduceScatter) {
-      result = sum();
-      const auto first = result.begin() + std::ptrdiff_t(call.out.size()) * rank_;
-      result = {first, first + std::ptrdiff_t(call.out.size())};
+      const std::vector<std::byte> all = sum();
+      const std::size_t piece = call.out.size() / call.segments;
+      for (std::size_t s = 0; s < call.segments; ++s) {
+        const std::span part =
+            std::span(all).subspan((s * group_.passed.size() + at(rank_)) * piece);
+        result.insert(result.end(), part.begin(), part.begin() + std::ptrdiff_t(piece));
+      }
     } else {
-      for (const auto& part : group_.passed) result.insert(result.end(), part.begin(), part.end());
+      const std::size_t piece = call.in.size() / call.segments;
+      for (std::size_t s = 0; s < call.segments; ++s) {
+        for (const auto& passed : group_.passed) {
+          const auto part = passed.subspan(s * piece, piece);
+          result.insert(result.end(), part.begin(), part.end());
+        }
+      }
     }
     group_.all.arrive_and_wait();
     std::copy(result.begin(), result.end(), call.out.begin());

@@ -116,6 +116,7 @@ struct CollectiveCall {
   DType type = DType::kF32;
   std::span<const std::byte> in = {};  // PlannedCollective::bytes
   std::span<std::byte> out = {};       // of a sum: `in`
+  std::size_t segments = 1;            // more than 1: of a gather or a reduce-scatter alone
   // Set by the runtime: the action, and the place among its collectives, from 0.
   int stage = -1, micro_batch = -1, index = -1;
 };
@@ -136,13 +137,15 @@ class Collective {
   // In place.
   void sum(std::span<double> values) { sum(std::as_writable_bytes(values), DType::kF64); }
   void sum(std::span<float> values) { sum(std::as_writable_bytes(values), DType::kF32); }
-  // `all` has a part like `mine` for each rank, in their order; `mine` may be one of them.
-  void all_gather(const Tensor& mine, const Tensor& all) {
-    make(CollectiveKind::kAllGather, mine, all);
+  // `all` has a part like `mine` for each rank, in their order; `mine` may be one of them. Of
+  // several segments each is gathered by itself: mine [segments, n], all [segments, ranks, n].
+  void all_gather(const Tensor& mine, const Tensor& all, std::int64_t segments = 1) {
+    make(CollectiveKind::kAllGather, mine, all, segments);
   }
   // `all` has a part like `mine` for each rank; `mine` gets the sum of this rank's. f32 or f64.
-  void reduce_scatter(const Tensor& all, const Tensor& mine) {
-    make(CollectiveKind::kReduceScatter, all, mine);
+  // Segments as above.
+  void reduce_scatter(const Tensor& all, const Tensor& mine, std::int64_t segments = 1) {
+    make(CollectiveKind::kReduceScatter, all, mine, segments);
   }
   // Both have an equal part for each rank: `receive` gets what each rank has for this one.
   void all_to_all(const Tensor& send, const Tensor& receive) {
@@ -156,11 +159,12 @@ class Collective {
   void sum(std::span<std::byte> values, DType type) {
     make({.kind = CollectiveKind::kSum, .type = type, .in = values, .out = values});
   }
-  void make(CollectiveKind kind, const Tensor& in, const Tensor& out) {
+  void make(CollectiveKind kind, const Tensor& in, const Tensor& out, std::int64_t segments = 1) {
     make({.kind = kind,
           .type = in.spec.dtype,
           .in = {in.as<const std::byte>(), in.spec.bytes()},
-          .out = {out.as<std::byte>(), out.spec.bytes()}});
+          .out = {out.as<std::byte>(), out.spec.bytes()},
+          .segments = static_cast<std::size_t>(segments)});
   }
 };
 

@@ -136,6 +136,34 @@ SLUICE_COMM_TEST(GroupCollectiveTest, MovesPartsOfAnyType) {
   expect_moves<std::uint8_t>(comm, group);
 }
 
+// As a call for each segment.
+SLUICE_COMM_TEST(GroupCollectiveTest, MakesEachSegmentByItself) {
+  Collectives collectives(comm, 0, nullptr);
+  GroupCollective group(collectives, "tensor rank");
+  const std::size_t ranks = at(comm.size()), segments = 3;
+  for (const std::size_t count : kCounts) {
+    std::vector<float> mine(segments * count), all(mine.size() * ranks), sums(mine.size());
+    std::vector<float> gathered(all.size()), summed(sums.size());
+    const auto values_of = [&](std::vector<float>& values) {
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        values[i] = static_cast<float>((i * 37 + at(comm.rank()) * 11) % 101) / 3;
+      }
+    };
+    const auto of = [&](std::vector<float>& values, std::size_t segment) {
+      const std::size_t size = values.size() / segments;
+      return Tensor{values.data() + segment * size, {DType::kF32, Shape{std::int64_t(size)}}};
+    };
+    values_of(mine);
+    for (std::size_t s = 0; s < segments; ++s) group.all_gather(of(mine, s), of(all, s));
+    group.all_gather(tensor(mine), tensor(gathered), std::int64_t(segments));
+    EXPECT_TRUE(same_bits(gathered, all)) << count;
+    values_of(all);
+    for (std::size_t s = 0; s < segments; ++s) group.reduce_scatter(of(all, s), of(sums, s));
+    group.reduce_scatter(tensor(all), tensor(summed), std::int64_t(segments));
+    EXPECT_TRUE(same_bits(summed, sums)) << count;
+  }
+}
+
 SLUICE_COMM_TEST(GroupCollectiveTest, TakesTheMemoryThatIsPlanned) {
   const std::size_t ranks = at(comm.size());
   const std::vector<int> one_host(ranks);
