@@ -128,18 +128,32 @@ void require_tensors(const SavedTensors& saved, std::span<const Wanted> tensors,
 void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const Wanted> tensors) {
   HostMirror mirror(pipeline.compute());
   std::vector<float> values;
-  for (const Wanted& each : tensors) {
-    const std::span<std::byte> bytes = mirror.writable_host_copy(each.into);
-    if (each.spec.dtype == DType::kBf16) {  // state of an optimizer
-      values.resize(bytes.size() / sizeof(Bf16));
-      saved.read(each.name, values, each.first, each.slice);
-      auto* to = reinterpret_cast<Bf16*>(bytes.data());
-      for (const float value : values) *to++ = to_bf16(value);
-    } else {
-      saved.read(each.name, {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)},
-                 each.first, each.slice);
+  std::vector<SavedTensors::Share> shares;
+  while (!tensors.empty()) {
+    // The parts of a parameter or of a state lie one after the other.
+    const auto& [name, spec, into, slice, first] = tensors.front();
+    std::int64_t elements = 0;
+    std::size_t parts = 0;
+    for (; parts < tensors.size(); ++parts) {
+      const Wanted& next = tensors[parts];
+      if (next.name != name || next.into.data != elements_of(into, elements, 0).data) break;
+      elements += next.into.elements();
     }
+    const std::span<std::byte> bytes = mirror.writable_host_copy(elements_of(into, 0, elements));
+    const bool rounded = spec.dtype == DType::kBf16;  // state of an optimizer
+    if (rounded) values.resize(static_cast<std::size_t>(elements));
+    auto* to = rounded ? values.data() : reinterpret_cast<float*>(bytes.data());
+    shares.clear();
+    for (const Wanted& each : tensors.first(parts)) {
+      const auto count = static_cast<std::size_t>(each.into.elements());
+      shares.push_back({{to, count}, each.first, each.slice});
+      to += count;
+    }
+    saved.read(name, shares);
+    auto* rounds_to = reinterpret_cast<Bf16*>(bytes.data());
+    for (std::size_t i = 0; rounded && i < values.size(); ++i) rounds_to[i] = to_bf16(values[i]);
     mirror.write_back();
+    tensors = tensors.subspan(parts);
   }
   pipeline.compute().wait();  // before the mirror goes
 }

@@ -333,41 +333,69 @@ std::vector<SavedTensor> SavedTensors::tensors_of(const std::string& name, std::
   return parts;
 }
 
-void SavedTensors::read(const std::string& name, std::span<float> into, std::int64_t first,
-                        const Slice& slice) {
+void SavedTensors::read(const std::string& name, std::span<const Share> shares) {
   const Whole* found = whole(name);
-  const std::int64_t count = std::ssize(into);
-  if (found == nullptr || !lies_in(slice, found->spec.shape) || first < 0 ||
-      count > slice_shape(found->spec.shape, slice).elements() - first) {
-    throw_error(ErrorCode::kInternal, "a read of {} elements of '{}'", count, name);
+  std::vector<Share> scattered;
+  for (const Share& share : shares) {
+    const std::int64_t count = std::ssize(share.into);
+    if (found == nullptr || !lies_in(share.slice, found->spec.shape) || share.first < 0 ||
+        count > slice_shape(found->spec.shape, share.slice).elements() - share.first) {
+      throw_error(ErrorCode::kInternal, "a read of {} elements of '{}'", count, name);
+    }
+    const auto [slice, first] = simplified(found->spec.shape, share.slice, share.first);
+    const std::vector<Piece> pieces = pieces_of(*found, slice, {first, count});
+    if (pieces.empty()) continue;
+    if (pieces.size() == 1 && pieces.front().elements.count == count) {
+      read_piece(pieces.front(), share.into);  // just these, in their order
+    } else {
+      scattered.push_back({share.into, first, slice});
+    }
   }
-  const Elements wanted = simplified(found->spec.shape, slice, first);
-  read_elements(*found, wanted.slice, wanted.first, into);
+  if (!scattered.empty()) read_by_pieces(*found, scattered);
 }
 
-void SavedTensors::read_elements(const Whole& whole, const Slice& slice, std::int64_t first,
-                                 std::span<float> into) {
-  const ElementRange elements{first, std::ssize(into)};
-  const std::vector<Piece> pieces = pieces_of(whole, slice, elements);
-  if (pieces.empty()) return;
-  if (pieces.size() == 1 && pieces.front().elements.count == elements.count) {
-    return read_piece(pieces.front(), into);  // just these, in their order
-  }
+void SavedTensors::read_by_pieces(const Whole& whole, std::span<const Share> shares) {
   const Shape& shape = whole.spec.shape;
-  std::vector<float> values;
-  if (!slice.all()) {
-    const ElementRange range = range_in_whole(shape, slice, elements);
-    values.resize(static_cast<std::size_t>(range.count));
-    read_elements(whole, {}, range.first, values);
-    for_offsets(shape, slice, elements, range.first, [&](auto here, auto in_whole, auto count) {
-      std::copy_n(values.begin() + in_whole, count, into.begin() + here);
-    });
-    return;
+  ElementRange all{shape.elements(), 0};
+  std::int64_t end = 0;
+  for (const Share& share : shares) {
+    const ElementRange range =
+        range_in_whole(shape, share.slice, {share.first, std::ssize(share.into)});
+    all.first = std::min(all.first, range.first);
+    end = std::max(end, range.end());
   }
+  all.count = end - all.first;
+  // A part that is transposed is read as a whole each time.
+  const bool transposed = std::ranges::any_of(whole.parts, &SavedTensor::transposed);
+  std::vector<float> values(
+      static_cast<std::size_t>(transposed ? all.count : std::min(all.count, kPieceElements)));
+  for (std::int64_t first = all.first; first < all.end(); first += std::ssize(values)) {
+    const std::int64_t count = std::min(std::ssize(values), all.end() - first);
+    read_range(whole, first, std::span(values).first(static_cast<std::size_t>(count)));
+    for (const Share& share : shares) {
+      const std::int64_t from = std::max(share.first, elements_before(shape, share.slice, first));
+      const std::int64_t to = std::min(share.first + std::ssize(share.into),
+                                       elements_before(shape, share.slice, first + count));
+      if (from >= to) continue;
+      for_offsets(shape, share.slice, {from, to - from}, first,
+                  [&](auto here, auto in_whole, auto elements) {
+                    std::copy_n(values.begin() + in_whole, elements,
+                                share.into.begin() + (from - share.first) + here);
+                  });
+    }
+  }
+}
+
+void SavedTensors::read_range(const Whole& whole, std::int64_t first, std::span<float> into) {
+  const std::vector<Piece> pieces = pieces_of(whole, {}, {first, std::ssize(into)});
+  if (pieces.size() == 1 && pieces.front().saved->slice.all()) {
+    return read_piece(pieces.front(), into);
+  }
+  std::vector<float> values;
   for (const Piece& piece : pieces) {
     values.resize(static_cast<std::size_t>(piece.elements.count));
     read_piece(piece, values);
-    for_offsets(shape, piece.saved->slice, piece.elements, first,
+    for_offsets(whole.spec.shape, piece.saved->slice, piece.elements, first,
                 [&](auto here, auto in_whole, auto count) {
                   std::copy_n(values.begin() + here, count, into.begin() + in_whole);
                 });

@@ -47,11 +47,22 @@ class SavedTensors {
                                                     std::int64_t count,
                                                     const Slice& slice = {}) const;
   // The values as f32 of elements from `first` on, of a slice in its order or of the whole.
-  // Requires find(name) with these elements. Takes memory only where they do not follow each other
-  // in the files: for those of the whole from the first to the last of them, and for a saved slice.
-  // Throws Error(kWeights) where a file is not what it was said to be.
+  struct Share {
+    std::span<float> into;
+    std::int64_t first = 0;
+    Slice slice = {};
+  };
+  // Requires find(name) with these elements. Reads what shares have among each other once. Takes
+  // memory only where elements do not follow each other in the files: for kPieceElements of the
+  // whole, or all of it where its parts are transposed. Throws Error(kWeights) where a file is not
+  // what it was said to be.
+  void read(const std::string& name, std::span<const Share> shares);
   void read(const std::string& name, std::span<float> into, std::int64_t first = 0,
-            const Slice& slice = {});
+            const Slice& slice = {}) {
+    const Share share{into, first, slice};
+    read(name, {&share, 1});
+  }
+  static constexpr std::int64_t kPieceElements = 1 << 18;
 
  private:
   // Parts that hold the elements of a slice, or of the whole, in their order.
@@ -81,8 +92,9 @@ class SavedTensors {
   template <typename Visit>
   static void for_parts(const Piece& piece, const Visit& visit);
   [[nodiscard]] const Whole* whole(const std::string& name) const;
-  void read_elements(const Whole& whole, const Slice& slice, std::int64_t first,
-                     std::span<float> into);
+  // Elements of the whole from `first` on.
+  void read_range(const Whole& whole, std::int64_t first, std::span<float> into);
+  void read_by_pieces(const Whole& whole, std::span<const Share> shares);
   void read_piece(const Piece& piece, std::span<float> into);
   void read_tensor(const SavedTensor& part, std::int64_t first, std::span<float> into);
 

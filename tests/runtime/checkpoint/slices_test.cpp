@@ -175,6 +175,41 @@ TEST_F(SlicesTest, SlicesOfATransposedParameterAreRead) {
   }
 }
 
+// Larger than the memory that a read takes.
+TEST_F(SlicesTest, SharesOfAParameterAreReadTogether) {
+  constexpr std::int64_t kRows = 700, kColumns = 1000;
+  static_assert(kRows * kColumns > 2 * SavedTensors::kPieceElements);
+  std::vector<float>& values = values_.emplace_back(kRows * kColumns);
+  std::iota(values.begin(), values.end(), 0.0F);
+  std::vector<SaveTensor> tensors;
+  add_parts({"w", {values.data(), {DType::kF32, {kRows, kColumns}}}},
+            {{"w", {{"a", 300}, {"b", 400}}}}, DType::kF32, tensors);
+  const SaveState state = save(tensors, "model.safetensors");
+  SavedTensors saved(directory_.path(), state);
+  const std::vector<Slice> slices = {
+      {1, 0, 16, kColumns}, {1, 16, 0, kColumns}, {1, 16, 984, kColumns}, {0, 3, 2, kRows}};
+  std::vector<std::vector<float>> read;
+  std::vector<SavedTensors::Share> shares;
+  for (const Slice& slice : slices) {
+    const std::int64_t first = slice.axis == 0 ? 5 : std::min<std::int64_t>(slice.length, 7);
+    const std::int64_t all = slice.length * (slice.axis == 0 ? kColumns : kRows);
+    read.emplace_back(static_cast<std::size_t>(all - first));
+    shares.push_back({.into = {}, .first = first, .slice = slice});
+  }
+  for (std::size_t i = 0; i < shares.size(); ++i) shares[i].into = read[i];
+  saved.read("w", shares);
+  for (const SavedTensors::Share& share : shares) {
+    for (std::int64_t i = 0; i < std::ssize(share.into); ++i) {
+      const std::int64_t n = share.first + i,
+                         width = share.slice.axis == 0 ? kColumns : share.slice.length;
+      const std::int64_t row = n / width + (share.slice.axis == 0 ? share.slice.begin : 0);
+      const std::int64_t column = n % width + (share.slice.axis == 1 ? share.slice.begin : 0);
+      ASSERT_EQ(share.into[static_cast<std::size_t>(i)],
+                static_cast<float>(row * kColumns + column));
+    }
+  }
+}
+
 TEST_F(SlicesTest, OnlyTheTensorsThatAReadNeedsAreItsTensors) {
   const std::vector<Slice> slices = cut(1, {2, 6});
   const SaveState state = save(parts(slices, 20));
