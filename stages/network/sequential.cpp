@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
@@ -68,6 +69,16 @@ struct Sequential::Model {
       if (precision.operands == DType::kF32 || made->set_precision(precision)) return made;
       return widened(std::move(made));
     });
+  }
+  // The layers before which a cut by cost may be: not those that get panels.
+  [[nodiscard]] std::vector<int> begins() const {
+    std::vector<int> begins;
+    std::optional<nn::ShardForms::Form> form = nn::ShardForms::kWhole;
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      if (form != nn::ShardForms::kPanels) begins.push_back(static_cast<int>(i));
+      form = nn::made_of(nn::forms_of(layers[i]), form);
+    }
+    return begins;
   }
   [[nodiscard]] std::vector<nn::NumberedLayer> make(std::size_t index) const {
     const int number = static_cast<int>(index);
@@ -229,7 +240,16 @@ Partition Sequential::partition(int stages) const {
           "by cost",
           stages);
     }
-    return partition_by_cost(model_->costs, stages);
+    std::vector<int> begins = model_->begins();
+    begins.push_back(layers);
+    std::vector<double> costs;  // of the layers between two of them
+    for (std::size_t i = 0; i + 1 < begins.size(); ++i) {
+      costs.push_back(std::accumulate(model_->costs.begin() + begins[i],
+                                      model_->costs.begin() + begins[i + 1], 0.0));
+    }
+    Partition cut = partition_by_cost(costs, stages);
+    for (int& first : cut.first) first = begins[at(first)];
+    return cut;
   }
   if (static_cast<int>(model_->cuts.size()) + 1 != stages) {
     throw_usage("{} cut()s make {} stages of a Sequential; the pipeline has {} (legal: 1 or {})",

@@ -459,6 +459,15 @@ TEST(LayerShardsErrors, NameTheLayerAndWhatIsLegal) {
   EXPECT_THROW((void)cut(StagePlace{.stage = 0, .stages = 2, .shards = 4}), Error);
   EXPECT_NO_THROW((void)cut(StagePlace{.shards = 4}));
   EXPECT_NO_THROW((void)cut(StagePlace{.stage = 0, .stages = 2}));
+  // A cut by cost leaves together what a rank has columns of.
+  const nn::LayerSpec square = nn::linear(24, 24);
+  const Sequential by_cost =
+      Sequential({square, columns, nn::gelu(), rows, square}).with_input({DType::kF32, {24}});
+  EXPECT_EQ(by_cost.partition(2), (Partition{{0, 4, 5}}));
+  EXPECT_EQ(by_cost.partition(3), (Partition{{0, 1, 4, 5}}));
+  for (int stage = 0; stage < 3; ++stage) {
+    EXPECT_NO_THROW((void)by_cost(StagePlace{.stage = stage, .stages = 3, .shards = 4}));
+  }
   // The width that a rank has follows the whole one.
   const std::unique_ptr<Stage> other = Sequential({columns, nn::linear(72, 24, kByRows)})(
       StagePlace{.tensor = 1, .tensors = 2, .shards = 4});
