@@ -197,8 +197,10 @@ struct Engine::Impl final : DeviceWait {
     }
     watch_gradients(stage.binding, stream(), forward, body);
   }
-  // Gives the last stage's outputs to whoever asked for them.
-  void hand_out(const PlanOp& op, const Slot& output);
+  // Of the last stage, in inference: sets `outputs` to what infer() gives, on the device.
+  void answer(const LocalStage& stage, const PlanOp& op, StageContext& ctx, const Slot& output);
+  // Gives `outputs` to whoever asked for them.
+  void hand_out(const PlanOp& op);
   // Runs `body`, the stage's own part of `op`; what it throws names the action.
   template <typename Body>
   void in_stage(const LocalStage& stage, const PlanOp& op, const Body& body) {
@@ -314,7 +316,8 @@ struct Engine::Impl final : DeviceWait {
   StepOutcome outcome;
   std::vector<TraceEvent> events;
   std::deque<HostMirror> mirrors;  // [output] of the last stage
-  std::vector<Tensor> outputs;     // of a micro-batch, in host memory
+  std::vector<Tensor> outputs;     // of a micro-batch; for `on_outputs` in host memory
+  std::vector<Buffer> answers_memory;
   int in_flight = 0;
   std::vector<std::string> range_names;  // [op] for a profiler; empty where none listens
   // When the last compute ended, while only bookkeeping follows, else 0; on a GPU any other number.
@@ -586,17 +589,36 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   Slot& output = expect(op, BufferKind::kOutput, SlotState::kFree);
   output.pool->shape(output, shape_of(op));
   LossResult* const result = result_of(stage, op);
+  const bool last = op.stage + 1 == config.plan->placement.stages();
+  const bool gives = last && request.phase == Phase::kGenerate;
   in_stage(stage, op, [&] {
     if (result != nullptr) {
       result->weight = target_weight(stage.binding, request.batch->targets[at(op.micro_batch)]);
     }
     calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx),
               [&] { in_pass(stage, op, [&] { call_forward(stage, op, ctx, output, result); }); });
+    if (gives) answer(stage, op, ctx, output);
   });
   output.state = SlotState::kFilled;
   if (config.plan->forward_only) --in_flight;
-  const bool last = op.stage + 1 == config.plan->placement.stages();
-  if (last && request.on_outputs != nullptr) hand_out(op, output);
+  if (gives && request.on_outputs != nullptr) hand_out(op);
+}
+
+void Engine::Impl::answer(const LocalStage& stage, const PlanOp& op, StageContext& ctx,
+                          const Slot& output) {
+  outputs = output.tensors;
+  const std::span<const TensorSpec> answers = config.edges->answers(shape_of(op));
+  if (answers.empty()) return;
+  outputs.clear();
+  answers_memory.resize(answers.size());
+  for (std::size_t i = 0; i < answers.size(); ++i) {
+    Buffer& memory = answers_memory[i];
+    if (memory.size() < answers[i].bytes()) {
+      memory = config.compute->memory().allocate(answers[i].bytes(), DeviceMemory::Use::kTemporary);
+    }
+    outputs.push_back({memory.data(), answers[i]});
+  }
+  stage.binding.loss->answer(ctx, output.tensors, outputs);
 }
 
 void Engine::Impl::call_forward(LocalStage& stage, const PlanOp& op, StageContext& ctx,
@@ -691,8 +713,7 @@ void Engine::Impl::record_calls(StepActions* actions) {
   set_stale_gradients(false);  // measure() has left none
 }
 
-void Engine::Impl::hand_out(const PlanOp& op, const Slot& output) {
-  outputs = output.tensors;
+void Engine::Impl::hand_out(const PlanOp& op) {
   if (on_gpu) {
     while (mirrors.size() < outputs.size()) mirrors.emplace_back(*config.compute);
     for (std::size_t i = 0; i < outputs.size(); ++i) {

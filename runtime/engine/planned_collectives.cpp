@@ -55,7 +55,10 @@ const PlannedCollectives::Lists& PlannedCollectives::lists_of(const StageBinding
   for (std::size_t i = 0; i < kActions.size(); ++i) {
     lists.of[i] = collectives_of(stage, kActions[i], forward_only);
   }
-  stage.loss.clear();
+  lists.in_loss =
+      lists.of[0].size() >
+      collectives_of({.forward = stage.forward}, ActionKind::kForward, forward_only).size();
+  stage.loss = std::move(stage.answer);
   lists.of.back() = collectives_of(stage, ActionKind::kForward, forward_only);
   return lists_.emplace_back(std::move(lists));
 }
@@ -69,16 +72,15 @@ void PlannedCollectives::begin(const StageBinding& binding, const PlanOp& op, Un
   const int group = config_.plan->fold_every;  // as the stage sees it
   micro_batch_ = group > 0 ? op.micro_batch % group : op.micro_batch;
   const std::span<const PlannedCollective> plan = collectives_of(*config_.plan, op);
-  if (plan.empty()) return;
+  const bool no_loss = op.action == ActionKind::kForward && !loss;
+  if (plan.empty() && !(no_loss && !config_.edges->answers(shape).empty())) return;
   const Lists& lists = lists_of(binding, shape);
   const std::vector<PlannedCollective>& now = lists.of[at(static_cast<int>(op.action))];
   if (const std::string why = why_unlike(plan, now); !why.empty()) {
     refuse(fmt::format("describes other collectives than its plan has: {}", why));
   }
-  planned_ = now;
-  if (op.action != ActionKind::kForward) return;
-  if (!loss) planned_ = lists.of.back();
-  in_loss_ = planned_.size() > lists.of.back().size();
+  planned_ = no_loss ? std::span(lists.of.back()) : std::span(now);
+  in_loss_ = loss && lists.in_loss;
 }
 
 void PlannedCollectives::make(CollectiveAxis axis, Collective* group, CollectiveCall call) {

@@ -24,8 +24,8 @@ class PlannedCollectives {
   explicit PlannedCollectives(const EngineConfig& config);
 
   // Before the stage's part of a compute op, which computes a micro-batch of this shape; `loss`:
-  // loss() is a part of it. The first time for a shape, asks the stage for its description. Throws
-  // Error(kUsage) where that is not like the plan's.
+  // loss() is a part of it; else answer() is, of a last stage. The first time for a shape, asks the
+  // stage for its description. Throws Error(kUsage) where that is not like the plan's.
   void begin(const StageBinding& binding, const PlanOp& op, UnitShape shape, bool loss);
   // Whether loss() makes some in the op that runs.
   [[nodiscard]] bool in_loss() const { return in_loss_; }
@@ -49,10 +49,11 @@ class PlannedCollectives {
     Collective* group_;  // null: one rank
   };
 
-  // [F, B, I, W, F without the loss] of a stage for one shape of micro-batches.
+  // [F, B, I, W, F with answer() for loss()] of a stage for one shape of micro-batches.
   struct Lists {
     int stage = 0;
     UnitShape shape;
+    bool in_loss = false;  // loss() makes some
     std::array<std::vector<PlannedCollective>, 5> of = {};
   };
 

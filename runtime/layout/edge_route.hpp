@@ -36,14 +36,20 @@ class EdgeTable {
  public:
   EdgeTable() = default;
   // `sizes`: distinct shapes, the largest first. edges[size][s] are the inputs of stage s,
-  // edges[size][stages] the outputs of the last stage.
-  EdgeTable(std::vector<UnitShape> sizes, std::vector<std::vector<std::vector<EdgeTensor>>> edges)
-      : sizes_(std::move(sizes)), edges_(std::move(edges)) {}
+  // edges[size][stages] the outputs of the last stage. answers[size]: what infer() gives in their
+  // place, or none; [size] may end early.
+  EdgeTable(std::vector<UnitShape> sizes, std::vector<std::vector<std::vector<EdgeTensor>>> edges,
+            std::vector<std::vector<TensorSpec>> answers = {})
+      : sizes_(std::move(sizes)), edges_(std::move(edges)), answers_(std::move(answers)) {
+    answers_.resize(sizes_.size());
+  }
 
   // For another shape, within the largest. Spans of inputs() stay valid.
-  void add(UnitShape shape, std::vector<std::vector<EdgeTensor>> edges) {
+  void add(UnitShape shape, std::vector<std::vector<EdgeTensor>> edges,
+           std::vector<TensorSpec> answers) {
     sizes_.push_back(shape);
     edges_.push_back(std::move(edges));
+    answers_.push_back(std::move(answers));
   }
   [[nodiscard]] bool has(UnitShape shape) const {
     return std::find(sizes_.begin(), sizes_.end(), shape) != sizes_.end();
@@ -51,19 +57,25 @@ class EdgeTable {
 
   // Valid as long as the table. Throws Error(kInternal) for a shape that is not in sizes().
   [[nodiscard]] std::span<const EdgeTensor> inputs(UnitShape shape, int stage) const {
-    const auto found = std::find(sizes_.begin(), sizes_.end(), shape);
-    if (found != sizes_.end()) {
-      return edges_[static_cast<std::size_t>(found - sizes_.begin())]
-                   [static_cast<std::size_t>(stage)];
-    }
-    throw Error(ErrorCode::kInternal, "no edge shapes for a micro-batch of " + to_string(shape));
+    return edges_[index_of(shape)][static_cast<std::size_t>(stage)];
+  }
+  // StageDescription::answers of the last stage; likewise.
+  [[nodiscard]] std::span<const TensorSpec> answers(UnitShape shape) const {
+    return answers_[index_of(shape)];
   }
   [[nodiscard]] UnitShape largest() const { return sizes_.front(); }
   [[nodiscard]] const std::vector<UnitShape>& sizes() const { return sizes_; }
 
  private:
+  [[nodiscard]] std::size_t index_of(UnitShape shape) const {
+    const auto found = std::find(sizes_.begin(), sizes_.end(), shape);
+    if (found != sizes_.end()) return static_cast<std::size_t>(found - sizes_.begin());
+    throw Error(ErrorCode::kInternal, "no edge shapes for a micro-batch of " + to_string(shape));
+  }
+
   std::vector<UnitShape> sizes_;
   std::vector<std::vector<std::vector<EdgeTensor>>> edges_;
+  std::vector<std::vector<TensorSpec>> answers_;
 };
 
 enum class RouteKind : std::uint8_t {

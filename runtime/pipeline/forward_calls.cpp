@@ -16,16 +16,23 @@
 
 namespace sluice {
 
-std::span<const EdgeTensor> OutputGather::specs(std::int64_t positions) const {
+std::vector<TensorSpec> OutputGather::specs(std::int64_t positions) const {
   const EdgeTable& edges = layout_.wires.edges;
-  return edges.inputs({edges.largest().samples, positions}, layout_.plans.num_stages());
+  const UnitShape shape{edges.largest().samples, positions};
+  const std::span<const TensorSpec> answers = edges.answers(shape);
+  std::vector<TensorSpec> specs(answers.begin(), answers.end());
+  if (!specs.empty()) return specs;
+  for (const EdgeTensor& output : edges.inputs(shape, layout_.plans.num_stages())) {
+    specs.push_back(output.spec);
+  }
+  return specs;
 }
 
 void OutputGather::require_samples() const {
   const std::int64_t samples = layout_.wires.edges.largest().samples;
   const auto outputs = specs(0);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const TensorSpec& spec = outputs[i].spec;
+    const TensorSpec& spec = outputs[i];
     if (spec.shape.rank() > 0 && spec.shape[0] > 0 && spec.shape[0] % samples == 0) continue;
     throw_usage(
         "infer(): output {} of the last stage is {} for a micro-batch of {} samples; legal is a "
@@ -40,7 +47,7 @@ void OutputGather::begin(std::int64_t positions) {
   for (std::vector<Output>* list : {&mine_, &all_}) {
     list->resize(outputs.size());
     for (std::size_t i = 0; i < outputs.size(); ++i) {
-      (*list)[i].spec = with_samples(outputs[i].spec, 0);
+      (*list)[i].spec = with_samples(outputs[i], 0);
       (*list)[i].bytes.clear();
     }
   }

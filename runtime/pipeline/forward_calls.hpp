@@ -42,7 +42,7 @@ class OutputGather {
     TensorSpec spec;  // dimension 0 grows
     std::vector<std::byte> bytes;
   };
-  [[nodiscard]] std::span<const EdgeTensor> specs(std::int64_t positions) const;
+  [[nodiscard]] std::vector<TensorSpec> specs(std::int64_t positions) const;
   static void append(Output& to, const TensorSpec& spec, std::span<const std::byte> bytes);
   void show();
 

@@ -214,19 +214,21 @@ std::map<std::string, std::vector<int>> gather_arithmetic(Collectives& world,
 struct StageReports {
   std::vector<StageEntry> entries;                          // [stage]
   std::vector<std::vector<std::vector<EdgeTensor>>> edges;  // [size][edge]
-  std::string outputs;  // of the last stage, if ranks that share it have them alike
+  std::vector<std::vector<TensorSpec>> answers;             // [size] of the last stage
+  std::string outputs;  // what infer() gives, which ranks that share the last stage have alike
   std::string model;    // StageDescription::model
   std::string text;     // of the stages, a line each; where other ranks share them
 };
 
 // A line per size; none where ranks that share the stage may have parts of the outputs.
-std::string outputs_text(const std::vector<UnitShape>& sizes,
-                         const std::vector<std::vector<TensorSpec>>& outputs, bool answers) {
+std::string outputs_text(const std::vector<UnitShape>& sizes, const StageReport& last) {
   std::string text;
-  if (!answers) return text;
+  if (!last.gives_answers) return text;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     std::vector<std::string> specs;
-    for (const TensorSpec& spec : outputs[i]) specs.push_back(to_string(spec));
+    for (const TensorSpec& spec : last.answers[i].empty() ? last.outputs[i] : last.answers[i]) {
+      specs.push_back(to_string(spec));
+    }
     text += fmt::format("outputs of the last stage for a micro-batch of {}: {}\n",
                         to_string(sizes[i]), joined(specs, ", "));
   }
@@ -244,7 +246,6 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
   const AxisSizes& ranks = job.place.topology.size;
   const std::array sharing = {takes_targets ? ranks.replica : 1, ranks.tensor};
   StageReports all;
-  bool answers = true;
   all.edges.resize(sizes.size());
   std::vector<std::vector<TensorSpec>> inputs;  // [size] of stage s
   for (std::size_t i = 0; i < sizes.size(); ++i) {
@@ -273,14 +274,14 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
         all.edges[i][at(s)].push_back({inputs[i][t], s > 0 && report.input_gradients[i][t]});
       }
     }
+    if (s + 1 == stages) all.outputs = outputs_text(sizes, report);
     inputs = std::move(report.outputs);
-    answers = report.answers;
+    all.answers = std::move(report.answers);
     all.entries.push_back(std::move(report.entry));
   }
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     for (const TensorSpec& spec : inputs[i]) all.edges[i][at(stages)].push_back({spec, true});
   }
-  all.outputs = outputs_text(sizes, inputs, answers);
   return all;
 }
 
@@ -294,8 +295,8 @@ std::vector<StageReports> gather_reports(Collectives& tensor, StageReports mine,
     std::istringstream lines(text);
     for (std::string line; std::getline(lines, line);) {
       StageReport report = report_from(line);
+      other.outputs = outputs_text(sizes, report);
       other.entries.push_back(std::move(report.entry));
-      other.outputs = outputs_text(sizes, report.outputs, report.answers);
     }
   }
   mine.text.clear();
@@ -317,11 +318,17 @@ std::vector<StageReports> describe_parts(JobContext& job, const PipelineOptions&
         "legal: 1, or a factory of a StagePlace, whose stages have slices of their parameters",
         tensors > 1 ? "tensor" : "tensor_shards", tensors > 1 ? tensors : shards);
   }
+  // One plan serves micro-batches of all numbers of positions, which infer() may get. Where these
+  // are all that comes, shards may not divide them.
+  const bool counted = source.position_dimension() > 0;
+  const bool deals_positions =
+      options.shape.sequence_parallel &&
+      !(counted && (options.training.inference || positions_of(source) % shards != 0));
   const auto describe = [&](int tensor) {
     const auto make = [&](int stage) -> Stage& {
       try {
-        made.push_back(make_stage(
-            {stage, placement.stages(), tensor, tensors, shards, options.shape.sequence_parallel}));
+        made.push_back(
+            make_stage({stage, placement.stages(), tensor, tensors, shards, deals_positions}));
       } catch (...) {
         rethrow_from(fmt::format("making stage {}", stage));
       }
@@ -412,7 +419,8 @@ MemoryTable memory_of_places(const JobContext& job, const PipelineOptions& optio
     for (std::size_t t = 1; t < tensors; ++t) {
       other.place.here.tensor = static_cast<int>(t);
       other.parameters = layout.tensor_parameters[t];
-      other.wires.edges = EdgeTable(layout.wires.edges.sizes(), reports[t].edges);
+      other.wires.edges =
+          EdgeTable(layout.wires.edges.sizes(), reports[t].edges, reports[t].answers);
       const std::vector<RankMemory> ranks = plan_memory(other, options, source).ranks;
       std::copy(ranks.begin(), ranks.end(), all.begin() + std::ptrdiff_t(t * depth));
     }
@@ -553,7 +561,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   require_parts_of_whole(tables);
   require_same_texts(outputs, "tensor rank");
   layout.arithmetic = gather_arithmetic(*job.world.collectives, compute);
-  layout.wires.edges = EdgeTable(division.sizes, std::move(mine.edges));
+  layout.wires.edges = EdgeTable(division.sizes, std::move(mine.edges), std::move(mine.answers));
   for (ParameterTable& table : tables) finish(table, options, layout.place.topology.size.replica);
   layout.parameters = tables[at(job.place.here.tensor)];
   choose_all_routes(job, options, layout);
@@ -587,7 +595,7 @@ void add_size(JobContext& job, ComputeContext& compute, const DataSource& source
     throw_usage("stage {} needs more memory for a micro-batch of {} than for the largest, of {}", s,
                 to_string(shape), to_string(layout.wires.edges.largest()));
   }
-  layout.wires.edges.add(shape, std::move(reports.edges[1]));
+  layout.wires.edges.add(shape, std::move(reports.edges[1]), std::move(reports.answers[1]));
   for (std::size_t i = 0; i < stages.size(); ++i) {
     std::vector<TensorSpec> inputs;
     for (const EdgeTensor& tensor : layout.wires.edges.inputs(shape, mine[i])) {

@@ -160,6 +160,9 @@ class MemorySum {
             if (axis_of(each) == axis) within.raise(each, at(ranks));
           }
         }
+        for (const PlannedCollective& each : entry.collectives.answer) {
+          if (!trains && axis_of(each) == axis) within.raise(each, at(ranks));
+        }
         if (trains) {
           summed = std::max(summed,
                             axis == Axis::kReplica ? summed_by_host(entry) : bytes_of_share(entry));

@@ -39,14 +39,16 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorSpec, dtype, shape)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Slice, axis, begin, length, whole)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SlicePart, slice, shard)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PlannedCollective, axis, kind, bytes, type)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageCollectives, forward, loss, backward_input, backward_weight)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageCollectives, forward, loss, answer, backward_input,
+                                   backward_weight)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit, slice, parts,
                                    shares, whole_elements)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
                                    own_memory, note, collectives)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients, answers)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients, answers,
+                                   gives_answers)
 
 namespace {
 
@@ -162,8 +164,9 @@ std::string why_uneven(const PlannedCollective& each, const StagePeers& peers) {
 void set_collectives(StageEntry& entry, const StageDescription& description, bool first, int index,
                      const StagePeers& peers) {
   const StageCollectives& made = description.collectives;
-  if (!peers.last && !made.loss.empty()) {
-    throw_usage("stage {} describes collectives.loss; legal: of the last stage alone", index);
+  if (!peers.last && !(made.loss.empty() && made.answer.empty())) {
+    throw_usage("stage {} describes collectives.{}; legal: of the last stage alone", index,
+                made.loss.empty() ? "answer" : "loss");
   }
   if (first) entry.collectives = made;
   const StageCollectives& largest = entry.collectives;
@@ -185,6 +188,7 @@ void set_collectives(StageEntry& entry, const StageDescription& description, boo
   };
   require("forward", made.forward, largest.forward);
   require("loss", made.loss, largest.loss);
+  require("answer", made.answer, largest.answer);
   require("input gradient", made.backward_input, largest.backward_input);
   require("weight gradient", made.backward_weight, largest.backward_weight);
 }
@@ -229,6 +233,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
                       const std::vector<std::vector<TensorSpec>>& targets, const StagePeers& peers,
                       ComputeContext& compute) {
   StageReport report;
+  const auto* const loss = dynamic_cast<const LossStage*>(&stage);
   for (const std::vector<TensorSpec>& specs : inputs) {
     const StageDescription description = description_of(stage, index, specs, compute);
     require_legal_outputs(description.outputs, index);
@@ -241,13 +246,17 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
       require_like(report.outputs.front(), description.outputs, index);
     }
     report.outputs.push_back(description.outputs);
+    if (!description.answers.empty() && loss == nullptr) {
+      throw_usage("stage {} describes answers; legal: of a LossStage", index);
+    }
+    for (const TensorSpec& answer : description.answers) require_legal(answer, index);
+    report.answers.push_back(description.answers);
     report.input_gradients.push_back(gradients_of(description, specs, index));
     raise(report.entry, description);
   }
-  const auto* const loss = dynamic_cast<const LossStage*>(&stage);
   if (loss != nullptr && peers.ranks[static_cast<std::size_t>(CollectiveAxis::kTensor)] > 1) {
     try {
-      report.answers = loss->why_no_answers().empty();
+      report.gives_answers = loss->why_no_answers().empty();
     } catch (...) {
       rethrow_from(fmt::format("stage {}, why_no_answers()", index));
     }

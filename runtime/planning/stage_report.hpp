@@ -20,8 +20,9 @@ struct StageReport {
   StageEntry entry;
   std::vector<std::vector<TensorSpec>> outputs;    // [size][output]
   std::vector<std::vector<bool>> input_gradients;  // [size][input] whether it needs a gradient
-  bool answers = true;  // outputs are those of infer(): LossStage::why_no_answers()
-  std::string model;    // StageDescription::model; compared apart, so not in to_text()
+  std::vector<std::vector<TensorSpec>> answers;    // [size] StageDescription::answers
+  bool gives_answers = true;                       // LossStage::why_no_answers()
+  std::string model;  // StageDescription::model; compared apart, so not in to_text()
 };
 
 // Where a stage is, for what it may describe.

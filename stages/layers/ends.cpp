@@ -4,6 +4,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/compute/internal_operators.hpp"
 
@@ -177,6 +178,9 @@ LayerNeeds TokenLoss::needs(const TensorSpec& outputs, ComputeContext& compute) 
       needs.collectives.forward.push_back(
           {.kind = CollectiveKind::kAllGather, .bytes = all.spec.bytes() / ranks});
     }
+    needs.collectives.answer = {{.kind = CollectiveKind::kAllGather,
+                                 .bytes = gathered_panels(outputs).bytes() / ranks,
+                                 .type = outputs.dtype}};
     return needs;
   }
   if (!projection_) return {.operator_bytes = softmax_cross_entropy_workspace(shape.rows())};
@@ -266,17 +270,51 @@ void TokenLoss::compute_panels(std::byte* memory, StageContext& ctx, const Tenso
 }
 
 std::string TokenLoss::why_no_answers() const {
-  if (classes_.divided()) {
-    return fmt::format(
-        "a transformer of {} shards has its logits in parts, and gives none to infer(); legal "
-        "there is 1 shard (PipelineOptions::Shape::tensor_shards)",
-        classes_.shards().count);
-  }
   if (options_.chunks == 1) return {};
   return fmt::format(
       "a transformer with {} chunks of logits (TransformerConfig::logit_chunks) gives none to "
       "infer(); legal there is 1",
       options_.chunks);
+}
+
+TensorSpec TokenLoss::gathered_panels(const TensorSpec& outputs) const {
+  const std::int64_t rows = outputs.shape[0] * outputs.shape[1];
+  return {outputs.dtype, {classes_.ranks(), rows * classes_.most()}};
+}
+
+std::optional<TensorSpec> TokenLoss::answer_spec(const TensorSpec& outputs) const {
+  if (!classes_.divided()) return {};
+  return TensorSpec{outputs.dtype, {outputs.shape[0], outputs.shape[1], options_.vocabulary}};
+}
+
+void TokenLoss::answer(StageContext& ctx, const Tensor& outputs, const Tensor& answer) {
+  const TensorSpec spec = gathered_panels(outputs.spec);
+  const std::int64_t rows = outputs.spec.shape[0] * outputs.spec.shape[1];
+  Tensor all = outputs;
+  Buffer memory;
+  if (classes_.ranks() > 1) {
+    memory = ctx.compute.memory().allocate(spec.bytes(), DeviceMemory::Use::kTemporary);
+    all = {memory.data(), spec};
+    const Tensor mine = rows_from(all, classes_.rank(), 1);
+    copy_async(mine.data, outputs.data, outputs.spec.bytes(), ctx.compute.stream());
+    ctx.tensor->all_gather(mine, all);
+  }
+  const auto start_of = [&](int shard) { return classes_.starts()[sluice::at(shard)]; };
+  const auto bytes_of = [&](std::int64_t logits) {
+    return static_cast<std::size_t>(logits) * size_of(spec.dtype);
+  };
+  const int local = classes_.shards().local;
+  for (int shard = 0; shard < classes_.shards().count; ++shard) {
+    const std::int64_t start = start_of(shard), classes = start_of(shard + 1) - start;
+    const int rank = shard / local;
+    const std::int64_t before = rank * classes_.most() + start - start_of(rank * local);
+    const std::byte* const panel = all.as<const std::byte>() + bytes_of(rows * before);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      copy_async(answer.as<std::byte>() + bytes_of(row * options_.vocabulary + start),
+                 panel + bytes_of(row * classes), bytes_of(classes), ctx.compute.stream());
+    }
+  }
+  ctx.compute.wait();  // before what was gathered is freed
 }
 
 }  // namespace sluice::nn

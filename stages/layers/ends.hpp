@@ -116,6 +116,9 @@ class TokenLoss final : public Loss {
   void compute_in(std::byte* scratch, StageContext& ctx, const Tensor& outputs,
                   const Tensor& targets, double* sum) override;
   [[nodiscard]] std::string why_no_answers() const override;
+  // Of panels: all logits, which ranks gather, in the vocabulary's order.
+  [[nodiscard]] std::optional<TensorSpec> answer_spec(const TensorSpec& outputs) const override;
+  void answer(StageContext& ctx, const Tensor& outputs, const Tensor& answer) override;
 
  private:
   struct Scratch {
@@ -132,6 +135,8 @@ class TokenLoss final : public Loss {
     double* losses = nullptr;  // of all rows
   };
   PanelScratch allocate_panels(std::int64_t rows, BumpAllocator& memory) const;
+  // What ranks gather for an answer to `outputs`: each as much as the one with the most classes.
+  [[nodiscard]] TensorSpec gathered_panels(const TensorSpec& outputs) const;
   void compute_panels(std::byte* memory, StageContext& ctx, const Tensor& logits,
                       const Tensor& targets, double* sum) const;
 

@@ -192,6 +192,17 @@ class WidenedLoss final : public Loss {
     if (ctx.phase == Phase::kTrain) convert_if_copied(ctx.compute, copy, outputs);
   }
   [[nodiscard]] std::string why_no_answers() const override { return inner_->why_no_answers(); }
+  [[nodiscard]] std::optional<TensorSpec> answer_spec(const TensorSpec& outputs) const override {
+    return inner_->answer_spec(wide(outputs));
+  }
+  void answer(StageContext& ctx, const Tensor& outputs, const Tensor& answer) override {
+    const TensorSpec spec = wide(outputs.spec);
+    const Buffer memory =
+        ctx.compute.memory().allocate(spec.bytes(), DeviceMemory::Use::kTemporary);
+    convert(ctx.compute, outputs, {memory.data(), spec});
+    inner_->answer(ctx, {memory.data(), spec}, answer);
+    ctx.compute.wait();  // before the copy is freed
+  }
 
  private:
   static TensorSpec wide(const TensorSpec& outputs) { return in_type(outputs, DType::kF32); }

@@ -88,11 +88,13 @@ void add_note(std::string& notes, const std::string& note) {
 LayerNeeds needs_of(const Layer& layer, const TensorSpec& input, ComputeContext& compute) {
   LayerNeeds needs = layer.needs(input, compute);
   const StageCollectives& made = needs.collectives;
-  if (made.loss.empty() && made.backward_weight.empty()) return needs;
+  if (made.loss.empty() && made.answer.empty() && made.backward_weight.empty()) return needs;
   throw_usage(
       "needs() has collectives of {}; legal in a layer: collectives.forward and "
       "collectives.backward_input",
-      made.loss.empty() ? "backward_weight" : "loss");
+      !made.loss.empty()     ? "loss"
+      : !made.answer.empty() ? "answer"
+                             : "backward_weight");
 }
 
 }  // namespace

@@ -276,6 +276,7 @@ StageDescription LossNetworkStage::describe(std::span<const TensorSpec> inputs,
   StageDescription description = NetworkStage::describe(inputs, compute);
   const TensorSpec& outputs = description.outputs[0];
   description.targets = {targets_of(outputs)};
+  if (const auto answer = loss_->answer_spec(outputs)) description.answers = {*answer};
   if (!loss_->runs_on_gpu() && compute.device().kind != DeviceKind::kCpu) {
     throw_usage("{} runs on CPUs alone; give its stage a CPU (--device)", kind_);
   }
@@ -283,12 +284,16 @@ StageDescription LossNetworkStage::describe(std::span<const TensorSpec> inputs,
   description.operator_bytes = std::max(description.operator_bytes, needs.operator_bytes);
   StageCollectives& made = needs.collectives;
   if (!made.loss.empty() || !made.backward_input.empty() || !made.backward_weight.empty()) {
-    throw_usage("{}: needs() has collectives of {}; legal in a loss: collectives.forward", kind_,
-                !made.loss.empty()             ? "loss"
-                : !made.backward_input.empty() ? "backward_input"
-                                               : "backward_weight");
+    throw_usage(
+        "{}: needs() has collectives of {}; legal in a loss: collectives.forward and "
+        "collectives.answer",
+        kind_,
+        !made.loss.empty()             ? "loss"
+        : !made.backward_input.empty() ? "backward_input"
+                                       : "backward_weight");
   }
   description.collectives.loss = std::move(made.forward);
+  description.collectives.answer = std::move(made.answer);
   return description;
 }
 
@@ -341,6 +346,11 @@ void LossNetworkStage::loss(StageContext& ctx, std::span<const Tensor> outputs,
     GradientAccess::zero_stale(*set, ctx.compute.stream());
   }
   naming(kind_, [&] { loss_->compute_in(scratch(), ctx, outputs[0], targets[0], sum); });
+}
+
+void LossNetworkStage::answer(StageContext& ctx, std::span<const Tensor> outputs,
+                              std::span<const Tensor> answers) {
+  naming(kind_, [&] { loss_->answer(ctx, outputs[0], answers[0]); });
 }
 
 double LossNetworkStage::target_weight(std::span<const Tensor> targets) const {

@@ -103,6 +103,8 @@ class LossNetworkStage final : public NetworkStage, public LossStage {
             double* sum) override;
   [[nodiscard]] double target_weight(std::span<const Tensor> targets) const override;
   [[nodiscard]] std::string why_no_answers() const override { return loss_->why_no_answers(); }
+  void answer(StageContext& ctx, std::span<const Tensor> outputs,
+              std::span<const Tensor> answers) override;
   [[nodiscard]] bool graph_capturable() const override {
     return NetworkStage::graph_capturable() && loss_->capturable();
   }

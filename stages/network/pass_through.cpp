@@ -42,7 +42,9 @@ class CarryingBase : public Stage {
     }
     StageDescription description = inner_->describe(inputs.first(inputs_), compute);
     const auto carried = inputs.subspan(inputs_);
-    description.outputs.insert(description.outputs.end(), carried.begin(), carried.end());
+    for (auto* list : {&description.outputs, &description.answers}) {
+      if (!list->empty()) list->insert(list->end(), carried.begin(), carried.end());
+    }
     if (description.input_gradients.empty()) return description;
     for (const TensorSpec& spec : carried) {
       description.input_gradients.push_back(is_float(spec.dtype));
@@ -138,6 +140,13 @@ class WithLoss : public Base, public LossStage {
   }
   [[nodiscard]] std::string why_no_answers() const override {
     return this->template inner_as<LossStage>().why_no_answers();
+  }
+  void answer(StageContext& ctx, Tensors outputs, Tensors answers) override {
+    StageContext mine = this->inner_context(ctx);
+    const Tensors made = this->made_of(ctx, outputs), carried = outputs.subspan(made.size());
+    const std::size_t own = answers.size() - carried.size();
+    copy_all(ctx.compute, carried, answers.subspan(own));
+    this->template inner_as<LossStage>().answer(mine, made, answers.first(own));
   }
   [[nodiscard]] double target_weight(Tensors targets) const override {
     return this->template inner_as<LossStage>().target_weight(targets);

@@ -41,6 +41,14 @@ class DividedClasses {
   [[nodiscard]] std::int64_t count() const {
     return start(shards_.first + shards_.local) - first();
   }
+  // Of the rank that has the most.
+  [[nodiscard]] std::int64_t most() const {
+    std::int64_t most = 0;
+    for (int shard = 0; shard < shards_.count; shard += shards_.local) {
+      most = std::max(most, start(shard + shards_.local) - start(shard));
+    }
+    return most;
+  }
   // For ParameterSet::add_parts() of rows for classes.
   [[nodiscard]] std::vector<SlicePart> parts() const {
     std::vector<SlicePart> parts;

@@ -179,11 +179,18 @@ class Runs:
         require(f"other bits from step 9 on: 2 tensor shards, the save has {SHARDS}" in others, others)
 
     def reads_saves(self, case):
-        """A model of shards is read by what knows of none, and evaluated by ranks that share it."""
-        self.train(case, save="saved")
-        self.run("generate", "--weights", "saved", "--tokens", 4)
-        shards = ("evaluate", "--weights", "saved", "--device", "cpu", "--tensor-shards", SHARDS)
-        require(self.run(*shards)[0] == self.run(*shards, "--tensor", 2, ranks=2)[0], "other losses of an evaluation")
+        """What computes with a save has the shards of it, on any ranks that share its stages."""
+        self.train(case, "--context", 70, save="saved")
+        read = ("--weights", "saved", "--device", "cpu")
+        # Of 64 positions, then of 70, which the shards do not divide.
+        for command, layouts in ((("evaluate", *read), ((1, 1), (2, 2))),
+                                 (("generate", *read, "--tokens", 70), ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1)))):
+            outputs = [self.run(*command, "--tensor-shards", SHARDS)[0]]
+            for tensor, pipeline in layouts:
+                layout = ("--tensor", tensor, "--pipeline", pipeline)
+                outputs.append(self.run(*command, *layout, ranks=tensor * pipeline)[0])
+            require(len(set(outputs)) == 1, f"{command} says on other ranks: {outputs}")
+        self.run("generate", *read, "--tokens", 4, "--tensor", 3, ranks=3)  # which do not divide those shards
 
     def one_shard(self, case):
         """One shard is what there is without the option."""

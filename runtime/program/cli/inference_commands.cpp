@@ -61,6 +61,21 @@ void add_pipeline_options(OptionTable& table, PipelineOptions& pipeline) {
   add_watch_options(table, pipeline.watch);
 }
 
+void add_tensor_options(OptionTable& table, PipelineOptions::Shape& shape) {
+  table.add_integer("tensor", shape.tensor, 1, kMostTensorShards,
+                    "ranks that share each stage, on CPUs; ranks = pipeline x tensor");
+  table.add_integer("tensor-shards", shape.tensor_shards, 1, kMostTensorShards,
+                    "parts of every layer, as of 'sluice train'; auto: those of the save, or where "
+                    "tensor does not divide them as many as tensor",
+                    "auto");
+}
+
+// Computes the function that was trained, unless another number of shards is given.
+void take_saved_shards(const SaveState& saved, PipelineOptions::Shape& shape) {
+  const int shards = saved.tensor_shards();
+  if (shape.tensor_shards == 0 && can_divide(shards, shape.tensor)) shape.tensor_shards = shards;
+}
+
 // A command on the newest save of `weights`. `check`: what its options must be.
 int run_on_weights(const std::string& command, const std::vector<std::string>& arguments,
                    OptionTable& table, const std::string& weights,
@@ -88,8 +103,8 @@ int run_on_weights(const std::string& command, const std::vector<std::string>& a
 
 constexpr const char* kAboutGenerate =
     R"(Goes on from a prompt with a model that 'sluice train --save DIR' wrote, as a pipeline over the
-ranks of an MPI job, or alone. The text is a function of weights, prompt and options: it does
-not depend on the number of ranks. Where the weights' directory has a tokenizer.json, the
+ranks of an MPI job, or alone. The text is a function of weights, prompt and options: at equal
+--tensor-shards it does not depend on the number of ranks. Where the weights' directory has a tokenizer.json, the
 output is its text, and the prompt is --prompt-ids. Other models of up to 256 tokens read and
 write bytes, those of more read and write token numbers separated by spaces.
 
@@ -120,6 +135,7 @@ OptionTable make_table(GenerateOptions& options) {
                     "choose among the likeliest K tokens", "all");
   table.add_integer("seed", options.sampling.seed, 0, std::numeric_limits<std::uint64_t>::max(),
                     "another one gives another text");
+  add_tensor_options(table, options.pipeline.shape);
   add_pipeline_options(table, options.pipeline);
   return table;
 }
@@ -207,12 +223,14 @@ class Printer {
 // What all ranks agree on before the pipeline is built.
 struct Request {
   TransformerConfig model;
+  PipelineOptions::Shape shape;
   std::vector<int> prompt, stop_ids;
   std::unique_ptr<Printer> printer;  // on rank 0
 };
 
 PipelineOptions pipeline_options(const GenerateOptions& options, const Request& request) {
   PipelineOptions result = options.pipeline;
+  result.shape = request.shape;
   result.shape.batch_size = 1;
   const SamplingOptions& sampling = options.sampling;
   result.expert.configuration = {{"weights", options.weights},
@@ -285,6 +303,8 @@ Request read_request(const std::filesystem::path& save, const GenerateOptions& o
   Request request;
   guarded(control, world.rank(), [&] {
     request.model = read_model_config(save);
+    request.shape = options.pipeline.shape;
+    take_saved_shards(saved_state(save), request.shape);
     std::string given = options.prompt_ids;
     // mpirun hands standard input to the first rank. Each rank takes part, whatever its options
     // say: the pipeline compares them later.
@@ -355,10 +375,7 @@ OptionTable make_table(EvaluateOptions& options) {
                     std::numeric_limits<std::int64_t>::max(), "windows of it", "all");
   table.add_integer("micro-batch-size", options.pipeline.shape.micro_batch_size, 1, kMaxInt,
                     "samples");
-  table.add_integer("tensor", options.pipeline.shape.tensor, 1, kMostTensorShards,
-                    "ranks that share each stage, on CPUs; ranks = pipeline x tensor");
-  table.add_integer("tensor-shards", options.pipeline.shape.tensor_shards, 1, kMostTensorShards,
-                    "parts of every layer, as of 'sluice train'; auto: as many as tensor", "auto");
+  add_tensor_options(table, options.pipeline.shape);
   add_pipeline_options(table, options.pipeline);
   return table;
 }
@@ -396,6 +413,7 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
     model = read_model_config(save);
     const SaveState saved = saved_state(save);
     complete_from(saved.options, save, options);
+    take_saved_shards(saved, options.pipeline.shape);
     file = std::make_shared<TokenFile>(options.data, options.share);
     if (world.rank() == 0) fmt::print(stderr, "{}", change_since(saved, *file));
     Collectives collectives(*comm, 0, &control);

@@ -406,7 +406,8 @@ class Loss {
   }
   // As Stage::graph_capturable(), of compute().
   [[nodiscard]] virtual bool capturable() const { return false; }
-  // memory.scratch, which compute() gets, operator_bytes, and collectives.forward.
+  // memory.scratch, which compute() gets, operator_bytes, collectives.forward, and
+  // collectives.answer.
   [[nodiscard]] virtual LayerNeeds needs(const TensorSpec& outputs,
                                          ComputeContext& /*compute*/) const {
     return {.operator_bytes = operator_bytes(outputs)};
@@ -430,6 +431,12 @@ class Loss {
   }
   // As LossStage::why_no_answers().
   [[nodiscard]] virtual std::string why_no_answers() const { return {}; }
+  // What infer() gives of these outputs where it is not they themselves: answer() writes it, as
+  // LossStage's does, and makes collectives.answer of needs().
+  [[nodiscard]] virtual std::optional<TensorSpec> answer_spec(const TensorSpec& /*outputs*/) const {
+    return {};
+  }
+  virtual void answer(StageContext& /*ctx*/, const Tensor& /*outputs*/, const Tensor& /*answer*/) {}
 };
 
 struct LossSpec {

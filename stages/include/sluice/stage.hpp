@@ -108,6 +108,9 @@ struct StageDescription {
   // Of a LossStage: type and shape of the targets that its loss takes with these inputs. The
   // pipeline refuses data with others when it is made. Empty: nothing is compared.
   std::vector<TensorSpec> targets = {};
+  // Of a LossStage whose outputs are not what infer() gives: what it gives, as answer() writes it.
+  // Empty: the outputs.
+  std::vector<TensorSpec> answers = {};
 };
 
 // A call of a Collective, for those who implement one: the runtime, and tests of a stage.
@@ -325,6 +328,10 @@ class LossStage {
   [[nodiscard]] virtual double target_weight(std::span<const Tensor> targets) const = 0;
   // One line why forward()'s outputs are no answer to infer(), which then refuses; empty: they are.
   [[nodiscard]] virtual std::string why_no_answers() const { return {}; }
+  // In inference, after forward(), where the description has `answers`: writes them, from what
+  // forward wrote. Runs on all ranks that share the stage, which write equal ones.
+  virtual void answer(StageContext& /*ctx*/, std::span<const Tensor> /*outputs*/,
+                      std::span<const Tensor> /*answers*/) {}
 };
 
 // --- skip connections ---

@@ -25,6 +25,7 @@
 #include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/stage.hpp>
+#include <sluice/transformer.hpp>
 
 #include "comm/group/topology.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -574,6 +575,80 @@ TEST(TensorTest, APipelineForInferenceHasTheSameOutputs) {
   };
   const std::vector<float> outputs = outputs_of(true);
   EXPECT_EQ(outputs, outputs_of(false));
+}
+
+// Logits of tokens of so many positions; of each pipeline of `ranks` ranks in turn.
+using Answers = std::map<std::int64_t, std::vector<float>>;
+Answers answers_of(const PipelineOptions::Shape& shape, bool inference, DType precision,
+                   std::initializer_list<std::int64_t> all_positions) {
+  Answers answers;
+  const auto comm = first_ranks(shape.pipeline * shape.tensor);
+  if (comm == nullptr) return answers;
+  constexpr std::int64_t kContext = 8, kTokens = 251, kTexts = 3;
+  PipelineOptions options;
+  options.shape = shape;
+  options.shape.micro_batch_size = 2;
+  options.training.inference = inference;
+  const TensorSpec window{DType::kI32, {kContext}};
+  Pipeline pipeline(
+      *comm,
+      Transformer({.layers = 2,
+                   .heads = 4,
+                   .width = 32,
+                   .context = kContext,
+                   .vocabulary = kTokens,
+                   .precision = precision}),
+      BatchSpec{
+          .inputs = {window}, .targets = {window}, .feed = Feed::kRank0, .position_dimension = 1},
+      options);
+  for (const std::int64_t positions : all_positions) {
+    std::vector<std::int32_t> tokens(index(kTexts * positions));
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      tokens[i] = static_cast<std::int32_t>(i * 37 % kTokens);
+    }
+    const Tensor input{tokens.data(), {DType::kI32, {kTexts, positions}}};
+    const Tensors outputs = pipeline.infer(comm->rank() == 0 ? Batch{.inputs = {input}} : Batch{},
+                                           {.to = InferOptions::kEveryRank});
+    EXPECT_EQ(outputs[0].spec, (TensorSpec{precision, {kTexts, positions, kTokens}}));
+    std::vector<float>& logits = answers[positions];
+    for (std::int64_t i = 0; i < outputs[0].elements(); ++i) {
+      logits.push_back(precision == DType::kBf16 ? to_float(outputs[0].as<Bf16>()[i])
+                                                 : outputs[0].as<float>()[i]);
+    }
+  }
+  return answers;
+}
+
+TEST(TensorTest, InferGivesWholeLogitsOfAnyPositions) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  for (const DType precision : {DType::kF32, DType::kBf16}) {
+    const auto all = [&](int pipeline, int tensor, int shards) {
+      return answers_of({.pipeline = pipeline, .tensor = tensor, .tensor_shards = shards}, true,
+                        precision, {8, 3, 7, 4, 1});
+    };
+    const Answers whole = all(1, 1, 1), expected = all(1, 1, 4);
+    for (const auto& [positions, logits] : expected) {
+      EXPECT_THAT(logits, ::testing::Pointwise(
+                              ::testing::FloatNear(precision == DType::kF32 ? 1e-5F : 0.05F),
+                              whole.at(positions)));
+    }
+    for (const int tensor : {1, 2, 4}) {
+      for (const int pipeline : {1, 2}) {
+        if (precision == DType::kBf16 && tensor * pipeline != 4) continue;
+        const Answers found = all(pipeline, tensor, 4);
+        if (world().rank() != 0) continue;
+        EXPECT_FALSE(found.empty());
+        EXPECT_TRUE(found == expected) << pipeline << " x " << tensor;
+      }
+    }
+    // A pipeline that trains deals the positions of its samples.
+    const Answers trains =
+        answers_of({.pipeline = 2, .tensor = 2, .tensor_shards = 4}, false, precision, {8, 4});
+    if (world().rank() != 0) continue;
+    for (const auto& [positions, logits] : trains) {
+      EXPECT_EQ(logits, expected.at(positions)) << positions;
+    }
+  }
 }
 
 TEST(TensorTest, EachRankMayPassItsReplicasShare) {

@@ -294,6 +294,83 @@ TEST(StageCollectivesTest, ASmallerMicroBatchHasTheSameWithNoMoreBytes) {
                [&] { (void)pipeline.train_step(batch_of(*comm, numbers(7, 1))); });
 }
 
+// --- answers ---
+// Rank t of those that share the stage has x times t + 1; an answer has what all have, a column
+// each.
+class Columns final : public Stage, public LossStage {
+ public:
+  Columns(const StagePlace& place, bool faulty) : place_(place), faulty_(faulty) {}
+  [[nodiscard]] StageDescription describe(std::span<const TensorSpec> in,
+                                          ComputeContext&) const override {
+    return {
+        .outputs = {in[0]},
+        .collectives = {.answer = {{.kind = CollectiveKind::kAllGather, .bytes = in[0].bytes()}}},
+        .answers = {{DType::kF32, {in[0].shape[0], place_.tensors}}}};
+  }
+  void forward(StageContext&, Tensors x, Tensors y) override {
+    for (std::int64_t i = 0; i < x[0].elements(); ++i) {
+      y[0].at(i) = x[0].at(i) * static_cast<float>(place_.tensor + 1);
+    }
+  }
+  void answer(StageContext& ctx, Tensors outputs, Tensors answers) override {
+    if (faulty_) return;
+    const std::int64_t rows = outputs[0].elements(), ranks = place_.tensors;
+    std::vector<float> all(static_cast<std::size_t>(rows * ranks));
+    const Tensor gathered{all.data(), {DType::kF32, {ranks, rows}}};
+    ctx.tensor->all_gather(outputs[0], gathered);
+    for (std::int64_t i = 0; i < rows * ranks; ++i) {
+      answers[0].at(i) = gathered.at(i % ranks * rows + i / ranks);
+    }
+  }
+  void backward(StageContext&, Tensors, Tensors) override {}
+  void loss(StageContext&, Tensors, Tensors, double*) override {}
+  [[nodiscard]] double target_weight(Tensors) const override { return 1; }
+
+ private:
+  StagePlace place_;
+  bool faulty_;
+};
+
+TEST(StageCollectivesTest, AStageWritesItsAnswers) {
+  const auto infer = [](int tensors, bool faulty) {
+    const auto comm = first_ranks(tensors);
+    if (comm == nullptr) return;
+    PipelineOptions options;
+    options.shape = {.tensor = tensors, .micro_batch_size = 2};
+    options.training.inference = true;
+    const TensorSpec number{DType::kF32, {}};
+    // A second input passes by the stage.
+    Pipeline pipeline(*comm, StageFactory([&](const StagePlace& place) -> std::unique_ptr<Stage> {
+      return pass_through(std::make_unique<Columns>(place, faulty), 1);
+    }),
+                      BatchSpec{.inputs = {number, number}, .feed = Feed::kRank0}, options);
+    std::vector<float> x = {3, 1, 4, 1, 5}, other = {2, 7, 1, 8, 2};
+    const TensorSpec five{DType::kF32, {5}};
+    const Batch batch{.inputs = {{x.data(), five}, {other.data(), five}}};
+    const auto outputs = [&] {
+      return pipeline.infer(comm->rank() == 0 ? batch : Batch{}, {.to = InferOptions::kEveryRank});
+    };
+    if (faulty) {
+      return expect_error(ErrorCode::kUsage,
+                          {"the stage does not make an all-gather of 8 bytes of f32 over the "
+                           "tensor ranks, which its description has (collective 1 of 1)"},
+                          [&] { (void)outputs(); });
+    }
+    const Tensors given = outputs();
+    ASSERT_EQ(given.size(), 2U);
+    EXPECT_EQ(given[0].spec, (TensorSpec{DType::kF32, {5, tensors}}));
+    for (std::int64_t i = 0; i < 5; ++i) {
+      EXPECT_EQ(given[1].at(i), other[static_cast<std::size_t>(i)]);
+      for (int t = 0; t < tensors; ++t) {
+        EXPECT_EQ(given[0].at(i * tensors + t),
+                  x[static_cast<std::size_t>(i)] * static_cast<float>(t + 1));
+      }
+    }
+  };
+  for (const int tensors : {1, 2, 4}) infer(tensors, false);
+  infer(2, true);
+}
+
 // --- layers ---
 // y = weight x, and the mean of the same of all ranks that share the stage, in each direction.
 class Agreeing final : public nn::Layer {

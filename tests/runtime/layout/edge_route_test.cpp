@@ -30,12 +30,14 @@ TEST(EdgeTableTest, ShapesDifferInSamplesAndInPositions) {
   const auto whole = edges.inputs({.samples = 4}, 0);
   for (const std::int64_t positions : {1, 8}) {
     EXPECT_FALSE(edges.has({4, positions}));
-    edges.add({4, positions}, edges_of(4, positions));
+    edges.add({4, positions}, edges_of(4, positions), {{DType::kF32, Shape{4, positions}}});
     EXPECT_TRUE(edges.has({4, positions}));
     EXPECT_FALSE(edges.has({1, positions}));
   }
   EXPECT_EQ(edges.inputs({4, 8}, 1)[0].spec.shape, (Shape{4, 8}));
   EXPECT_EQ(edges.inputs({4, 1}, 0)[0].spec.shape, (Shape{4, 1}));
+  EXPECT_EQ(edges.answers({4, 8})[0].shape, (Shape{4, 8}));
+  EXPECT_TRUE(edges.answers({4, 0}).empty());
   EXPECT_EQ(whole[0].spec.shape, (Shape{4, 16}));  // still valid
   EXPECT_EQ(edges.largest(), (UnitShape{4, 0}));
   EXPECT_EQ(edges.sizes().size(), 4U);

@@ -48,6 +48,9 @@ struct StageCollectives {
   // Of each loss() of the last stage, after forward's: in training and evaluation, not in
   // inference. Part of F in a plan.
   std::vector<PlannedCollective> loss = {};
+  // Of each answer() of the last stage, after forward's: in inference, in place of the loss's. Not
+  // part of a plan.
+  std::vector<PlannedCollective> answer = {};
   // Of each backward_input and each backward_weight; backward makes these, then those.
   std::vector<PlannedCollective> backward_input = {}, backward_weight = {};
 
