@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <iterator>
 #include <sstream>
 #include <utility>
@@ -30,6 +31,7 @@
 #include "runtime/files/sha256.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/group/build_name.hpp"
+#include "runtime/group/collective_costs.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/rank_arrangement.hpp"
@@ -54,6 +56,7 @@ constexpr int kBaseTag = 0, kProbeTag = Collectives::kTags;
 // self-test.
 constexpr double kSilenceSeconds = 60;
 constexpr std::size_t kMostShown = 40;  // links in the table
+constexpr double kShownSum = 1 << 20;   // bytes
 constexpr const char* kAboutDoctor =
     R"(Says where every rank of a job runs, which stages it would own, how quick the links between
 ranks are, and what looks wrong. Start it as the training would be started:
@@ -69,7 +72,7 @@ With --self-test it trains one step over all ranks and compares the digest of th
 with that of one rank; without mpirun it starts two ranks on this host by itself.)";
 
 struct DoctorOptions {
-  int pipeline = 0, replicas = 1, chunks = 1, threads = 1;
+  int pipeline = 0, replicas = 1, tensor = 1, chunks = 1, threads = 1;
   RankOrder rank_order = RankOrder::kAuto;
   std::vector<DeviceChoice> devices = {{.kind = DeviceChoice::Kind::kAuto}};
   TransportChoice transport = TransportChoice::kAuto;
@@ -81,8 +84,9 @@ struct DoctorOptions {
 OptionTable make_table(DoctorOptions& options) {
   OptionTable table("sluice doctor [options]", kAboutDoctor);
   table.add_integer("pipeline", options.pipeline, 1, kMaxInt,
-                    "ranks of one pipeline; auto: ranks / replicas", "auto");
+                    "ranks of one pipeline; auto: ranks / replicas / tensor", "auto");
   table.add_integer("replicas", options.replicas, 1, kMaxInt, "pipelines that share each batch");
+  table.add_integer("tensor", options.tensor, 1, kMaxInt, "ranks that share each stage");
   table.add_integer("chunks", options.chunks, 1, 1024, "stages per rank");
   add_rank_order(table, options.rank_order);
   table.add_integer("threads", options.threads, 1, ComputeContext::kMostThreads, "per rank");
@@ -113,10 +117,12 @@ OptionTable make_table(DoctorOptions& options) {
 RankArrangement arrangement_of(const DoctorOptions& options, const std::vector<std::string>& hosts,
                                RankOrder asked_order) {
   const int ranks = static_cast<int>(hosts.size());
-  const int pipeline =
-      options.pipeline > 0 ? options.pipeline : std::max(1, ranks / options.replicas);
+  const int pipeline = options.pipeline > 0
+                           ? options.pipeline
+                           : std::max(1, ranks / options.replicas / options.tensor);
   const Topology numbered = make_topology(
-      ranks, {.pipeline = pipeline, .replica = options.replicas, .tensor = 1}, asked_order);
+      ranks, {.pipeline = pipeline, .replica = options.replicas, .tensor = options.tensor},
+      asked_order);
   PipelineOptions asked;
   asked.shape.rank_order = asked_order;
   asked.devices.choices = options.devices;
@@ -130,8 +136,9 @@ RankArrangement arrangement_of(const DoctorOptions& options, const std::vector<s
 
 void print_job(const RankFacts& facts, const RankArrangement& order) {
   const Topology& topology = order.topology;
-  fmt::print("ranks      {} = pipeline {} x replicas {}\n", topology.ranks(),
-             topology.size.pipeline, topology.size.replica);
+  fmt::print("ranks      {} = pipeline {} x replicas {}{}\n", topology.ranks(),
+             topology.size.pipeline, topology.size.replica,
+             topology.size.tensor > 1 ? fmt::format(" x tensor {}", topology.size.tensor) : "");
   if (!order.reason.empty()) fmt::print("order      {}\n", order.reason);
   fmt::print("MPI        {}, standard {}, thread level {}, tags up to {}\n", facts.mpi.library,
              facts.mpi.standard, facts.mpi.thread_level, facts.mpi.tag_upper_bound);
@@ -164,7 +171,8 @@ void print_ranks(const std::vector<RankFacts>& ranks, const Topology& topology, 
                     .cores = rank.limits.cores,
                     .host_cores = rank.host_cores,
                     .threads = rank.threads,
-                    .interfaces = interfaces_used(rank.network)});
+                    .interfaces = interfaces_used(rank.network),
+                    .tensor = topology.size.tensor > 1 ? topology.place_of(rank.rank).tensor : -1});
   }
   fmt::print("{}", rank_table(rows, ""));
 }
@@ -213,6 +221,46 @@ void print_collectives(CollectiveResult result) {
   if (all > kMostShown) fmt::print("the {} slowest of {}\n", kMostShown, all);
 }
 
+// Of each group of tensor ranks, the slowest of its ranks.
+std::vector<TensorGroup> tensor_groups(const Topology& topology,
+                                       const std::vector<CollectiveCosts>& costs) {
+  std::vector<TensorGroup> groups;
+  if (costs.empty()) return groups;
+  for (const std::vector<int>& ranks : topology.groups(Axis::kTensor)) {
+    TensorGroup& group = groups.emplace_back(TensorGroup{.ranks = ranks, .costs = {}});
+    for (const int rank : ranks) group.costs = slower(group.costs, costs[at(rank)]);
+  }
+  return groups;
+}
+
+// Likewise.
+void print_tensor_groups(std::vector<TensorGroup> groups) {
+  if (groups.empty()) return;
+  const auto sum = [](const TensorGroup& group) { return seconds_of_sum(group, kShownSum); };
+  const auto cost = [](const LinkCost& of) {
+    return fmt::format("{:>6.0f} us  {:>11}", of.latency * 1e6, bandwidth_text(of.bandwidth));
+  };
+  fmt::print(
+      "\nCollectives of the ranks that share a stage, all stages at once: a small one, bytes per "
+      "second that a rank passes\nin large ones, and a sum of 1 MiB\n{:>22}  {:>22}  {:>22}  "
+      "{:>9}  ranks\n",
+      "sum", "reduce-scatter", "all-gather", "1 MiB");
+  const std::size_t all = groups.size();
+  if (all > kMostShown) {
+    std::ranges::stable_sort(groups, std::greater<>(), sum);
+    groups.resize(kMostShown);
+  }
+  for (const TensorGroup& each : groups) {
+    const auto of = [&](CollectiveKind kind) {
+      return cost(each.costs[at(static_cast<int>(kind))]);
+    };
+    fmt::print("{:>22}  {:>22}  {:>22}  {:>6.2f} ms  {}\n", of(CollectiveKind::kSum),
+               of(CollectiveKind::kReduceScatter), of(CollectiveKind::kAllGather), 1e3 * sum(each),
+               joined(each.ranks, ", "));
+  }
+  if (all > kMostShown) fmt::print("the {} slowest of {}\n", kMostShown, all);
+}
+
 void print_findings(const std::vector<Finding>& findings) {
   std::string wrong, notes;
   for (const Finding& finding : findings) {
@@ -224,29 +272,38 @@ void print_findings(const std::vector<Finding>& findings) {
 }
 
 std::vector<Finding> all_findings(const std::vector<RankFacts>& ranks, const ProbeResult& probe,
-                                  const std::vector<Finding>& of_sums) {
+                                  const std::vector<Finding>& of_sums,
+                                  const std::vector<TensorGroup>& groups) {
   std::vector<Finding> findings = diagnose(ranks);
-  for (const auto& more : {of_sums, diagnose_network(ranks, probe), diagnose_files(ranks)}) {
+  for (const auto& more : {diagnose_tensor_groups(ranks, groups), of_sums,
+                           diagnose_network(ranks, probe), diagnose_files(ranks)}) {
     findings.insert(findings.end(), more.begin(), more.end());
   }
   return findings;
 }
 
 Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology,
-                   const ProbeResult& probe) {
+                   const ProbeResult& probe, const std::vector<TensorGroup>& groups) {
   Cluster cluster;
   cluster.sluice = build_name();
   cluster.mpi = ranks.front().mpi.library;
   cluster.pipeline = topology.size.pipeline;
   cluster.replicas = topology.size.replica;
+  cluster.tensor = topology.size.tensor;
   for (const RankFacts* host : first_of_hosts(ranks)) {
     cluster.hosts.push_back({host->mpi.host, host->host_cores});
   }
   for (const RankFacts& rank : ranks) {
     const auto host = std::ranges::find(cluster.hosts, rank.mpi.host, &ClusterHost::name);
-    cluster.ranks.push_back({static_cast<int>(host - cluster.hosts.begin()),
-                             topology.place_of(rank.rank).replica,
-                             topology.place_of(rank.rank).pipeline});
+    cluster.ranks.push_back(
+        {static_cast<int>(host - cluster.hosts.begin()), topology.place_of(rank.rank).replica,
+         topology.place_of(rank.rank).pipeline, topology.place_of(rank.rank).tensor});
+  }
+  CollectiveCosts slowest;
+  for (const TensorGroup& each : groups) slowest = slower(slowest, each.costs);
+  for (int kind = 0; kind < kCollectiveKinds && !groups.empty(); ++kind) {
+    cluster.collectives.push_back({static_cast<CollectiveKind>(kind), slowest[at(kind)].latency,
+                                   std::max(slowest[at(kind)].bandwidth, 1.0)});
   }
   for (const LinkFigures& link : probe.links) {
     const std::string way = way_of(ranks[at(link.from)], ranks[at(link.to)]);
@@ -295,6 +352,21 @@ double wall_seconds() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
+// [rank of the job] Collective. Empty where no ranks share stages.
+std::vector<CollectiveCosts> probe_tensor_ranks(Collectives& job, SilenceLimit& silence,
+                                                const Topology& topology,
+                                                const std::vector<RankDevice>& devices) {
+  if (topology.size.tensor == 1) return {};
+  const Place place = topology.place_of(job.communicator().rank());
+  const auto group =
+      job.communicator().split(topology.group_number(Axis::kTensor, place), place.tensor);
+  Collectives ranks(*group, 0, &silence);
+  ranks.sums().set_hosts(hosts_of(devices, topology.group(Axis::kTensor, place)));
+  std::vector<CollectiveCosts> all(at(job.communicator().size()));
+  job.all_gather(measure_collectives(job, ranks), all);
+  return all;
+}
+
 void examine(const DoctorOptions& options, Communicator& world) {
   if (world.rank() == 0 && !options.output.empty()) require_writable_file(options.output);
   SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
@@ -307,10 +379,13 @@ void examine(const DoctorOptions& options, Communicator& world) {
   RankFacts mine = gather_facts(options, topology, hosts, devices, collectives);
   ProbeResult probe;
   CollectiveResult sums;
+  std::vector<CollectiveCosts> costs;
   if (options.probe_seconds > 0) {
     probe = probe_links(world, kProbeTag, pairs_of_training(topology, options.chunks),
                         {.total_seconds = options.probe_seconds});
     sums = probe_collectives(world, kProbeTag, topology, devices);
+    silence.restart();
+    costs = probe_tensor_ranks(collectives, silence, topology, devices);
   }
   mine.network.connections = tcp_connections();
   const ClockOffset clock = measure_clock_offset(collectives, wall_seconds);
@@ -325,9 +400,12 @@ void examine(const DoctorOptions& options, Communicator& world) {
   print_ranks(ranks, topology, options.chunks);
   print_links(ranks, probe.links);
   print_collectives(std::move(sums));
-  print_findings(all_findings(ranks, probe, findings_of_sums(options, topology, hosts, devices)));
+  const std::vector<TensorGroup> groups = tensor_groups(topology, costs);
+  print_tensor_groups(groups);
+  print_findings(
+      all_findings(ranks, probe, findings_of_sums(options, topology, hosts, devices), groups));
   if (options.output.empty()) return;
-  write_cluster(options.output, cluster_of(ranks, topology, probe));
+  write_cluster(options.output, cluster_of(ranks, topology, probe, groups));
   fmt::print("\n{}: links for 'sluice schedule --cluster {}'\n", options.output, options.output);
 }
 

@@ -331,6 +331,48 @@ std::vector<Finding> diagnose_sums(const Topology& topology, const std::vector<R
   return findings.list();
 }
 
+double seconds_of_sum(const TensorGroup& group, double bytes) {
+  const LinkCost& cost = group.costs[at(static_cast<int>(CollectiveKind::kSum))];
+  return cost.latency + (cost.bandwidth > 0 ? bytes / cost.bandwidth : 0);
+}
+
+std::vector<Finding> diagnose_tensor_groups(const std::vector<RankFacts>& ranks,
+                                            const std::vector<TensorGroup>& groups) {
+  constexpr double kMebi = 1 << 20;
+  Findings findings;
+  std::vector<std::string> hosts;  // of the slowest of those on several
+  const TensorGroup* slowest = nullptr;
+  double within = 0;  // milliseconds on one host
+  std::size_t spread = 0;
+  for (const TensorGroup& group : groups) {
+    std::vector<std::string> mine;
+    for (const int rank : group.ranks) {
+      const std::string& host = ranks[at(rank)].mpi.host;
+      if (std::ranges::find(mine, host) == mine.end()) mine.push_back(host);
+    }
+    if (mine.size() == 1) {
+      within = std::max(within, 1e3 * seconds_of_sum(group, kMebi));
+      continue;
+    }
+    ++spread;
+    if (slowest != nullptr && seconds_of_sum(group, kMebi) <= seconds_of_sum(*slowest, kMebi)) {
+      continue;
+    }
+    slowest = &group;
+    hosts = std::move(mine);
+  }
+  if (slowest == nullptr) return findings.list();
+  findings.wrong(
+      "ranks {} share stages, and are on {} hosts ({}): a sum of 1 MiB over them takes {:.2f} "
+      "ms{}{}, and every layer waits for several; fewer --tensor ranks, with more --pipeline or "
+      "--replicas, keep them on one host, and 'sluice train --dry-run' says what a step pays",
+      joined(slowest->ranks, ", "), hosts.size(), joined(hosts, ", "),
+      1e3 * seconds_of_sum(*slowest, kMebi),
+      within > 0 ? fmt::format(", {:.2f} ms within a host", within) : "",
+      spread > 1 ? fmt::format(" ({} such groups)", spread) : "");
+  return findings.list();
+}
+
 std::vector<const RankFacts*> first_of_hosts(const std::vector<RankFacts>& ranks) {
   std::vector<const RankFacts*> firsts;
   std::set<std::string> seen;

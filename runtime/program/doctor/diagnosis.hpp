@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/group/collective_costs.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/program/doctor/facts.hpp"
 #include "runtime/program/doctor/network_probe.hpp"
@@ -53,6 +54,16 @@ class Findings {
 [[nodiscard]] std::vector<Finding> diagnose_sums(
     const Topology& topology, const std::vector<RankDevice>& devices,
     const std::vector<std::pair<std::string, Topology>>& others);
+
+// Ranks that share a stage, and what their collectives take, in seconds and bytes per second.
+struct TensorGroup {
+  std::vector<int> ranks;  // of the job
+  CollectiveCosts costs;
+};
+[[nodiscard]] double seconds_of_sum(const TensorGroup& group, double bytes);
+// Of those that are on several hosts: what their sums cost, also against those of one host.
+[[nodiscard]] std::vector<Finding> diagnose_tensor_groups(const std::vector<RankFacts>& ranks,
+                                                          const std::vector<TensorGroup>& groups);
 
 // How messages travel from `from` to `to`: the interface at `from`, where a TCP connection of the
 // two is known; else "memory" on one host, and "no TCP" between hosts.

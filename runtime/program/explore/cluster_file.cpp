@@ -9,9 +9,11 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include <sluice/error.hpp>
+#include <sluice/plan.hpp>
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
@@ -42,6 +44,7 @@ class Reader {
     if (found == json_.end()) fail(key, "is missing");
     return *found;
   }
+  [[nodiscard]] bool has(const char* key) const { return json_.contains(key); }
   [[nodiscard]] int integer(const char* key, std::int64_t low, std::int64_t high) const {
     const OrderedJson& value = field(key);
     const bool legal =
@@ -122,10 +125,10 @@ void read_header(const Reader& file) {
 }
 
 void read_ranks(const Reader& file, Cluster& cluster) {
-  const std::int64_t ranks = std::int64_t{cluster.pipeline} * cluster.replicas;
-  std::set<std::pair<int, int>> places;
+  const double ranks = double{1} * cluster.pipeline * cluster.replicas * cluster.tensor;
+  std::set<std::tuple<int, int, int>> places;
   file.each("ranks", [&](const Reader& json) {
-    json.allow_only({"rank", "host", "replica", "pipeline_rank"});
+    json.allow_only({"rank", "host", "replica", "pipeline_rank", "tensor_rank"});
     ClusterRank rank;
     const auto index = static_cast<std::int64_t>(cluster.ranks.size());
     (void)json.integer("rank", index, index);
@@ -136,16 +139,37 @@ void read_ranks(const Reader& file, Cluster& cluster) {
     rank.host = static_cast<int>(found - cluster.hosts.begin());
     rank.replica = json.integer("replica", 0, cluster.replicas - 1);
     rank.pipeline_rank = json.integer("pipeline_rank", 0, cluster.pipeline - 1);
-    if (!places.insert({rank.replica, rank.pipeline_rank}).second) {
+    if (cluster.tensor > 1) rank.tensor_rank = json.integer("tensor_rank", 0, cluster.tensor - 1);
+    if (!places.insert({rank.replica, rank.pipeline_rank, rank.tensor_rank}).second) {
       json.fail("pipeline_rank", "and its replica are those of an earlier rank");
     }
     cluster.ranks.push_back(rank);
   });
-  if (static_cast<std::int64_t>(cluster.ranks.size()) != ranks) {
-    file.fail("ranks",
-              fmt::format("has {} entries; pipeline {} x replicas {} need {}", cluster.ranks.size(),
-                          cluster.pipeline, cluster.replicas, ranks));
+  if (static_cast<double>(cluster.ranks.size()) != ranks) {
+    file.fail(
+        "ranks",
+        fmt::format("has {} entries; pipeline {} x replicas {}{} need {}", cluster.ranks.size(),
+                    cluster.pipeline, cluster.replicas,
+                    cluster.tensor > 1 ? fmt::format(" x tensor {}", cluster.tensor) : "", ranks));
   }
+}
+
+void read_collectives(const Reader& file, Cluster& cluster) {
+  file.each("collectives", [&](const Reader& json) {
+    json.allow_only({"kind", "latency_s", "bandwidth_bytes_per_s"});
+    const std::string name = json.text("kind");
+    ClusterCollective each;
+    int kind = 0;
+    while (kind < kCollectiveKinds && name != name_of(static_cast<CollectiveKind>(kind))) ++kind;
+    if (kind == kCollectiveKinds) json.fail("kind", "is no kind of collective");
+    each.kind = static_cast<CollectiveKind>(kind);
+    if (std::ranges::count(cluster.collectives, each.kind, &ClusterCollective::kind) > 0) {
+      json.fail("kind", "stands twice");
+    }
+    each.latency = json.real("latency_s", 0, kMostSeconds);
+    each.bandwidth = json.real("bandwidth_bytes_per_s", 1, kMostBandwidth);
+    cluster.collectives.push_back(each);
+  });
 }
 
 void read_links(const Reader& file, Cluster& cluster) {
@@ -190,6 +214,7 @@ std::string to_json_text(const Cluster& cluster) {
                              {"host", cluster.hosts[at(each.host)].name},
                              {"replica", each.replica},
                              {"pipeline_rank", each.pipeline_rank}});
+    if (cluster.tensor > 1) json["ranks"].back()["tensor_rank"] = each.tensor_rank;
   }
   for (const ClusterLink& link : cluster.links) {
     json["links"].push_back({{"from", link.from},
@@ -199,6 +224,14 @@ std::string to_json_text(const Cluster& cluster) {
                              {"shared_bandwidth_bytes_per_s", link.shared_bandwidth},
                              {"advanced_while_computing", link.advanced},
                              {"over", link.over}});
+  }
+  if (cluster.tensor == 1) return dump_json(json, 1, InvalidUtf8::replace) + "\n";
+  json["tensor"] = cluster.tensor;
+  json["collectives"] = OrderedJson::array();
+  for (const ClusterCollective& each : cluster.collectives) {
+    json["collectives"].push_back({{"kind", name_of(each.kind)},
+                                   {"latency_s", each.latency},
+                                   {"bandwidth_bytes_per_s", each.bandwidth}});
   }
   return dump_json(json, 1, InvalidUtf8::replace) + "\n";
 }
@@ -211,12 +244,14 @@ Cluster parse_cluster(std::string_view text, const std::string& name) {
   const Reader file(json, name, "");
   read_header(file);
   file.allow_only({"format", "version", "sluice", "mpi", "pipeline", "replicas", "hosts", "ranks",
-                   "links", "pairs_left_out"});
+                   "links", "pairs_left_out", "tensor", "collectives"});
   Cluster cluster;
   cluster.sluice = file.text("sluice");
   cluster.mpi = file.text("mpi");
   cluster.pipeline = file.integer("pipeline", 1, kMostInteger);
   cluster.replicas = file.integer("replicas", 1, kMostInteger);
+  const bool shared = file.has("tensor");
+  if (shared) cluster.tensor = file.integer("tensor", 2, kMostInteger);
   std::set<std::string> hosts;
   file.each("hosts", [&](const Reader& host) {
     host.allow_only({"name", "cores"});
@@ -225,6 +260,7 @@ Cluster parse_cluster(std::string_view text, const std::string& name) {
   });
   read_ranks(file, cluster);
   read_links(file, cluster);
+  if (shared) read_collectives(file, cluster);
   cluster.pairs_left_out = file.integer("pairs_left_out", 0, kMostInteger);
   return cluster;
 }
@@ -252,6 +288,7 @@ PipelineLinks pipeline_links(const Cluster& cluster) {
   for (const ClusterLink& each : cluster.links) {
     const ClusterRank& from = cluster.ranks[at(each.from)];
     const ClusterRank& to = cluster.ranks[at(each.to)];
+    if (from.tensor_rank != to.tensor_rank) continue;  // their collectives are measured
     const LinkCost link = {each.latency * kMilliseconds, each.bandwidth / kMilliseconds};
     if (from.replica != to.replica) {
       result.replicas = slower(result.replicas, link);
@@ -260,6 +297,10 @@ PipelineLinks pipeline_links(const Cluster& cluster) {
     result.slowest = slower(result.slowest, link);
     LinkCost& known = links[{from.pipeline_rank, to.pipeline_rank}];
     known = slower(known, link);
+  }
+  for (const ClusterCollective& each : cluster.collectives) {
+    result.collectives[at(static_cast<int>(each.kind))] = {each.latency * kMilliseconds,
+                                                           each.bandwidth / kMilliseconds};
   }
   for (const auto& [ends, link] : links) result.links.push_back({ends.first, ends.second, link});
   return result;

@@ -1,8 +1,10 @@
 // What `sluice doctor --output` measured of a cluster, as a JSON file that `sluice schedule
 // --cluster` reads. The file has "format": "sluice-cluster" and "version": 1; a reader refuses any
-// other version, and any key that it does not know.
+// other version, and any key that it does not know. Keys of tensor ranks stand where there are
+// several.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <filesystem>
 #include <string>
@@ -21,7 +23,7 @@ struct ClusterHost {
 
 struct ClusterRank {
   int host = 0;  // index of Cluster::hosts
-  int replica = 0, pipeline_rank = 0;
+  int replica = 0, pipeline_rank = 0, tensor_rank = 0;
   friend bool operator==(const ClusterRank&, const ClusterRank&) = default;
 };
 
@@ -37,13 +39,22 @@ struct ClusterLink {
   friend bool operator==(const ClusterLink&, const ClusterLink&) = default;
 };
 
+// What a collective over the tensor ranks of a stage takes, of the slowest group; in seconds and
+// bytes per second for PlannedCollective::bytes.
+struct ClusterCollective {
+  CollectiveKind kind = CollectiveKind::kSum;
+  double latency = 0, bandwidth = 0;
+  friend bool operator==(const ClusterCollective&, const ClusterCollective&) = default;
+};
+
 struct Cluster {
   std::string sluice, mpi;  // versions
-  int pipeline = 1, replicas = 1;
+  int pipeline = 1, replicas = 1, tensor = 1;
   std::vector<ClusterHost> hosts;
-  std::vector<ClusterRank> ranks;  // [rank]; pipeline x replicas of them
-  std::vector<ClusterLink> links;  // each pair of ranks at most once per direction
-  int pairs_left_out = 0;          // that the training uses, not measured for want of time
+  std::vector<ClusterRank> ranks;                   // [rank]; pipeline x replicas x tensor of them
+  std::vector<ClusterLink> links;                   // each pair of ranks at most once per direction
+  std::vector<ClusterCollective> collectives = {};  // over tensor ranks; empty: not measured
+  int pairs_left_out = 0;  // that the training uses, not measured for want of time
   friend bool operator==(const Cluster&, const Cluster&) = default;
 };
 
@@ -61,12 +72,13 @@ inline constexpr std::size_t kLargestClusterFile = std::size_t{64} << 20;  // by
 void write_cluster(const std::filesystem::path& path, const Cluster& cluster);
 
 // Links of one pipeline for simulate(), in milliseconds and bytes per millisecond. `from` and `to`
-// are ranks of the pipeline; of several replicas the slowest counts. `slowest` has the largest
-// latency and the smallest bandwidth of `links`, for links that were not measured; `replicas` the
-// same over links between replicas of a stage. Both are 0 where there is none.
+// are ranks of the pipeline; of several replicas and tensor ranks the slowest counts. `slowest` has
+// the largest latency and the smallest bandwidth of `links`, for links that were not measured;
+// `replicas` the same over links between replicas of a stage. Both are 0 where there is none.
 struct PipelineLinks {
   std::vector<RankLink> links;
   LinkCost slowest, replicas;
+  std::array<LinkCost, kCollectiveKinds> collectives = {};  // over tensor ranks
 };
 [[nodiscard]] PipelineLinks pipeline_links(const Cluster& cluster);
 

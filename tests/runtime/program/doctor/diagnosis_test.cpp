@@ -53,6 +53,25 @@ TEST(DiagnosisTest, FindsNothingWrongWithAHealthyJob) {
   EXPECT_THAT(said(job(4), false), HasSubstr("--oversubscribe"));
 }
 
+TEST(DiagnosisTest, SaysWhatTensorRanksOnSeveralHostsCost) {
+  auto facts = job(4);
+  const auto costs = [](double latency) {
+    CollectiveCosts all;
+    all[0] = {latency, 1 << 20};
+    return all;
+  };
+  const std::vector<TensorGroup> groups = {{{0, 1}, costs(0.5)}, {{2, 3}, costs(1)}};
+  EXPECT_TRUE(diagnose_tensor_groups(facts, groups).empty());
+  EXPECT_TRUE(diagnose_tensor_groups(facts, {}).empty());
+  facts[3].mpi.host = "beta";
+  const auto findings = diagnose_tensor_groups(facts, groups);
+  ASSERT_EQ(findings.size(), 1U);
+  EXPECT_TRUE(findings[0].wrong);
+  EXPECT_THAT(findings[0].text,
+              HasSubstr("ranks 2, 3 share stages, and are on 2 hosts (alpha, beta): a sum of 1 MiB "
+                        "over them takes 2000.00 ms, 1500.00 ms within a host"));
+}
+
 TEST(DiagnosisTest, NamesHostsWithMoreRanksThanCores) {
   auto facts = job(4);
   for (RankFacts& each : facts) each.host_cores = 2;

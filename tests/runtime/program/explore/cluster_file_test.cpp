@@ -80,6 +80,41 @@ TEST(ClusterFileTest, NamesWhatIsWrong) {
                  {"'links[0].more' is not a key"});
 }
 
+// Two stages that two ranks share.
+Cluster shared_cluster() {
+  Cluster result = cluster();
+  result.replicas = 1;
+  result.tensor = 2;
+  result.ranks = {{0, 0, 0, 0}, {0, 0, 0, 1}, {1, 0, 1, 0}, {1, 0, 1, 1}};
+  result.collectives = {{CollectiveKind::kSum, 1e-4, 1e9}, {CollectiveKind::kAllGather, 5e-5, 2e9}};
+  return result;
+}
+
+TEST(ClusterFileTest, HasCollectivesOfTensorRanks) {
+  const std::string text = to_json_text(shared_cluster());
+  EXPECT_EQ(parse_cluster(text, "c.json"), shared_cluster());
+  EXPECT_EQ(to_json_text(cluster()).find("tensor"), std::string::npos) << "read by older versions";
+  const PipelineLinks links = pipeline_links(shared_cluster());
+  ASSERT_EQ(links.links.size(), 1U) << "those of ranks that share a stage are none of a pipeline";
+  EXPECT_EQ(links.links[0].from, 0);
+  EXPECT_EQ(links.links[0].to, 1);
+  EXPECT_DOUBLE_EQ(links.collectives[0].latency, 0.1);
+  EXPECT_DOUBLE_EQ(links.collectives[0].bandwidth, 1e6);
+  EXPECT_DOUBLE_EQ(links.collectives[1].bandwidth, 2e6);
+  const auto refused = [&](const std::string& from, const std::string& to,
+                           const std::string& what) {
+    std::string wrong = text;
+    ASSERT_NE(wrong.find(from), std::string::npos) << from;
+    expect_refusal(wrong.replace(wrong.find(from), from.size(), to), {what});
+  };
+  refused("\"tensor\": 2", "\"tensor\": 1", "'tensor' is 1; legal is a whole number from 2");
+  refused("\"tensor\": 2", "\"tensor\": 4", "pipeline 2 x replicas 1 x tensor 4 need 8");
+  refused("\"tensor_rank\": 1", "\"tensor_rank\": 2", "'ranks[1].tensor_rank' is 2");
+  refused("\"tensor_rank\": 1", "\"tensor_rank\": 0", "are those of an earlier rank");
+  refused("\"kind\": \"sum\"", "\"kind\": \"all\"", "'collectives[0].kind' is no kind");
+  refused("\"kind\": \"sum\"", "\"kind\": \"all-gather\"", "'collectives[1].kind' stands twice");
+}
+
 TEST(ClusterFileTest, NamesWhatDoesNotFit) {
   expect_refusal(with("\"pipeline\": 2", "\"pipeline\": 3"),
                  {"'ranks' has 4 entries; pipeline 3 x replicas 2 need 6"});
