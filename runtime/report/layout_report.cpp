@@ -9,6 +9,8 @@
 #include <set>
 #include <utility>
 
+#include <sluice/simulate.hpp>
+
 #include "comm/base/cores.hpp"
 #include "comm/base/joined.hpp"
 #include "runtime/entry/network_facts.hpp"
@@ -201,6 +203,36 @@ std::string describe_spread_ranks(const JobLayout& layout) {
 }
 
 }  // namespace
+
+std::string describe_shared_calls(const JobLayout& layout, const CollectiveCosts& costs) {
+  const int tensors = layout.place.topology.size.tensor;
+  if (tensors == 1) return "";
+  const Placement& placement = layout.plans.placement();
+  SimulationTimes times;
+  for (const StageEntry& stage : layout.parameters.stages) {
+    times.stages.push_back({0, 0, 0});
+    times.collectives.push_back(stage.collectives);
+  }
+  times.collective_costs[static_cast<std::size_t>(CollectiveAxis::kTensor)] = costs;
+  const Simulation simulation = simulate(layout.plans.order, times, {.timeline = false});
+  int most = 0;
+  std::vector<SharedCalls> calls;
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    calls.push_back(shared_calls(layout, rank));
+    if (calls.back().bytes > calls[static_cast<std::size_t>(most)].bytes) most = rank;
+  }
+  const SharedCalls& of_rank = calls[static_cast<std::size_t>(most)];
+  const int micro_batches = layout.plans.train.micro_batches;
+  const double milliseconds = 1000 * simulation.busy[static_cast<std::size_t>(most)];
+  return fmt::format(
+      "  collectives of tensor ranks: {} calls of {:.1f} MiB in all in a step of pipeline rank "
+      "{}{}\n",
+      of_rank.calls * static_cast<std::size_t>(micro_batches),
+      of_rank.bytes * micro_batches / (1 << 20), most,
+      milliseconds > 0 ? fmt::format(", {:.1f} ms by the simulation with what these ranks measured",
+                                     milliseconds)
+                       : "");
+}
 
 std::string describe_layout(const JobLayout& layout, const Partition& partition) {
   const AxisSizes& size = layout.place.topology.size;

@@ -9,6 +9,7 @@
 #include <sluice/stage.hpp>
 
 #include "comm/group/collectives.hpp"
+#include "runtime/group/collective_costs.hpp"
 #include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
@@ -16,6 +17,11 @@ namespace sluice {
 // A row per rank of a pipeline, and per tensor rank of it, with its stages, layers and memory;
 // then, where a rank computes on a GPU, devices and routes; then the notes of stages.
 [[nodiscard]] std::string describe_layout(const JobLayout& layout, const Partition& partition);
+
+// What the ranks that share stages pass each other in a step, and what that takes by the simulation
+// with `costs`, unless they are all 0. One line; empty where none shares stages.
+[[nodiscard]] std::string describe_shared_calls(const JobLayout& layout,
+                                                const CollectiveCosts& costs);
 
 struct RankRow {
   std::string host, device;

@@ -225,6 +225,12 @@ double mean_input(const ActionSeconds& sums) {
          static_cast<double>(count);
 }
 
+std::vector<PlannedCollective> joined(std::vector<PlannedCollective> list,
+                                      const std::vector<PlannedCollective>& more) {
+  list.insert(list.end(), more.begin(), more.end());
+  return list;
+}
+
 // [layer] milliseconds. Layers without cost share their stage's time equally.
 std::vector<StageTimes> divided(const LayerTable& table, std::span<const StageTimes> stages) {
   std::vector<StageTimes> times(table.costs.size());
@@ -294,6 +300,20 @@ std::string to_json_text(const LayerTable& table, std::span<const StageTimes> st
   json["times"] = nlohmann::ordered_json::array();
   for (const StageTimes& each : stages.empty() ? table.costs : divided(table, stages)) {
     json["times"].push_back({each.forward, each.backward_input, each.backward_weight});
+  }
+  if (table.collectives.empty()) return dump_json(json);
+  json["tensor_ranks"] = table.tensor_ranks;
+  json["tensor_shards"] = table.tensor_shards;
+  for (const StageCollectives& layer : table.collectives) {
+    nlohmann::ordered_json lists = nlohmann::ordered_json::array();
+    for (const auto& list :
+         {joined(layer.forward, layer.loss), layer.backward_input, layer.backward_weight}) {
+      nlohmann::ordered_json& calls = lists.emplace_back(nlohmann::ordered_json::array());
+      for (const PlannedCollective& each : list) {
+        calls.push_back({name_of(each.kind), each.bytes});
+      }
+    }
+    json["collectives"].push_back(std::move(lists));
   }
   return dump_json(json);
 }

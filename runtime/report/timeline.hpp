@@ -39,11 +39,17 @@ class Profile {
 struct LayerTable {
   std::vector<int> first_layer;   // stage s owns layers [first_layer[s], first_layer[s + 1])
   std::vector<StageTimes> costs;  // [layer] in any unit, at least one entry
+  int tensor_ranks = 1, tensor_shards = 1;  // of the run
+  // [layer] What tensor ranks that share it pass each other in a training, of an all-gather the
+  // parts of all ranks; the costs have none of it where tensor_ranks is 1. Empty: not known.
+  std::vector<StageCollectives> collectives = {};
 };
 
 // {"first": first_layer, "times": [[forward, backward_input, backward_weight], ...]}, one entry per
 // layer. The times are milliseconds: what its stage took, `stages` in seconds, divided among the
-// stage's layers in proportion to their costs. Without `stages` they are the costs.
+// stage's layers in proportion to their costs. Without `stages` they are the costs. Where
+// collectives are known, also "tensor_ranks", "tensor_shards" and "collectives": of each layer the
+// lists of F, I and W, as ["sum", bytes].
 [[nodiscard]] std::string to_json_text(const LayerTable& table,
                                        std::span<const StageTimes> stages = {});
 

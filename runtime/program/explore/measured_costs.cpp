@@ -14,6 +14,7 @@
 #include <utility>
 
 #include <sluice/error.hpp>
+#include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
 
 #include "comm/base/throw_error.hpp"
@@ -24,6 +25,8 @@ namespace sluice {
 namespace {
 
 using Json = nlohmann::json;
+
+constexpr std::uint64_t kMostCollectiveBytes = std::uint64_t{1} << 53;
 
 struct Sum {
   double milliseconds = 0;
@@ -84,6 +87,8 @@ double number(const Json& event, const char* key) {
 struct Layers {
   std::vector<int> first;         // as LayerTable::first_layer; empty: the file says none
   std::vector<StageTimes> times;  // [layer]
+  int tensor_ranks = 1, tensor_shards = 1;
+  std::vector<StageCollectives> collectives;  // [layer]; empty: the file says none
 };
 
 double time_of(const Json& json) {
@@ -92,6 +97,46 @@ double time_of(const Json& json) {
     fail("has a time of a layer that is none: {}", dump_json(json));
   }
   return time;
+}
+
+std::vector<PlannedCollective> calls_of(const Json& json) {
+  std::vector<PlannedCollective> calls;
+  const auto wrong = [&] { fail("has collectives of a layer that are none: {}", dump_json(json)); };
+  if (!json.is_array()) wrong();
+  for (const Json& each : json) {
+    if (!each.is_array() || each.size() != 2 || !each[1].is_number_unsigned()) wrong();
+    int kind = 0;
+    while (kind < kCollectiveKinds && each[0] != name_of(static_cast<CollectiveKind>(kind))) ++kind;
+    if (kind == kCollectiveKinds || each[1].get<std::uint64_t>() > kMostCollectiveBytes) wrong();
+    calls.push_back({.kind = static_cast<CollectiveKind>(kind), .bytes = each[1]});
+  }
+  return calls;
+}
+
+void read_collectives(const Json& json, Layers& layers) {
+  const Json& lists = field(json, "collectives");
+  if (lists.is_null()) return;
+  const auto count = [&](const char* key) {
+    const Json& value = field(json, key);
+    const std::int64_t number = value.is_number_integer() ? value.get<std::int64_t>() : 0;
+    if (number < 1 || number > std::numeric_limits<int>::max()) {
+      fail("has layers with '{}' {}; legal is a whole number from 1", key, dump_json(value));
+    }
+    return static_cast<int>(number);
+  };
+  layers.tensor_ranks = count("tensor_ranks");
+  layers.tensor_shards = count("tensor_shards");
+  if (!lists.is_array() || lists.size() != layers.times.size()) {
+    fail("has {} layers, and collectives of {}", layers.times.size(), lists.size());
+  }
+  for (const Json& each : lists) {
+    if (!each.is_array() || each.size() != 3) {
+      fail("has collectives of a layer that are none: {}", dump_json(each));
+    }
+    layers.collectives.push_back({.forward = calls_of(each[0]),
+                                  .backward_input = calls_of(each[1]),
+                                  .backward_weight = calls_of(each[2])});
+  }
 }
 
 Layers layers_of(const Json& json) {
@@ -114,6 +159,7 @@ Layers layers_of(const Json& json) {
     if (!each.is_array() || each.size() != 3) wrong();
     layers.times.push_back({time_of(each[0]), time_of(each[1]), time_of(each[2])});
   }
+  read_collectives(json, layers);
   return layers;
 }
 
@@ -205,6 +251,10 @@ class TraceReader {
            costs.stages.size());
     }
     costs.layers = layers_.times;
+    costs.first_layer = layers_.first;
+    costs.tensor_ranks = layers_.tensor_ranks;
+    costs.tensor_shards = layers_.tensor_shards;
+    costs.collectives = layers_.collectives;
     costs.message = quickest_message();
     costs.source = fmt::format("means of {} stages in milliseconds, messages take {:.4g}",
                                costs.stages.size(), costs.message);

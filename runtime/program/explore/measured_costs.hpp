@@ -14,6 +14,9 @@ struct MeasuredCosts {
   // [layer of the model], embedding and head included, milliseconds; empty: the file does not say
   // the layers, as those of Sluice 0.2 do not.
   std::vector<StageTimes> layers;
+  std::vector<int> first_layer;  // LayerTable::first_layer of runtime/report/timeline.hpp; so below
+  int tensor_ranks = 1, tensor_shards = 1;
+  std::vector<StageCollectives> collectives;
   double message = 0;  // milliseconds
   std::string source;  // one line: the file, averages, assumptions
 };

@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -18,6 +19,7 @@ namespace sluice {
 namespace {
 
 constexpr double kMostBytes = 9007199254740992.0;  // 2^53: whole numbers a double counts exactly
+constexpr auto kTensorAxis = static_cast<std::size_t>(CollectiveAxis::kTensor);
 constexpr const char* kNumbers = "X[,X...]";
 
 // Numbers from 0 up with commas between them; nothing where the text is anything else.
@@ -49,6 +51,10 @@ std::vector<double> bytes_of(const char* option, const std::string& text) {
       option, text);
 }
 
+double work_of(const StageTimes& times) {
+  return times.forward + times.backward_input + times.backward_weight;
+}
+
 // One of "FROM-TO:LATENCY[:BANDWIDTH]".
 RankLink link_of(const std::string& text) {
   RankLink result;
@@ -67,6 +73,24 @@ RankLink link_of(const std::string& text) {
       "option --links: '{}' is not FROM-TO:LATENCY or FROM-TO:LATENCY:BANDWIDTH, e.g. "
       "3-4:0.5:1e9",
       text);
+}
+
+// Of a collective by its kind, from the cost of a link: values go in `ranks` parts. A sum is a
+// reduce-scatter and an all-gather.
+std::array<LinkCost, kCollectiveKinds> costs_over(const LinkCost& link, int ranks) {
+  const double others = ranks - 1;
+  const auto over = [&](double messages, double parts) {
+    return LinkCost{messages * link.latency, link.bandwidth / parts};
+  };
+  std::array<LinkCost, kCollectiveKinds> costs;
+  const auto set = [&](CollectiveKind kind, const LinkCost& cost) {
+    costs[static_cast<std::size_t>(kind)] = cost;
+  };
+  set(CollectiveKind::kSum, over(2, 2 * others / ranks));
+  set(CollectiveKind::kAllGather, over(1, others));
+  set(CollectiveKind::kReduceScatter, over(1, others / ranks));
+  set(CollectiveKind::kAllToAll, over(1, others / ranks));
+  return costs;
 }
 
 }  // namespace
@@ -131,6 +155,15 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
   table.add_text("memory-limit", limit_, kNumbers,
                  "bytes that a rank may hold at most; without bytes, micro-batches in flight; one "
                  "number for all ranks, or one per rank");
+  table.add_integer("tensor", tensor_, 1, kMaxInt,
+                    "ranks that share each stage, with --profile: each computes its part of what "
+                    "one rank was measured to compute, and makes collectives; auto: those of "
+                    "the profile, else of --cluster",
+                    "auto");
+  table.add_real("tensor-time", tensor_link_.latency, kFromZero,
+                 "latency between these ranks; not given: message-time");
+  table.add_real("tensor-bandwidth", tensor_link_.bandwidth, kFromZero,
+                 "between two of them; not given: bandwidth");
   add_list(table, kReduce, "sum of the gradients of one rank over replicas");
   add_list(table, kReduced, "that one replica moves for it; added to reduce-time");
   table.add_real("reduce-bandwidth", common_.reduce_link.bandwidth, kFromZero,
@@ -150,8 +183,10 @@ void Costs::resolve(const OptionTable& table, CostsOf scope) {
   }
   for (const std::string& link : parts_of(links_)) common_.links.push_back(link_of(link));
   if (!limit_.empty()) read_memory_limit();
-  if (!profile_.empty()) read_profile(table);
+  MeasuredCosts measured;
+  if (!profile_.empty()) measured = read_profile(table);
   if (!cluster_.empty()) use_cluster(table);
+  share_stages(table, measured);
   LinkCost& between = common_.between_nodes;
   if (!table.given("node-message-time")) between.latency = common_.message;
   if (!table.given("node-bandwidth")) between.bandwidth = common_.bandwidth;
@@ -159,27 +194,30 @@ void Costs::resolve(const OptionTable& table, CostsOf scope) {
                    !table.given("message-time") && !(has_bytes_ && common_.bandwidth > 0);
 }
 
-void Costs::read_profile(const OptionTable& table) {
+MeasuredCosts Costs::read_profile(const OptionTable& table) {
   for (const List list : {kForward, kBackwardInput, kBackwardWeight}) {
     if (!table.given(kNames[list])) continue;
     throw_usage("option --{}: --profile determines it; give one of the two", kNames[list]);
   }
   MeasuredCosts measured = read_measured_costs(profile_, input_share_);
-  measured_ = std::move(measured.stages);
-  layers_ = std::move(measured.layers);
-  source_ = std::move(measured.source);
+  measured_ = measured.stages;
+  layers_ = measured.layers;
+  source_ = measured.source;
   if (!table.given("message-time")) common_.message = measured.message;
+  return measured;
 }
 
 void Costs::use_cluster(const OptionTable& table) {
   for (const char* name : {"message-time", "bandwidth", "ranks-per-node", "node-message-time",
-                           "node-bandwidth", "links"}) {
+                           "node-bandwidth", "links", "tensor-time", "tensor-bandwidth"}) {
     if (!table.given(name)) continue;
     throw_usage("option --{}: --cluster determines it; give one of the two", name);
   }
   const Cluster cluster = read_cluster(cluster_);
   PipelineLinks links = pipeline_links(cluster);
   cluster_ranks_ = cluster.pipeline;
+  cluster_tensor_ = cluster.tensor;
+  common_.collective_costs[kTensorAxis] = links.collectives;
   common_.message = links.slowest.latency;
   common_.bandwidth = links.slowest.bandwidth;
   common_.links = std::move(links.links);
@@ -187,6 +225,80 @@ void Costs::use_cluster(const OptionTable& table) {
   if (!source_.empty()) source_ += "; ";
   source_ += fmt::format("{}: {} measured links of a pipeline of {}, in milliseconds", cluster_,
                          common_.links.size(), cluster.pipeline);
+}
+
+void Costs::require_tensor_ranks(const MeasuredCosts& measured) const {
+  const int shards = measured.tensor_shards;
+  if (profile_.empty()) {
+    throw_usage(
+        "option --tensor: {}: what {} ranks exchange that share a stage is known of a --profile "
+        "alone; give one",
+        tensor_, tensor_);
+  }
+  if (measured.collectives.empty()) {
+    throw_usage(
+        "option --tensor: {}: '{}' does not say what ranks exchange that share a stage; legal: 1, "
+        "or a profile that this version of 'sluice train' writes on CPUs",
+        tensor_, profile_);
+  }
+  if (measured.tensor_ranks != 1 && measured.tensor_ranks != tensor_) {
+    throw_usage(
+        "option --tensor: {}: '{}' was measured with {} tensor ranks; legal: {}, or a "
+        "profile of one",
+        tensor_, profile_, measured.tensor_ranks, measured.tensor_ranks);
+  }
+  if (shards > 1 &&
+      (shards % tensor_ != 0 || !std::has_single_bit(static_cast<unsigned>(shards / tensor_)))) {
+    throw_usage(
+        "option --tensor: {}: the model of '{}' has {} tensor shards; legal: 1, or {} divided by a "
+        "power of two",
+        tensor_, profile_, shards, shards);
+  }
+  if (!cluster_.empty() && cluster_tensor_ != tensor_) {
+    throw_usage(
+        "option --cluster: '{}' was written for {} tensor rank{}, the schedule has {}; start "
+        "'sluice doctor --tensor {} --output FILE' on the cluster",
+        cluster_, cluster_tensor_, cluster_tensor_ == 1 ? "" : "s", tensor_, tensor_);
+  }
+}
+
+void Costs::share_stages(const OptionTable& table, const MeasuredCosts& measured) {
+  if (tensor_ == 0) tensor_ = measured.tensor_ranks > 1 ? measured.tensor_ranks : cluster_tensor_;
+  if (tensor_ == 1) return;
+  require_tensor_ranks(measured);
+  if (cluster_.empty()) {
+    LinkCost link = tensor_link_;
+    if (!table.given("tensor-time")) link.latency = common_.message;
+    if (!table.given("tensor-bandwidth")) link.bandwidth = common_.bandwidth;
+    common_.collective_costs[kTensorAxis] = costs_over(link, tensor_);
+  }
+  SimulationTimes alone;
+  alone.stages = measured.layers;
+  alone.collective_costs = common_.collective_costs;
+  tensor_costs_.ranks = tensor_;
+  for (StageCollectives each : measured.collectives) {
+    for (auto* list : {&each.forward, &each.backward_input, &each.backward_weight}) {
+      for (PlannedCollective& call : *list) {
+        if (call.kind == CollectiveKind::kAllGather) call.bytes /= static_cast<unsigned>(tensor_);
+        tensor_costs_.calls += 1;
+        tensor_costs_.bytes += static_cast<double>(call.bytes);
+      }
+    }
+    alone.collectives.push_back(std::move(each));
+  }
+  for (StageTimes& each : alone.stages) {
+    for (double* time : {&each.forward, &each.backward_input, &each.backward_weight}) {
+      *time /= tensor_;
+    }
+  }
+  const int layers = static_cast<int>(alone.stages.size());
+  const SimulationTimes shared = recut(alone, layers, layers);  // with what collectives cost
+  for (std::size_t i = 0; i < shared.stages.size(); ++i) {
+    tensor_costs_.time += work_of(shared.stages[i]) - work_of(alone.stages[i]);
+  }
+  if (measured.tensor_ranks > 1) return;  // its times have them
+  layers_ = shared.stages;
+  measured_ = join_layers(shared, measured.first_layer).stages;
 }
 
 void Costs::read_memory_limit() {
@@ -333,6 +445,11 @@ std::vector<std::string> Costs::remarks(const Placement& placement) const {
     remarks.emplace_back(
         "messages take no time here, which favours many chunks: --message-time, --bandwidth with "
         "--message-bytes, --cluster or a --profile that has messages says what they take");
+  }
+  if (tensor_costs_.ranks > 1 && tensor_costs_.time == 0) {
+    remarks.emplace_back(
+        "collectives of tensor ranks take no time here: --tensor-time and --tensor-bandwidth, or a "
+        "--cluster of 'sluice doctor --tensor', say what they take");
   }
   return remarks;
 }

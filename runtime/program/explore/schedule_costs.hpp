@@ -11,6 +11,7 @@
 
 #include <sluice/simulate.hpp>
 
+#include "runtime/program/explore/measured_costs.hpp"
 #include "runtime/program/options/option_table.hpp"
 
 namespace sluice {
@@ -22,6 +23,14 @@ namespace sluice {
 enum class CostsOf {
   kStage,      // one chunk, one per stage; X alone: a rank's chunks in equal parts
   kRankShare,  // one p-th of the model: X for all, or p of them in the model's order
+};
+
+// What the collectives of tensor ranks come to, of one micro-batch over the whole model, per rank
+// of those that share it.
+struct TensorCosts {
+  int ranks = 1;
+  double calls = 0, bytes = 0;  // bytes that a rank passes
+  double time = 0;
 };
 
 // Call add_options(), parse the table, then resolve(), then the rest. An object keeps its address
@@ -59,6 +68,8 @@ class Costs {
   // of one. Throws Error(kUsage) where there are several, but not one per rank.
   [[nodiscard]] const std::vector<std::int64_t>& byte_limit(int ranks) const;
   [[nodiscard]] const std::vector<double>& in_flight_limit(int ranks) const;
+  // Where tensor ranks share stages; times() and its like have their collectives.
+  [[nodiscard]] const TensorCosts& tensor() const { return tensor_costs_; }
   // The profile with the assumptions about its times, and the cluster file; empty: neither.
   [[nodiscard]] const std::string& source() const { return source_; }
 
@@ -92,8 +103,11 @@ class Costs {
 
   void add_list(OptionTable& table, List list, const std::string& help);
   void read_memory_limit();
-  void read_profile(const OptionTable& table);
+  [[nodiscard]] MeasuredCosts read_profile(const OptionTable& table);
   void use_cluster(const OptionTable& table);
+  // Throws Error(kUsage) where the costs of so many are not known.
+  void require_tensor_ranks(const MeasuredCosts& measured) const;
+  void share_stages(const OptionTable& table, const MeasuredCosts& measured);
   void require_cluster_of(int ranks) const;
   void require_limits_of(int ranks) const;
   // Of equal pieces of the model, or of its layers: what the options say, and for `measured`
@@ -107,6 +121,8 @@ class Costs {
   std::array<std::string, kLists> texts_ = {"1", "1", "1", "0", "sum"};
   std::string links_, limit_, profile_, cluster_;
   double input_share_ = 0.5;
+  int tensor_ = 0;  // 0: not given
+  LinkCost tensor_link_;
   SimulationTimes common_;  // all but stages and bytes
   // Set by resolve().
   CostsOf scope_ = CostsOf::kStage;
@@ -116,6 +132,8 @@ class Costs {
   std::vector<StageTimes> layers_;    // [layer of it]; empty: not known
   bool messages_free_ = false;        // nothing says what a message takes
   std::optional<int> cluster_ranks_;
+  int cluster_tensor_ = 1;
+  TensorCosts tensor_costs_;
   std::vector<std::int64_t> byte_limit_;
   std::vector<double> in_flight_limit_;
   std::string source_;

@@ -183,6 +183,17 @@ std::string grid_of(const Schedule& schedule) {
       kMostColumns);
 }
 
+// Of a report or a row; empty where no ranks share stages.
+std::string tensor_text(const OrderedJson& json) {
+  if (!json.contains("tensor")) return "";
+  const OrderedJson& tensor = json["tensor"];
+  return fmt::format(
+      "{} ranks share each stage: in a step one makes {:.6g} collectives of {:.1f} MiB in all, "
+      "which take {:.6g} (the mean over the pipeline)\n",
+      dump_json(tensor["ranks"]), tensor["calls"].get<double>(),
+      tensor["bytes"].get<double>() / (1 << 20), tensor["time"].get<double>());
+}
+
 std::string report_text(const OrderedJson& json, const Schedule& drawn) {
   std::string text = fmt::format("{}: {}, {}, {}\n", text_of(json["schedule"]),
                                  count(json["ranks"], "rank"), count(json["stages"], "stage"),
@@ -197,7 +208,7 @@ std::string report_text(const OrderedJson& json, const Schedule& drawn) {
     text += fmt::format("{:<17}{}{}\n", key, text_of(json[key]),
                         note.empty() ? "" : fmt::format(" ({})", note));
   }
-  return text;
+  return text + tensor_text(json);
 }
 
 std::string comparison_text(const OrderedJson& json) {
@@ -218,7 +229,7 @@ std::string comparison_text(const OrderedJson& json) {
           : "makespan, the step with its barrier");
   const OrderedJson& first = json["rows"].front();
   if (first.contains("times")) text += fmt::format("Times from {}.\n", text_of(first["times"]));
-  return text;
+  return text + tensor_text(first);
 }
 
 // "0-2" per stage; a stage has one layer at least.

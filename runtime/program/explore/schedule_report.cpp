@@ -212,6 +212,13 @@ ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
   report.simulation = simulate(report.schedule, times, detail);
   report.json = to_json(report.schedule, report.simulation, loaded.source, times.reduce_overlap);
   if (!costs.source().empty()) report.json["times"] = costs.source();
+  if (const TensorCosts& tensor = costs.tensor(); tensor.ranks > 1) {
+    const double each = static_cast<double>(report.schedule.micro_batches) / placement.ranks();
+    report.json["tensor"] = {{"ranks", tensor.ranks},
+                             {"calls", tensor.calls * each},
+                             {"bytes", tensor.bytes * each},
+                             {"time", tensor.time * each}};
+  }
   const std::vector<std::string> remarks = costs.remarks(placement);
   if (!remarks.empty()) report.json["remarks"] = remarks;
   add_lists(report.json, "timeline", report.simulation.timeline);

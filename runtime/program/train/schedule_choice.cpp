@@ -157,6 +157,37 @@ std::vector<StageTimes> layer_times(const TransformerConfig& model) {
   return times;
 }
 
+std::vector<StageCollectives> layer_collectives(const TransformerConfig& model, int shards,
+                                                bool deals_positions,
+                                                std::vector<TensorSpec> inputs,
+                                                ComputeContext& compute) try {
+  std::vector<StageCollectives> all;
+  // A rank of each shard: what is summed does not depend on their number.
+  const int ranks = std::max(shards, 2);
+  Partition alone;  // a stage of each layer
+  for (int layer = 0; layer <= model.layers + 2; ++layer) alone.first.push_back(layer);
+  const Transformer layers(model);
+  for (int layer = 0; layer < alone.stages(); ++layer) {
+    const auto stage = layers.stage_of(
+        alone, layer, {.count = ranks, .first = 0, .local = 1, .deals_positions = deals_positions});
+    StageDescription description = stage->describe(inputs, compute);
+    StageCollectives& made = all.emplace_back(std::move(description.collectives));
+    for (auto* list : {&made.forward, &made.loss, &made.backward_input, &made.backward_weight}) {
+      std::erase_if(*list, [](const PlannedCollective& each) {
+        return each.axis != CollectiveAxis::kTensor;
+      });
+      for (PlannedCollective& each : *list) {
+        if (each.kind == CollectiveKind::kAllGather) each.bytes *= static_cast<unsigned>(ranks);
+      }
+    }
+    inputs = std::move(description.outputs);
+  }
+  return all;
+} catch (const Error& error) {
+  if (error.code() != ErrorCode::kUsage) throw;
+  return {};
+}
+
 ScheduleChoice choose_schedule(const TrainOptions& options, int ranks, Collectives& world) {
   if (options.pipeline.order.given == nullptr && options.pipeline.order.schedule == "auto") {
     return search(options, ranks, world);

@@ -35,6 +35,15 @@ struct ScheduleChoice {
 // takes as many matmuls as forward. Recomputation adds to the input half.
 [[nodiscard]] std::vector<StageTimes> layer_times(const TransformerConfig& model);
 
+// [layer] What ranks that share the model's layers pass each other in a training, of an all-gather
+// the parts of all ranks: for LayerTable. `shards` as of the options; of one those that two have.
+// `inputs`: of one micro-batch. Empty where such a model has no
+// shards, as on a GPU.
+[[nodiscard]] std::vector<StageCollectives> layer_collectives(const TransformerConfig& model,
+                                                              int shards, bool deals_positions,
+                                                              std::vector<TensorSpec> inputs,
+                                                              ComputeContext& compute);
+
 // For a pipeline of `ranks` ranks. Collective over all ranks of the job. For --schedule auto rank 0
 // searches and broadcasts the result. The costs of the search are the layers' matmuls, messages
 // take no time, and at most as many micro-batches are in flight as 1f1b holds. The layers of a

@@ -183,7 +183,6 @@ void LastSteps::sum_operators() {
 }
 
 void LastSteps::write_timeline(const LayerTable& layers) {
-  if (options_.trace.empty()) return;
   clock_error_ = timeline_.write(pipeline_, options_.trace, layers);
 }
 

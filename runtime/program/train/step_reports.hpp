@@ -89,7 +89,7 @@ class LastSteps {
   void after_step(const StepReport& step);
   // Collective; after the last step.
   void sum_operators();
-  void write_timeline(const LayerTable& layers);
+  void write_timeline(const LayerTable& layers);  // to --trace
 
   // Of the timeline's times, in seconds.
   [[nodiscard]] double clock_error() const { return clock_error_; }

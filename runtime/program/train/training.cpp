@@ -24,6 +24,7 @@
 #include "runtime/entry/command.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/group/activity.hpp"
+#include "runtime/group/collective_costs.hpp"
 #include "runtime/group/configuration.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
@@ -90,6 +91,7 @@ class Training {
   [[nodiscard]] int pipeline_depth() const;
   [[nodiscard]] bool keeps_replicas_together() const;
   [[nodiscard]] LayerTable layers() const;
+  [[nodiscard]] LayerTable layers_of_profile();
   [[nodiscard]] StageFactory stages() const;
   void require_same_options(Collectives& job) const;
   bool prepare();
@@ -246,7 +248,7 @@ void Training::run() {
   if (!stopped_) {
     last_steps_->sum_operators();
     if (data_.last_validation > 0) validate(data_.last_validation);
-    last_steps_->write_timeline(layers());
+    if (!options_.trace.empty()) last_steps_->write_timeline(layers_of_profile());
   }
   pipeline_->close();
   if (first()) print_summary();
@@ -319,6 +321,20 @@ LayerTable Training::layers() const {
   return {choice_.partition.first, layer_times(options_.model)};
 }
 
+LayerTable Training::layers_of_profile() {
+  const RankPlace& place = PipelineAccess::layout(*pipeline_).place;
+  const PipelineOptions::Shape& shape = options_.pipeline.shape;
+  LayerTable table = layers();
+  table.tensor_ranks = place.topology.size.tensor;
+  table.tensor_shards = place.shards;
+  PipelineAccess::guarded(*pipeline_, [&] {
+    table.collectives =
+        layer_collectives(options_.model, place.shards, shape.sequence_parallel,
+                          data_.source->input_specs(shape.micro_batch_size), pipeline_->compute());
+  });
+  return table;
+}
+
 StageFactory Training::stages() const {
   return [this, model = Transformer(options_.model)](const StagePlace& place) {
     return model.stage_of(choice_.partition, place.stage, place.shards_here());
@@ -343,18 +359,36 @@ void Training::plan_pipeline() {
   if (first() && !choice_.remark.empty()) fmt::print("{}\n", choice_.remark);
 }
 
+// Collective. Of the slowest group of tensor ranks; all 0 where none shares a stage.
+CollectiveCosts measure_tensor_ranks(Collectives& job, const RankPlace& place,
+                                     ControlChannel& control) {
+  CollectiveCosts slowest;
+  if (place.topology.size.tensor == 1) return slowest;
+  const auto group = job.communicator().split(
+      place.topology.group_number(Axis::kTensor, place.here), place.here.tensor);
+  Collectives ranks(*group, 0, &control);
+  ranks.sums().set_hosts(place.hosts_of(place.topology.group(Axis::kTensor, place.here)));
+  std::vector<CollectiveCosts> all(static_cast<std::size_t>(job.communicator().size()));
+  job.all_gather(measure_collectives(job, ranks), all);
+  for (const CollectiveCosts& each : all) slowest = slower(slowest, each);
+  return slowest;
+}
+
 void Training::dry_run(Communicator& comm, ControlChannel& control) {
   const JobLayout layout =
       PipelineAccess::plan_layout(world_, pipeline_options_, stages(), *data_.source);
   std::string ranks;
+  CollectiveCosts costs;
   guarded(control, world_.rank(), [&] {
     Collectives job(comm, 0, &control);
     ranks = describe_ranks(job, layout);
+    if (job_ranks() == world_.size()) costs = measure_tensor_ranks(job, layout.place, control);
     if (first()) require_room(options_, layout);
     start_ = plan_start(layout, options_, data_.identity, /*reads_save=*/first());
   });
   if (!first()) return;
   describe(layout, ranks);
+  fmt::print("{}", describe_shared_calls(layout, costs));
   if (job_ranks() == world_.size()) return;
   fmt::print(
       "planned in one process: {} ranks, each with a device like this one's; memory of hosts was "

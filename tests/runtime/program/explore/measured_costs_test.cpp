@@ -91,6 +91,37 @@ TEST(MeasuredCostsTest, ATraceSaysTheLayersOfTheModel) {
   EXPECT_THAT(traced.source, HasSubstr("3 layers"));
 }
 
+TEST(MeasuredCostsTest, ATraceSaysWhatTensorRanksExchange) {
+  const TemporaryDirectory directory;
+  const auto read = [&](const std::string& more) {
+    std::string text = trace(whole_backward());
+    text.insert(1, R"("layers":{"first":[0,1,2],"times":[[1,1,1],[2,2,2]])" + more + "},");
+    return read_measured_costs(directory.write("t.json", text), 0.5);
+  };
+  const auto told = [&](const std::string& ranks, const std::string& lists) {
+    return read(R"(,"tensor_ranks":)" + ranks + R"(,"tensor_shards":8,"collectives":)" + lists);
+  };
+  EXPECT_EQ(read("").tensor_ranks, 1);
+  EXPECT_TRUE(read("").collectives.empty());
+  const MeasuredCosts costs =
+      told("4", R"([[[["sum",8]],[["reduce-scatter",16],["all-gather",4]],[]],[[],[],[]]])");
+  EXPECT_EQ(costs.tensor_ranks, 4);
+  EXPECT_EQ(costs.tensor_shards, 8);
+  EXPECT_EQ(costs.first_layer, (std::vector{0, 1, 2}));
+  ASSERT_EQ(costs.collectives.size(), 2U);
+  EXPECT_EQ(costs.collectives[0].forward, (std::vector{PlannedCollective{.bytes = 8}}));
+  ASSERT_EQ(costs.collectives[0].backward_input.size(), 2U);
+  EXPECT_EQ(costs.collectives[0].backward_input[1].kind, CollectiveKind::kAllGather);
+  for (const char* lists :
+       {"3", "[]", "[[[],[],[]]]", "[[[],[]],[[],[],[]]]", R"([[[["sum"]],[],[]],[[],[],[]]])",
+        R"([[[["product",8]],[],[]],[[],[],[]]])", R"([[[["sum",-8]],[],[]],[[],[],[]]])",
+        R"([[[["sum",1e30]],[],[]],[[],[],[]]])"}) {
+    expect_error(ErrorCode::kData, {"t.json", "collectives of"}, [&] { (void)told("4", lists); });
+  }
+  expect_error(ErrorCode::kData, {"'tensor_ranks' 0; legal is a whole number from 1"},
+               [&] { (void)told("0", "[[[],[],[]],[[],[],[]]]"); });
+}
+
 TEST(MeasuredCostsTest, RefusesLayersThatAreNone) {
   const TemporaryDirectory directory;
   for (const char* layers :

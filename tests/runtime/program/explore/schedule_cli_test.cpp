@@ -169,6 +169,8 @@ TEST_F(CliTest, ScheduleTakesTheTimesOfATrainedRun) {
   EXPECT_THAT(json.at("times").get<std::string>(), HasSubstr("t.json"));
   expect_refusal(sluice("schedule --ranks 2 --profile m.jsonl"), 3,
                  "'m.jsonl' is no trace; legal is what 'sluice train' writes for --trace");
+  const Outcome shared = sluice("schedule --ranks 1 --tensor 2 --profile t.json");
+  EXPECT_THAT(shared.out, HasSubstr("2 ranks share each stage: in a step one makes")) << shared.err;
   const Outcome table = sluice("schedule compare --ranks 2 --micro-batches 4 --profile t.json");
   EXPECT_THAT(table.out, HasSubstr("Times from t.json"));
 }
@@ -201,6 +203,67 @@ TEST_F(CliTest, ScheduleTakesTheLinksOfACluster) {
     const Outcome other = sluice(std::string(command) + " --micro-batches 2 --cluster c.json");
     EXPECT_EQ(other.code, 0) << other.err;
   }
+}
+
+// A run of one rank: an embedding, a block and a head, in milliseconds. Two ranks that share the
+// block sum 1000 bytes of each in F and scatter as many in I; of a gather both have 500 in I.
+constexpr const char* kProfileOfOne = R"({"layers": {"first": [0, 3],
+  "times": [[0, 0, 0], [8, 8, 8], [4, 4, 4]], "tensor_ranks": 1, "tensor_shards": 8, "collectives":
+  [[[], [], []], [[["sum", 1000]], [["reduce-scatter", 1000], ["all-gather", 1000]], []],
+   [[], [], []]]}, "traceEvents": [
+  {"ph": "X", "pid": 0, "tid": 1, "ts": 0, "dur": 12000, "name": "0F0", "cat": "compute"},
+  {"ph": "X", "pid": 0, "tid": 1, "ts": 12000, "dur": 24000, "name": "0B0", "cat": "compute"}]})";
+
+TEST_F(CliTest, ScheduleCountsWhatTensorRanksExchange) {
+  std::ofstream(path("t.json")) << kProfileOfOne;
+  const std::string work = " --micro-batches 2 --format json --profile t.json";
+  const auto simulated = [&](const std::string& words) {
+    const Outcome outcome = sluice("schedule " + words + work);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return nlohmann::json::parse(outcome.out);
+  };
+  const auto one = simulated("--ranks 1");
+  EXPECT_DOUBLE_EQ(one.at("makespan").get<double>(), 2 * 36);
+  EXPECT_FALSE(one.contains("tensor"));
+  EXPECT_EQ(one, simulated("--ranks 1 --tensor 1"));
+  // Half of the compute. Messages take 1, and of 1000 bytes in two parts the other half 500 / 250:
+  // a sum of two of both, a reduce-scatter and a gather one each.
+  EXPECT_THAT(simulated("--ranks 1 --tensor 2").at("remarks").dump(),
+              HasSubstr("collectives of tensor ranks take no time here"));
+  const std::string costs = " --tensor 2 --tensor-time 1 --tensor-bandwidth 250";
+  const double each = (2 + 4) + (1 + 2) + (1 + 2);
+  const auto two = simulated("--ranks 1" + costs);
+  EXPECT_DOUBLE_EQ(two.at("makespan").get<double>(), 2 * (18 + each));
+  EXPECT_EQ(two.at("tensor"),
+            (nlohmann::json{{"ranks", 2}, {"calls", 6.0}, {"bytes", 5000.0}, {"time", 2 * each}}));
+  // Over two stages a rank makes half of them. The block is the longer one.
+  const auto stages = simulated("--ranks 2 --schedule gpipe" + costs);
+  EXPECT_EQ(stages.at("tensor").at("calls"), 3.0);
+  EXPECT_DOUBLE_EQ(stages.at("busy")[0].get<double>(), 2 * (12 + each));
+  EXPECT_DOUBLE_EQ(stages.at("busy")[1].get<double>(), 2 * 6);
+  EXPECT_EQ(simulated("auto --ranks 1" + costs).at("makespan"), two.at("makespan"));
+  const Outcome table =
+      sluice("schedule compare --ranks 2 --micro-batches 2 --profile t.json" + costs);
+  EXPECT_THAT(table.out, HasSubstr("2 ranks share each stage: in a step one makes 3 collectives of "
+                                   "0.0 MiB in all, which take 12 "))
+      << table.err;
+}
+
+TEST_F(CliTest, ScheduleRefusesTensorRanksWhoseCostsItDoesNotKnow) {
+  std::ofstream(path("t.json")) << kProfileOfOne;
+  std::ofstream(path("c.json")) << kClusterOfTwo;
+  const auto refused = [&](const std::string& words, const std::string& what) {
+    expect_refusal(sluice("schedule --ranks 2 --tensor " + words), 2, what);
+  };
+  refused("2", "what 2 ranks exchange that share a stage is known of a --profile alone");
+  refused("0 --profile t.json", "option --tensor");
+  refused("3 --profile t.json", "has 8 tensor shards; legal: 1, or 8 divided by a power of two");
+  refused("2 --profile t.json --cluster c.json",
+          "'c.json' was written for 1 tensor rank, the schedule has 2; start 'sluice doctor "
+          "--tensor 2 --output FILE'");
+  std::string text = kProfileOfOne;
+  std::ofstream(path("t.json")) << text.replace(text.find("ranks\": 1"), 9, "ranks\": 4");
+  refused("2 --profile t.json", "was measured with 4 tensor ranks; legal: 4, or a profile of one");
 }
 
 TEST_F(CliTest, ScheduleRefusesAClusterThatDoesNotFit) {

@@ -91,6 +91,32 @@ TEST(ScheduleChoiceTest, WhatIsRecomputedCountsWhereLayersAreCut) {
   EXPECT_GT(blocks_of_last(), keeping);
 }
 
+// Two shards deal the positions: two matrices of a block gather and scatter in each direction.
+TEST(ScheduleChoiceTest, KnowsWhatTensorRanksWouldExchange) {
+  const TransformerConfig model{.layers = 2, .heads = 2, .width = 32, .context = 16};
+  ComputeContext compute(Device{}, 1);
+  const std::vector<TensorSpec> tokens = {{DType::kI32, Shape{3, 16}}};
+  const auto dealt = layer_collectives(model, 1, true, tokens, compute);
+  ASSERT_EQ(dealt.size(), 4U);
+  EXPECT_EQ(dealt[1], dealt[2]);
+  static constexpr std::uint64_t kStream = 3 * 16 * 32 * sizeof(float);
+  const auto is = [](const std::vector<PlannedCollective>& list, CollectiveKind first,
+                     CollectiveKind second) {
+    ASSERT_EQ(list.size(), 4U);
+    for (std::size_t i = 0; i < 4; ++i) {
+      EXPECT_EQ(list[i].kind, i % 2 == 0 ? first : second);
+      EXPECT_EQ(list[i].bytes, kStream);
+    }
+  };
+  is(dealt[1].forward, CollectiveKind::kAllGather, CollectiveKind::kReduceScatter);
+  is(dealt[1].backward_input, CollectiveKind::kAllGather, CollectiveKind::kReduceScatter);
+  EXPECT_EQ(layer_collectives(model, 8, true, tokens, compute)[1], dealt[1]) << "of all parts";
+  const auto whole = layer_collectives(model, 1, false, tokens, compute);
+  ASSERT_EQ(whole[1].forward.size(), 2U);
+  EXPECT_EQ(whole[1].forward[0].kind, CollectiveKind::kSum);
+  EXPECT_EQ(whole[1].forward[0].bytes, kStream);
+}
+
 TEST(ScheduleChoiceTest, MoreRanksThanLayersAreRefused) {
   expect_error(ErrorCode::kUsage, {"--schedule: auto", "at most 3 ranks"}, [] {
     run_loopback(1, [](Communicator& comm) {
