@@ -7,7 +7,9 @@ Each row trains a GPT-2 of `--layers` blocks with `--tokens` tokens a micro-batc
   shards   one rank, with 4 and with 8 shards, against one shard: what shards cost
   busy     2 ranks that share the model (`--tensor 2`) against two processes of one rank each that train the same model
            with two shards at the same time: tokens a second over the sum of both, which is what two busy cores can do
-  depth    `--tensor 2` against `--pipeline 2`
+  depth    `--tensor 2` against `--pipeline 2`, and what `sluice schedule` says of both: with what `sluice doctor` measures
+           of the links, and the times of one rank, of which two run at the same time. With `--link RATE` also on
+           two hosts with a link of that rate between them (tests/hosts; needs root)
   pytorch  `--tensor 2` against PyTorch's parallelize_module over gloo on two processes of a thread each; skipped
            without PyTorch
 """
@@ -33,6 +35,7 @@ PARSER.add_argument("--tokens", type=int, default=512, help="of a micro-batch")
 PARSER.add_argument("--micro-batches", type=int, default=4)
 PARSER.add_argument("--rounds", type=int, default=5)
 PARSER.add_argument("--steps", type=int, default=4, help="of a turn, after one that does not count")
+PARSER.add_argument("--link", help="of two hosts in the row depth, as tc says it: 1gbit")
 PARSER.add_argument("--torch-rank", type=int, help=argparse.SUPPRESS)
 OPTIONS = PARSER.parse_args()
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -46,28 +49,39 @@ def heads_of(width):
 
 
 class Runs:
-    def __init__(self, directory):
-        self.directory = pathlib.Path(directory)
+    def __init__(self, directory, hosts=None):
+        self.directory, self.hosts = pathlib.Path(directory), hosts
         self.sluice = str(pathlib.Path(OPTIONS.build).resolve() / "sluice")
         self.text = self.directory / "text.txt"
         self.text.write_bytes(os.urandom(200000))
 
+    def mpirun(self, ranks, name, *words):
+        """A started job; of several ranks on the two hosts, if there are hosts."""
+        log = open(self.directory / f"{name}.log", "w")
+        if self.hosts is not None and ranks > 1:
+            command = ["mpirun", *self.hosts.slots(ranks), "sh", "-c",
+                       'exec taskset -c $OMPI_COMM_WORLD_RANK "$@"', "sh", self.sluice, *words]
+            return self.hosts.start(1, *map(str, command), environment={"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+        command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", ranks, self.sluice, *words]
+        return subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, stdout=log, stderr=log)
+
     def start(self, width, ranks, name, *words):
         metrics = self.directory / f"{name}.jsonl"
         metrics.unlink(missing_ok=True)
-        command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(ranks), self.sluice, "train", "--data",
-                   self.text, "--layers", OPTIONS.layers, "--heads", heads_of(width), "--width", width, "--context",
+        command = ["train", "--data", self.text, "--layers", OPTIONS.layers, "--heads", heads_of(width), "--width", width, "--context",
                    OPTIONS.context, "--micro-batch-size", OPTIONS.tokens // OPTIONS.context, "--micro-batches",
                    OPTIONS.micro_batches, "--steps", OPTIONS.steps + 1, "--validation-share", 0, "--metrics", metrics,
                    *words]
-        log = open(self.directory / f"{name}.log", "w")
-        return subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, stdout=log, stderr=log), metrics, name
+        return self.mpirun(ranks, name, *command), metrics, name
+
+    def ended(self, process, name):
+        if process.wait() != 0:
+            sys.exit(f"{name}: exit {process.returncode}\n{(self.directory / f'{name}.log').read_text()[-2000:]}")
 
     def seconds(self, started):
         """The median of a run's steps, which it waits for."""
         process, metrics, name = started
-        if process.wait() != 0:
-            sys.exit(f"{name}: exit {process.returncode}\n{(self.directory / f'{name}.log').read_text()[-2000:]}")
+        self.ended(process, name)
         steps = [json.loads(line) for line in metrics.read_text().splitlines()]
         return statistics.median(step["seconds"] for step in steps[1:] if "seconds" in step)
 
@@ -104,10 +118,60 @@ def row_busy(runs, width):
            f"{ratio(rounds, 0, 1):.3f}"
 
 
+class Simulation:
+    """What `sluice schedule` says of steps of two ranks."""
+
+    def __init__(self, runs, width):
+        self.runs, self.width, self.collectives = runs, width, []
+
+    def schedule(self, *words):
+        done = subprocess.run(list(map(str, [self.runs.sluice, "schedule", "--micro-batches", OPTIONS.micro_batches,
+                                             "--format", "json", *words])), capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            sys.exit(done.stderr)
+        return json.loads(done.stdout)
+
+    def profile(self, shards):
+        """The trace of one rank while another one computes the same, and what a step takes besides its actions."""
+        traces = [self.runs.directory / f"profile{i}.json" for i in (0, 1)]
+        both = [self.runs.start(self.width, 1, f"profile{i}", "--tensor-shards", shards, "--trace", traces[i])
+                for i in (0, 1)]
+        seconds = [self.runs.seconds(each) for each in both][0]
+        alone = self.schedule("--ranks", 1, "--profile", traces[0])
+        return traces[0], max(0, 1e3 * seconds - alone["makespan"])
+
+    def seconds(self, kind):
+        """Of a step with `--pipeline 2` or `--tensor 2`, of which self.collectives are a part."""
+        trace, rest = self.profile(2 if kind == "tensor" else 1)
+        links = self.runs.directory / f"links-{kind}.json"
+        self.runs.ended(self.runs.mpirun(2, "doctor", "doctor", f"--{kind}", 2, "--output", links), "doctor")
+        # Each rank has half of the parameters, on which the rest depends.
+        report = self.schedule("--profile", trace, "--cluster", links, "--message-bytes", 4 * OPTIONS.tokens * self.width,
+                               "--reduce-time", rest / 2)
+        if kind == "tensor":
+            self.collectives.append(report["tensor"]["time"] / 1e3)
+        return report["makespan"] / 1e3
+
+
 def row_depth(runs, width):
-    rounds = in_turns([lambda: runs.train(width, 2, "--pipeline", 2), lambda: runs.train(width, 2, "--tensor", 2)])
-    return f"--pipeline 2: {statistics.median(r[0] for r in rounds):.3f} s, --tensor 2: " \
-           f"{statistics.median(r[1] for r in rounds):.3f} s, speed / the pipeline's {ratio(rounds, 0, 1):.3f}"
+    kinds = ("pipeline", "tensor")
+    simulation = Simulation(runs, width)
+    rounds = in_turns([lambda kind=kind: runs.train(width, 2, f"--{kind}", 2) for kind in kinds]
+                      + [lambda kind=kind: simulation.seconds(kind) for kind in kinds])
+    texts = [f"--{kind} 2: {statistics.median(r[i] for r in rounds):.3f} s, simulated "
+             f"{statistics.median(r[i + 2] for r in rounds):.3f} s ({ratio(rounds, i + 2, i) - 1:+.1%})"
+             for i, kind in enumerate(kinds)]
+    return f"{'; '.join(texts)}, collectives {statistics.median(simulation.collectives):.3f} s of it; " \
+           f"speed / the pipeline's {ratio(rounds, 0, 1):.3f}"
+
+
+def row_depth_over_link(runs, width):
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "hosts"))
+    from hosts import Hosts
+    with Hosts(2, keep=(pathlib.Path(__file__).resolve().parents[2], pathlib.Path(OPTIONS.build).resolve())) as hosts:
+        for host in hosts:
+            hosts.limit(host, OPTIONS.link)
+        return f"link of {OPTIONS.link}: {row_depth(Runs(hosts.shared, hosts), width)}"
 
 
 def row_pytorch(runs, width):
@@ -202,6 +266,8 @@ def main():
     if OPTIONS.torch_rank is not None:
         return torch_rank(OPTIONS.torch_rank, widths[-1])
     rows = {name: globals()[f"row_{name}"] for name in OPTIONS.rows.split(",")}
+    if OPTIONS.link and "depth" in rows:
+        rows["depth, link"] = row_depth_over_link
     if "pytorch" in rows:
         try:
             import torch
@@ -215,7 +281,7 @@ def main():
         runs = Runs(directory)
         for width in widths:
             for name, row in rows.items():
-                print(f"width {width:5}  {name:8} {row(runs, width)}", flush=True)
+                print(f"width {width:5}  {name:11} {row(runs, width)}", flush=True)
     return 0
 
 
