@@ -238,7 +238,7 @@ void Costs::require_tensor_ranks(const MeasuredCosts& measured) const {
   if (measured.collectives.empty()) {
     throw_usage(
         "option --tensor: {}: '{}' does not say what ranks exchange that share a stage; legal: 1, "
-        "or a profile that this version of 'sluice train' writes on CPUs",
+        "or what this version of 'sluice train' writes of a model that can have tensor shards",
         tensor_, profile_);
   }
   if (measured.tensor_ranks != 1 && measured.tensor_ranks != tensor_) {

@@ -261,6 +261,10 @@ TEST_F(CliTest, ScheduleRefusesTensorRanksWhoseCostsItDoesNotKnow) {
   refused("2 --profile t.json --cluster c.json",
           "'c.json' was written for 1 tensor rank, the schedule has 2; start 'sluice doctor "
           "--tensor 2 --output FILE'");
+  std::ofstream(path("old.json")) << R"({"traceEvents": [
+  {"ph": "X", "pid": 0, "tid": 1, "ts": 0, "dur": 1, "name": "0F0", "cat": "compute"},
+  {"ph": "X", "pid": 0, "tid": 1, "ts": 1, "dur": 1, "name": "0B0", "cat": "compute"}]})";
+  refused("2 --profile old.json", "'old.json' does not say what ranks exchange that share a stage");
   std::string text = kProfileOfOne;
   std::ofstream(path("t.json")) << text.replace(text.find("ranks\": 1"), 9, "ranks\": 4");
   refused("2 --profile t.json", "was measured with 4 tensor ranks; legal: 4, or a profile of one");
