@@ -24,6 +24,7 @@
 #include "runtime/checkpoint/state_parts.hpp"
 #include "runtime/checkpoint/verify.hpp"
 #include "runtime/files/json_text.hpp"
+#include "runtime/files/sha256.hpp"
 #include "runtime/group/host_mirror.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/call.hpp"
@@ -156,6 +157,37 @@ void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const Wanted
     tensors = tensors.subspan(parts);
   }
   pipeline.compute().wait();  // before the mirror goes
+}
+
+// Collective over the job. Ranks that share a stage have read the same where they read a tensor
+// whole: a directory without an id may hold other weights on another host.
+void require_same_values(Pipeline& pipeline, std::span<const Wanted> tensors,
+                         const fs::path& directory) {
+  const RankPlace& place = PipelineAccess::layout(pipeline).place;
+  const std::vector<int> ranks = place.topology.group(Axis::kTensor, place.here);
+  if (ranks.size() == 1) return;
+  HostMirror mirror(pipeline.compute());
+  std::vector<const Wanted*> whole;
+  std::string digests;
+  for (const Wanted& each : tensors) {
+    if (!each.slice.all()) continue;
+    whole.push_back(&each);
+    digests += sha256_hex(mirror.read_back(each.into));
+  }
+  const std::vector<std::string> all =
+      PipelineAccess::tensor_ranks(pipeline).all_gather_strings(digests);
+  for (std::size_t other = 1; other < all.size(); ++other) {
+    const auto differ = std::ranges::mismatch(all.front(), all[other]).in1;
+    if (differ == all.front().end()) continue;
+    const auto found = static_cast<std::size_t>(differ - all.front().begin());
+    const std::vector<std::string>& hosts = PipelineAccess::hosts(pipeline);
+    throw_error(
+        ErrorCode::kWeights,
+        "tensor '{}' in '{}' differs between rank {} on host '{}' and rank {} on host '{}', "
+        "which share a stage: they do not see the same directory",
+        whole[found * whole.size() / all.front().size()]->name, directory.string(), ranks.front(),
+        hosts[at(ranks.front())], ranks[other], hosts[at(ranks[other])]);
+  }
 }
 
 // What rank 0 found at a path, for all ranks.
@@ -385,6 +417,7 @@ void load_weights(Pipeline& pipeline, const fs::path& directory, const FileLayou
       require_tensors(*saved, tensors, OtherPrecision::kRefuse, directory);
     });
     read_values(pipeline, *saved, tensors);
+    require_same_values(pipeline, tensors, directory);
     PipelineAccess::world(pipeline).barrier();
   });
   pipeline.values_changed();

@@ -373,6 +373,27 @@ TEST_F(ShardPartsTest, BatchesOfAStepAndARefusedStepLeaveNothingBehind) {
   }
 }
 
+// On the last of the ranks that share the stage, of each replica.
+TEST_F(ShardPartsTest, AGainThatOneRankChangesIsNamed) {
+  for (const ShardGrid& grid :
+       {ShardGrid{.tensor = 2}, ShardGrid{.tensor = 4}, ShardGrid{.tensor = 2, .replicas = 2}}) {
+    run(grid, [&](Pipeline& pipeline, Communicator& comm) {
+      train(pipeline, comm, 1);
+      for (const Pipeline::Owned& each : pipeline.parameters()) {
+        const bool last = PipelineAccess::layout(pipeline).place.here.tensor == grid.tensor - 1;
+        if (each.parameter->name == "gain" && last) each.parameter->value.at(3) += 1e-6F;
+      }
+      const std::string ranks =
+          "between tensor rank 0 and tensor rank " + std::to_string(grid.tensor - 1);
+      with_batch(comm, 5, [&](const Batch& batch) {
+        expect_error(ErrorCode::kMismatch,
+                     {"after step 2 parameter 'gain' of stage 0 differs " + ranks},
+                     [&] { (void)pipeline.train_step(batch); });
+      });
+    });
+  }
+}
+
 TEST_F(ShardPartsTest, JoinedSharesAreTheGradient) {
   const auto change = [](Pipeline& pipeline, const std::function<void()>& train) {
     std::map<std::string, std::vector<float>> changes;

@@ -80,13 +80,13 @@ def loss_of(loaded, file, windows):
     return sums / windows
 
 
-def fine_tune(directory, name, config, ids):
+def fine_tune(directory, name, config, ids, ranks=3, layout=()):
     """A model that transformers writes, trained by one line of the guide."""
     torch.manual_seed(1)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory / name, max_shard_size="300KB")
     shutil.copy(directory / "tokenizer.json", directory / name / "tokenizer.json")
-    sluice(3, "train", "--weights", directory / name, "--data", directory / "kjv.bin", "--context", CONTEXT, "--steps", 40,
-           "--batch-size", 8, "--learning-rate", 0.003, "--save", directory / f"{name}-run")
+    sluice(ranks, "train", "--weights", directory / name, "--data", directory / "kjv.bin", "--context", CONTEXT, "--steps", 40,
+           "--batch-size", 8, "--learning-rate", 0.003, "--save", directory / f"{name}-run", *layout)
     save = directory / f"{name}-run" / "step-00000040"
     assert (save / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
     found = [int(word) for word in greedy(2, save, ids, "--ids").split()]
@@ -119,7 +119,7 @@ def recipe(directory):
     shape = {"vocab_size": VOCABULARY, "hidden_size": 60, "intermediate_size": 150, "num_hidden_layers": 3,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1000}
     fine_tune(directory, "qwen3", transformers.Qwen3Config(**shape, head_dim=22, tie_word_embeddings=True), ids)
-    fine_tune(directory, "llama", transformers.LlamaConfig(**shape, head_dim=14), ids)
+    fine_tune(directory, "llama", transformers.LlamaConfig(**shape, head_dim=14), ids, 4, ("--pipeline", 2, "--tensor", 2))
     fine_tune(directory, "gpt2", transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=60, n_layer=3, n_head=4,
                                                          n_positions=500), ids)
 

@@ -180,6 +180,28 @@ class Weights(unittest.TestCase):
             self.train(2, "--weights", source, "--save", "next", "--overwrite", steps=1)
         self.assertEqual(json.loads((self.place / "next/step-00000001/config.json").read_text())["n_positions"], 64)
 
+    def test_ranks_that_share_a_stage_have_one_model(self):
+        # As on two hosts: each rank has a folder of its own.
+        for rank in ("0", "1"):
+            (self.place / rank).mkdir()
+            model(self.place / rank / "m", LLAMA, parts=1)
+        file = self.place / "1" / "m" / "model-00001-of-00001.safetensors"
+        sound = bytearray(file.read_bytes())
+        at = 8 + struct.unpack("<Q", sound[:8])[0]
+        entries = json.loads(sound[8:at])
+        own = ["sh", "-c", 'cd "$OMPI_COMM_WORLD_RANK" && exec "$@"', "sh"]
+        train = ("train", "--data", "../text.txt", *DATA, "--steps", 2, "--weights", "m", "--tensor", 2, "--check-replicas", 1)
+        for name, legal in ((None, True), ("model.layers.1.post_attention_layernorm.weight", False)):
+            if name:
+                sound[at + entries[name]["data_offsets"][0]] ^= 1  # the last bit of its first element
+                file.write_bytes(sound)
+            done = subprocess.run([MPIEXEC, "-n", "2", *own, SLUICE, *map(str, train)], cwd=self.place, capture_output=True,
+                                  text=True, timeout=100)
+            self.assertEqual(done.returncode, 0 if legal else 5, done.stderr)
+        lines = [line for line in done.stderr.splitlines() if line.startswith("sluice: error: ")]
+        self.assertRegex(lines[0], r"tensor '.*1.*norm.*' in 'm' differs between rank 0 on host '.*' and rank 1 on host '.*'")
+        self.assertEqual(len(lines), 1, done.stderr)
+
     def refused(self, code, parts, *words, ranks=2):
         line = self.call(ranks, *words, code=code)
         for part in parts:
