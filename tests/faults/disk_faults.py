@@ -25,14 +25,15 @@ STEPS = 24
 EVERY = 4
 INSIDE = "SLUICE_FAULTS_NAMESPACE"
 SPLIT = ("--pipeline", "2", "--replicas", "2")
+SHARED = ("--pipeline", "2", "--tensor", "2")
 RANKS = 4
 
 
 class Case:
     """One directory, and the jobs on it."""
 
-    def __init__(self, setup, name):
-        self.setup = setup
+    def __init__(self, setup, name, split=SPLIT):
+        self.setup, self.split = setup, split
         self.folder = setup.folder / name
         self.folder.mkdir()
         self.directory = self.folder / "run"
@@ -40,7 +41,7 @@ class Case:
         self.log = self.folder / "fault"
 
     def options(self, steps=STEPS, every=EVERY):
-        return [*SPLIT, "--steps", steps, "--save", self.directory, "--save-every", every, "--resume", "auto",
+        return [*self.split, "--steps", steps, "--save", self.directory, "--save-every", every, "--resume", "auto",
                 "--metrics", self.metrics]
 
     def start(self, fault=None, **counts):
@@ -62,16 +63,16 @@ class Case:
         output = job.expect(0)
         require(resumed_step(output) == from_step,
                 f"went on from step {resumed_step(output)}, not {from_step}\n{output}")
-        digest, wanted = self.setup.digest(self.directory), undisturbed(self.setup)
+        digest, wanted = self.setup.digest(self.directory), undisturbed(self.setup, self.split)
         require(digest == wanted, f"digest {digest} instead of {wanted}")
         left = [name for name in os.listdir(self.directory) if name.startswith(".") or name == "lock"]
         require(not left, f"left in the directory: {left}")
 
 
 @functools.lru_cache
-def undisturbed(setup):
+def undisturbed(setup, split=SPLIT):
     directory = setup.folder / "undisturbed"
-    setup.train(RANKS, *SPLIT, "--steps", STEPS, "--save", directory).expect(0)
+    setup.train(RANKS, *split, "--steps", STEPS, "--save", directory).expect(0)
     return setup.digest(directory)
 
 
@@ -121,9 +122,9 @@ def too_small(setup):
     require(not case.metrics.exists() or not losses_in(case.metrics), "it did steps")
 
 
-def full_while_writing(setup, rank):
+def full_while_writing(setup, rank, split=SPLIT):
     """A rank's write of the third save fails as on a full disk."""
-    case = Case(setup, f"full_{rank}")
+    case = Case(setup, f"full_{rank}", split)
     job = case.start(fault={"directory": partial_directory(case.directory, 3 * EVERY), "call": "write", "rank": rank,
                             "nth": 2, "times": 0, "action": "ENOSPC"})
     output = job.expect(OUTPUT, re.escape(str(case.directory)), "No space left on device")
@@ -305,6 +306,7 @@ CASES = {
     "too_small": lambda s: enters_namespace(s, too_small),
     "full_while_rank_0_writes": lambda s: full_while_writing(s, 0),
     "full_while_rank_1_writes": lambda s: full_while_writing(s, 1),
+    "full_while_a_tensor_rank_writes": lambda s: full_while_writing(s, 3, SHARED),
     "deleted": deleted,
     "read_only_errno": read_only_errno,
     "read_only_mount": lambda s: enters_namespace(s, read_only_mount),

@@ -9,6 +9,7 @@ stopped; with it, the counts of the table in README.md.
 """
 
 import json
+import math
 import os
 import pathlib
 import random
@@ -17,24 +18,32 @@ import signal
 import tempfile
 import time
 
-from harness import (PATIENCE, Job, Setup, arguments, main, metrics_so_far, require, run_cases, step_directory,
-                     steps_in)
+from harness import (PATIENCE, Job, Setup, Violation, arguments, main, metrics_so_far, require, run_cases,
+                     step_directory, steps_in)
 
 RANKS = 4
 SPLIT = ("--pipeline", "2", "--replicas", "2")
+SHARING = (("--pipeline", "2", "--tensor", "2"), ("--tensor", "2"))  # ranks share stages
 PEER = 11           # exit code: a rank died or stopped answering
 REPORT_TIME = 10.0  # seconds beyond the limit
 GONE_TIME = 5.0     # seconds from the report on
 SPARES = ("--enable-recovery",)  # the launcher lets survivors live
 SPARED = (PEER, 0)  # Open MPI 4.1 gives 0 then, whatever its ranks do ("mpirun ... sh -c 'exit 11'" too)
 CULPRIT = r"^sluice: error: (.*)$"
+SHARED_WAIT = (r"waits since \S+ s for the (?:sum|reduce-scatter|all-gather) of \d+ bytes of \S+ over the tensor ranks in "
+               r"stage (\d), (?:forward|backward) of micro-batch \d \(its collective \d+\)")
+
+
+def ranks_of(split):
+    return math.prod(map(int, split[1::2]))
 
 
 class Case:
     """A training that is watched, with saves."""
 
-    def __init__(self, setup, name, limit, supervised=False):
-        self.setup, self.limit = setup, limit
+    def __init__(self, setup, name, limit, supervised=False, split=SPLIT):
+        self.setup, self.limit, self.split = setup, limit, split
+        self.ranks = ranks_of(split)
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix=f"{name}-", dir=setup.folder))
         self.directory, self.metrics = self.folder / "run", self.folder / "metrics.jsonl"
         self.supervised = supervised
@@ -46,7 +55,7 @@ class Case:
         environment = {"SLUICE_SUPERVISED": "1"} if self.supervised else {}
         os.environ.update(environment)
         try:
-            return self.setup.train(RANKS, *SPLIT, *words, fault=fault, launcher=launcher)
+            return self.setup.train(self.ranks, *self.split, *words, fault=fault, launcher=launcher)
         finally:
             for name in environment:
                 del os.environ[name]
@@ -90,7 +99,7 @@ def check_report(case, job, first, ranks, saved):
     require(len(files) == 1, f"reports: {files}")
     text = files[0].read_text()
     require(first in text and text.strip() in job.output, f"the file differs from the output\n{text}\n{job.tail()}")
-    for rank in range(RANKS):
+    for rank in range(case.ranks):
         require(re.search(rf"^ +{rank}  \S+ +\d+ +(step \d+: |silent for |its process has ended)", text, re.MULTILINE),
                 f"no line of rank {rank}\n{text}")
     newest = re.search(r"newest complete save: (\S+)( \(the disk does not answer\))?$", text,
@@ -100,9 +109,9 @@ def check_report(case, job, first, ranks, saved):
             f"another save than {steps_in(case.directory)}, {saved} or later\n{text}")
 
 
-def stopped(setup, limit, rank):
+def stopped(setup, limit, rank, split=SPLIT):
     """SIGSTOP of one rank; the supervisor's event names it as well."""
-    case = Case(setup, f"stop_{rank}", limit, supervised=True)
+    case = Case(setup, f"stop_{rank}", limit, supervised=True, split=split)
     job = case.start()
     case.trains(job)
     pid = job.rank(rank)
@@ -117,12 +126,12 @@ def stopped(setup, limit, rank):
     event = json.loads(event.group(1))
     require(event["event"] == "hang" and event["kind"] == "lost" and event["ranks"] == [rank] and event["step"] > 0,
             f"event {event}")
-    return f"{seconds:.1f} s: {first}"
+    return f"{seconds:.1f} s: {first}", job.output
 
 
-def killed(setup, limit, rank):
+def killed(setup, limit, rank, split=SPLIT):
     """kill -9, and a launcher that spares the survivors: they say at once who is gone, and end the job."""
-    case = Case(setup, f"kill_{rank}", limit)
+    case = Case(setup, f"kill_{rank}", limit, split=split)
     job = case.start(launcher=SPARES)
     case.trains(job)
     pid = job.rank(rank)
@@ -132,9 +141,21 @@ def killed(setup, limit, rank):
     first, seconds = report_of(job, limit, since)
     ends(job, SPARED)
     check_report(case, job, first, [rank], saved)
-    require(re.search(rf"^sluice: watchdog: rank {rank} on \S+ \(stage \d\) is gone: its process ended; last seen in .*; "
-                      r"(newest complete save: |no complete save in \S+ is known)", job.output, re.MULTILINE), f"nobody said it at once\n{job.tail()}")
-    return f"{seconds:.1f} s: {first}"
+    require(re.search(rf"^sluice: watchdog: rank {rank} on \S+ \(stage \d(; tensor rank \d)?\) is gone: its process ended; "
+                      r"last seen in .*; (newest complete save: |no complete save in \S+ is known)", job.output, re.MULTILINE), f"nobody said it at once\n{job.tail()}")
+    return f"{seconds:.1f} s: {first}", job.output
+
+
+def shared(setup, limit, hit, rank, split):
+    """A rank is hit while ranks that share its stage compute a step. The other one waits for it in a collective of the
+    model, but for the moments between two steps: then the next try is another."""
+    for _ in range(6):
+        said, output = hit(setup, limit, rank, split)
+        if found := re.search(rf"^ +{rank ^ 1}  \S+ +(\d) +step \d+: {SHARED_WAIT}; rank {rank} (?:did not come|may not have "
+                              r"come), it (?:is|was heard) in ", output, re.MULTILINE):
+            require(found.group(1) == found.group(2), found.group())
+            return said
+    raise Violation(f"rank {rank ^ 1} does not wait in a collective of the model\n{output}")
 
 
 def killed_all(setup, limit, rank):
@@ -349,10 +370,15 @@ def cases_of(setup, options):
     stops = [rank for _ in range(5) for rank in range(RANKS)] if full else [0, 2, 3]
     pick = random.Random(options.seed)
     kills = [pick.randrange(RANKS) for _ in range(20)] if full else [0, 3]
+    shares = [(name, hit, pick.randrange(ranks_of(split)), split) for turn in range(10 if full else 1)
+              for name, hit, split in (("SIGSTOP", stopped, SHARING[turn % 2]), ("kill -9", killed, SHARING[1 - turn % 2]))]
     long = 60 if full else 2 * limit + 1
     return [
-        *((f"SIGSTOP of rank {rank}", lambda rank=rank: stopped(setup, limit, rank)) for rank in stops),
-        *((f"kill -9 of rank {rank}, spared", lambda rank=rank: killed(setup, limit, rank)) for rank in kills),
+        *((f"SIGSTOP of rank {rank}", lambda rank=rank: stopped(setup, limit, rank)[0]) for rank in stops),
+        *((f"kill -9 of rank {rank}, spared", lambda rank=rank: killed(setup, limit, rank)[0]) for rank in kills),
+        *((f"{name} of rank {rank} of {ranks_of(split)}, shared",
+           lambda hit=hit, rank=rank, split=split: shared(setup, limit, hit, rank, split))
+          for name, hit, rank, split in shares),
         *((f"kill -9 of rank {rank}", lambda rank=rank: killed_all(setup, limit, rank)) for rank in kills[:5]),
         *(("deadlock", lambda: deadlock(setup, limit)) for _ in range(5 if full else 1)),
         *((f"one of {ranks} ranks leaves", lambda ranks=ranks: leaves(setup, limit, ranks)) for ranks in (3, 8)),

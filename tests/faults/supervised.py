@@ -7,7 +7,7 @@
 random moment after the start has added a save. In the end the weights have the digest, and every step the loss, of a
 training without kills, and nothing is left of it.
 
-"halves" are --halves trainings of four virtual replicas. Each loses half of its ranks twice, at random moments after a
+"halves" are --halves trainings of four virtual replicas and four shards. Each loses half of its ranks twice, at random moments after a
 save: a host of two ranks, then one of one. It goes on with the layouts that are left, and ends with the digest and the
 losses of a training of four ranks that lost none. The hosts are names alone, whose loss the job itself reports.
 """
@@ -22,11 +22,13 @@ from harness import (Job, Setup, arguments, losses_in, main, metrics_so_far, req
                      steps_in)
 
 SPLIT = ("--pipeline", "2", "--replicas", "2")
+SHARED = ("--pipeline", "2", "--tensor", "2")
 RANKS = 4
 EVERY = 4        # steps between saves
 STEPS_A_KILL = 30  # a start adds fewer before it is killed
 LAUNCHER, ALL = -1, -2  # victims besides a rank
-HALVES = ("1x4,1x2,1x1", "2x2,2x1,1x1", "2x2,1x2,1x1", "4x1,2x1,1x1", "4x1,1x2,1x1")
+# Pipeline x replicas x tensor.
+HALVES = ("1x4,1x2,1x1", "2x2,1x1x2,1x1", "2x1x2,1x2,1x1", "4x1,1x1x2,1x1", "1x2x2,2x1,1x1", "1x1x4,1x1x2,1x1")
 HALVES_STEPS = 100
 # A host that is down is not reached; a start that fails has lost the host that went down last.
 ON_HOSTS = r"""
@@ -85,11 +87,11 @@ def require_same(setup, run, digest, losses):
     require(not different, f"losses of steps {different} differ")
 
 
-def kills(setup, count, seed):
-    draw = random.Random(seed)
+def kills(setup, count, seed, split=SPLIT):
+    draw, name = random.Random(seed), "kills" + split[2]
     steps = STEPS_A_KILL * (count + 1)
-    digest, losses = reference(setup, "kills", steps, *SPLIT)
-    run = Supervised(setup, "kills", steps, "--restarts", "unlimited")
+    digest, losses = reference(setup, name, steps, *split)
+    run = Supervised(setup, name, steps, "--restarts", "unlimited", split=split)
     done = 0
     while done < count:
         newest = (steps_in(run.directory) or [0])[-1]
@@ -109,7 +111,7 @@ def kills(setup, count, seed):
 
 
 def halves(setup, count, seed):
-    model = ["--virtual-replicas", "4", *setup.model]
+    model = ["--virtual-replicas", "4", "--tensor-shards", "4", *setup.model]
     model[model.index("--layers") + 1] = "4"  # as many as a layout has ranks
     digest, losses = reference(setup, "halves", HALVES_STEPS, "--pipeline", "1", "--replicas", "4", *model, model=False)
     hosts = setup.folder / "hosts"
@@ -118,7 +120,7 @@ def halves(setup, count, seed):
     for number in range(count):
         layouts = draw.choice(HALVES)
         run = Supervised(setup, f"halves-{number}", HALVES_STEPS, "--hosts", str(hosts), "--layouts", layouts, ranks="{ranks}",
-                         split=("--pipeline", "{pipeline}", "--replicas", "{replicas}"), model=model,
+                         split=("--pipeline", "{pipeline}", "--replicas", "{replicas}", "--tensor", "{tensor}"), model=model,
                          before=("sh", "-c", ON_HOSTS, "job", "{hostfile}"))
         for ranks, host, most in ((4, "node3", 40), (2, "node2", 80)):
             lose_half(run, draw, ranks, host, most)
@@ -203,6 +205,7 @@ def second_stop(setup):
 def campaign():
     parser = arguments(__doc__.splitlines()[0], count=3, halves=1, seed=1)
     cases = {"kills": lambda s: kills(s, options.count, options.seed),
+             "kills of ranks that share stages": lambda s: kills(s, (options.count + 2) // 3, options.seed, SHARED),
              "halves": lambda s: halves(s, options.halves, options.seed), "always fails": always_fails, "refused": refused,
              "stops": stops, "kill -9 of the supervisor": killed_supervisor, "a second stop": second_stop}
     parser.add_argument("--case", choices=cases)

@@ -20,21 +20,24 @@ LIMIT = 3           # seconds, of the watchdog
 REPORT_TIME = 10.0  # seconds beyond the limit
 GONE_TIME = 5.0     # seconds from the report on
 RANKS = 6
+SHARED = ("--data", "text.txt", "--layers", "2", "--heads", "2", "--width", "96", "--context", "64", "--micro-batches", "4",
+          "--seed", "7")  # for tensor ranks on all hosts: most of a step is in their collectives
+SHARED_WAIT = re.compile(r"waits since \S+ s for the \S+ of \d+ bytes of \S+ over the tensor ranks in stage 0, ")
 LARGE = ("--data", "text.txt", "--layers", "3", "--heads", "2", "--width", "256", "--context", "256",
          "--micro-batches", "3", "--micro-batch-size", "8", "--seed", "7")  # messages of 2 MiB
 
 
 class Cut:
-    """A training over three hosts, two ranks each, and then a cable that is pulled."""
+    """A training over three hosts, two ranks each, and then a cable that is pulled. `split`: the layout."""
 
     number = 0
 
-    def __init__(self, setup, model, steps):
+    def __init__(self, setup, model, steps, split=("--pipeline", 3, "--replicas", 2)):
         Cut.number += 1
         self.setup, self.hosts = setup, setup.hosts
         self.directory, self.metrics = setup.folder / f"run-{Cut.number}", setup.folder / f"metrics-{Cut.number}.jsonl"
         self.path = setup.folder / f"output-{Cut.number}"
-        words = [*model, "--pipeline", 3, "--replicas", 2, "--steps", 1_000_000, "--save", self.directory, "--save-every",
+        words = [*model, *split, "--steps", 1_000_000, "--save", self.directory, "--save-every",
                  5, "--metrics", self.metrics, "--timeout", LIMIT]
         with open(self.path, "wb") as sink:
             self.job = self.hosts.start(1, "mpirun", *self.hosts.slots(RANKS), *setup.train(*words, model=False),
@@ -69,14 +72,14 @@ class Cut:
         self.job.wait(20)
 
 
-def cut(setup, host, large=False):
+def cut(setup, host, large=False, shared=False):
     """The report names the host, with its ranks, and says so on the host that starts jobs."""
-    model = LARGE if large else setup.model
+    model = LARGE if large else SHARED if shared else setup.model
     per_host = RANKS // setup.hosts.count
     if large:
         for each in setup.hosts:
             setup.hosts.limit(each, "100mbit")  # a message takes a sixth of a second
-    job = Cut(setup, model, 2 if large else 20)
+    job = Cut(setup, model, 2 if large else 3 if shared else 20, *([("--tensor", RANKS)] if shared else []))
     try:
         found = [len(job.ranks_on(each)) for each in setup.hosts]
         require(all(count == per_host for count in found), f"ranks on the hosts: {found}")
@@ -91,6 +94,7 @@ def cut(setup, host, large=False):
         first, last = 2 * host - 2, 2 * host - 1
         require(text.startswith(f"sluice: error: ranks {first}, {last} on node{host} are lost: silent for "), text)
         require(len(re.findall(r"^ +\d  node\d  \d", text, re.MULTILINE)) == RANKS, text)
+        require(not shared or SHARED_WAIT.search(text), text)
         says = (f"ranks {first}, {last} on node1 are cut off from the other hosts" if host == 1 else
                 text.splitlines()[0])
         require(says in job.output, f"mpirun does not show '{says}'\n{job.output}")
@@ -126,6 +130,7 @@ def short_cut(setup):
 def cases(setup):
     return {"cable of node3": functools.partial(cut, setup, 3),
             "cable of node2, large messages": functools.partial(cut, setup, 2, large=True),
+            "cable of node2, tensor ranks": functools.partial(cut, setup, 2, shared=True),
             "cable of node1": functools.partial(cut, setup, 1),
             "short cut": functools.partial(short_cut, setup)}
 

@@ -68,10 +68,9 @@ def compare(model, ids, found):
     return loaded
 
 
-def loss_of(loaded, file, windows):
-    """Mean loss over the first windows of the validation part, as `sluice evaluate` has it."""
-    tokens = torch.frombuffer(bytearray(file.read_bytes()[256:]), dtype=torch.uint16).long()
-    tokens = tokens[len(tokens) - int(len(tokens) * 0.1):]
+def loss_of(loaded, tokens, windows):
+    """Mean loss over the windows at the end of the tokens."""
+    tokens = tokens[-(windows * CONTEXT + 1):]
     sums = 0.0
     for window in range(windows):
         part = tokens[window * CONTEXT:(window + 1) * CONTEXT + 1]
@@ -91,8 +90,10 @@ def fine_tune(directory, name, config, ids, ranks=3, layout=()):
     assert (save / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
     found = [int(word) for word in greedy(2, save, ids, "--ids").split()]
     loaded = compare(save, ids, found)
-    said = sluice(2, "evaluate", "--weights", save, "--data", directory / "kjv.bin", "--validation-samples", 4)
-    mine, theirs = float(said.split("loss ")[1].split()[0]), loss_of(loaded, directory / "kjv.bin", 4)
+    tokens = torch.frombuffer(bytearray((directory / "kjv.bin").read_bytes()[256:]), dtype=torch.uint16).long()
+    said = sluice(2, "evaluate", "--weights", save, "--data", directory / "kjv.bin", "--validation-share",
+                  (4 * CONTEXT + 1) / len(tokens))
+    mine, theirs = float(said.split("loss ")[1].split()[0]), loss_of(loaded, tokens, 4)
     print(f"{name}: loss {mine:.4f}, transformers {theirs:.4f}")
     assert abs(mine - theirs) < 2e-4, (mine, theirs)
 
