@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <span>
 #include <string>
 #include <vector>
@@ -53,6 +54,8 @@ struct PipelineParts {
       body();
     } catch (const OutOfMemory& error) {
       throw_with_plan(who, error);
+    } catch (const std::bad_alloc&) {
+      throw_with_plan(who, Error(ErrorCode::kDevice, "out of host memory"));
     }
   }
   // The same for every error of this rank's device: libraries do not say that memory was the
