@@ -3,6 +3,7 @@
 // from a multiple of 2^k on, has a sum that does not depend on the others.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 
 namespace sluice {
@@ -27,6 +28,20 @@ constexpr void add_leaf(std::size_t leaf, std::size_t leaves, const Add& add) {
 template <typename Add>
 constexpr void add_leaves(std::size_t leaves, const Add& add) {
   for (std::size_t leaf = 0; leaf < leaves; ++leaf) add_leaf(leaf, leaves, add);
+}
+
+// Where a sum lies whose leaves come one after the other and which keeps no more than it needs:
+// that which begins at `leaf`. Among those that are there at once no two have equally many bits.
+[[nodiscard]] constexpr std::size_t sum_place(std::size_t leaf) {
+  return static_cast<std::size_t>(std::popcount(leaf));
+}
+// Places of the sums of so many leaves.
+[[nodiscard]] constexpr std::size_t sum_places(std::size_t leaves) {
+  std::size_t most = 0;
+  for (std::size_t leaf = 0; leaf < leaves; ++leaf) {
+    if (sum_place(leaf) >= most) most = sum_place(leaf) + 1;
+  }
+  return most;
 }
 
 }  // namespace sluice

@@ -18,7 +18,7 @@ struct Conversion {
 // As convert(), from f32 to bf16: in one launch for a thousand of them.
 void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
 
-// --- sums over shards, on CPUs alone ---
+// --- sums over shards ---
 // y [rows, width] = residual + (the sum of shards' products + bias), in f32, rounded once to y's
 // type, f32 or the operands'. Shard i has a dense x [rows, sizes[i]] and weight [width, sizes[i]],
 // and x weightᵀ; with `backward` weight [sizes[i], width], and x weight. The shards' matrices lie
@@ -45,7 +45,7 @@ void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& 
                        StepValue<double> scale, bool gradient, double* losses);
 void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum);
 
-// --- the ends of a transformer whose vocabulary shards divide; on CPUs alone ---
+// --- the ends of a transformer whose vocabulary shards divide ---
 // As embedding_forward() and embedding_backward_weight() on the ranks of a table: this one has rows
 // from `first` on. values: f32 [rows, width], the token's row of the table, with +0 for -0, or
 // zeros where another rank has it. To its gradient such a token adds nothing.

@@ -1,7 +1,5 @@
 // Sums of products over shards. The products of a block of rows, each in memory of its own, are
 // added while they are in the second-level cache.
-#include <bit>
-
 #include "comm/base/sum_tree.hpp"
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/parallel.hpp"
@@ -9,16 +7,6 @@
 namespace sluice::cpu {
 
 namespace {
-
-// Where the sum that begins at a leaf lies: among those that are there at once no two have equally
-// many bits.
-std::size_t place_of(std::size_t leaf) { return static_cast<std::size_t>(std::popcount(leaf)); }
-
-std::size_t places(std::size_t leaves) {
-  std::size_t most = 0;
-  for (std::size_t leaf = 0; leaf < leaves; ++leaf) most = std::max(most, place_of(leaf) + 1);
-  return most;
-}
 
 // Bits do not depend on it where blocks of rows have passed their check.
 std::int64_t block_rows(ComputeContext& ctx, DType operands, std::int64_t rows) {
@@ -30,7 +18,7 @@ std::int64_t block_rows(ComputeContext& ctx, DType operands, std::int64_t rows) 
 std::size_t sum_of_shards_workspace(ComputeContext& ctx, std::int64_t rows, std::int64_t width,
                                     std::size_t shards, DType operands, DType result) {
   const std::size_t besides = result == DType::kF32 ? 1 : 0;  // the first one is in the result
-  return (places(shards) - besides) *
+  return (sum_places(shards) - besides) *
          TensorSpec{DType::kF32, {block_rows(ctx, operands, rows), width}}.bytes();
 }
 
@@ -42,13 +30,13 @@ void sum_of_shards(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
   const std::int64_t block = block_rows(ctx, operands, all);
   const Tensor sums{
       ctx.workspace(cpu::sum_of_shards_workspace(ctx, all, width, sizes.size(), operands, result)),
-      {DType::kF32, {static_cast<std::int64_t>(places(sizes.size())) * block, width}}};
+      {DType::kF32, {static_cast<std::int64_t>(sum_places(sizes.size())) * block, width}}};
   const auto add = kernels_of(ctx).f32.add;
   for (std::int64_t first = 0; first < all; first += block) {
     const std::int64_t rows = std::min(block, all - first);
     const Tensor y_rows = rows_from(y, first, rows);
     const auto sum_at = [&](std::size_t leaf) {
-      std::size_t place = place_of(leaf);
+      std::size_t place = sum_place(leaf);
       if (result == DType::kF32 && place-- == 0) return y_rows;
       return rows_from(sums, static_cast<std::int64_t>(place) * block, rows);
     };

@@ -53,6 +53,24 @@ struct Added {
   static __device__ float of(float x, float y) { return y + x; }
 };
 
+// y = sum + bias + residual, each where it is there. y may be the sum's memory.
+template <typename T>
+struct FinishedSum {
+  const float* sum;
+  const float* bias;
+  const T* residual;
+  T* y;
+  int64_t width;
+  template <int N>
+  __device__ void run(int64_t row, int64_t column) const {
+    const int64_t at = row * width + column;
+    Floats<N> values = load<N>(sum + at);
+    if (bias != nullptr) add_to(values, load<N>(bias + column));
+    if (residual != nullptr) add_to(values, load<N>(residual + at));
+    store(y + at, values);
+  }
+};
+
 template <typename Function, typename From, typename To>
 void run_unary(ComputeContext& ctx, const char* name, const Tensor& x, const Tensor& y) {
   for_elements<kWide<From, To>>(ctx, name, x.elements(), aligned(x.data, y.data),
@@ -241,6 +259,19 @@ void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
                              Binary<Added, T, Y>{x.as<T>(), y.as<Y>(), y.as<Y>()});
     };
     y.spec.dtype == DType::kF32 ? run(float{}) : run(T{});
+  });
+}
+
+void finish_sum(ComputeContext& ctx, const Tensor& sum, const Tensor& bias, const Tensor& residual,
+                const Tensor& y) {
+  if (y.spec.dtype == DType::kF32 && bias.data == nullptr && residual.data == nullptr) return;
+  const int64_t rows = sum.shape()[0], width = sum.shape()[1];
+  with_type(y.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_rows<kWide<T>>(
+        ctx, "end of a sum over shards", rows, width,
+        width % kWide<T> == 0 && aligned(sum.data, bias.data, residual.data, y.data),
+        FinishedSum<T>{sum.as<float>(), bias.as<float>(), residual.as<T>(), y.as<T>(), width});
   });
 }
 

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kAttentionThreads, (BackwardTile<T, kDims>::kB
   const QueryBlock<Tile::kOwn, kStreamed, T, kWide<T>> block(call);
   const auto queries = Tile::own(0), douts = Tile::own(1);
   const Warp warp;
-  const TileDropout dropout(call);
+  const TileDropout dropout(call, block.at.sample);
 
   float lse[kTiles][2], delta[kTiles][2];
   for_each_row<kTiles>([&](int t, int half) {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kAttentionThreads, (BackwardTile<T, kDims>::kB
                 value_head = key_head + call.shape.kv_heads;
   const auto keys = Tile::own(0), values = Tile::own(1);
   const Warp warp;
-  const TileDropout dropout(call);
+  const TileDropout dropout(call, block.at.sample);
 
   typename Warp::Sums key_sums = {}, value_sums = {};
   keys.template fetch<Tile::kOwn>(call.packed(call.qkv, block.at.sample, key_head), block.begin);

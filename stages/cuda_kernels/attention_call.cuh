@@ -50,6 +50,15 @@ struct AttentionCall {
   [[nodiscard]] __device__ int64_t line(int64_t sample, int64_t head, int64_t query) const {
     return (sample * shape.heads + head) * shape.sequence + query;
   }
+  // Dropout of a sample: element line(sample, head, query) * sequence + key of it belongs to that
+  // query and key. Without it, its arguments are 0.
+  [[nodiscard]] __device__ DropoutArguments dropout_of(int64_t sample) const {
+    if (!drops) return dropout;
+    DropoutArguments mine = at_step(dropout);
+    const int64_t others = sample * (shape.all_heads - shape.heads) + shape.first_head;
+    mine.first += static_cast<uint64_t>(others * shape.sequence * shape.sequence);
+    return mine;
+  }
 };
 
 template <typename T, int N>
@@ -57,6 +66,7 @@ AttentionCall<T, N> make_attention_call(const AttentionShape& shape, const Tenso
                                         const Dropout& dropout) {
   AttentionCall<T, N> call{};
   call.shape = shape;
+  if (shape.all_heads == 0) call.shape.all_heads = shape.heads;
   call.qkv = qkv.as<T>();
   call.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.head_dim)));
   call.drops = dropout.probability != 0;

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kAttentionThreads, (ForwardTile<T, kDims>::kBl
     return Rows{static_cast<uint32_t>((Tile::kOwn + place * kStreamed) * Rows::kRowBytes)};
   };
   const Warp warp;
-  const TileDropout dropout(call);
+  const TileDropout dropout(call, block.at.sample);
 
   typename Warp::Sums sums = {};
   RunningSoftmax<Warp, kTiles, kStreamed, kDims> softmax;

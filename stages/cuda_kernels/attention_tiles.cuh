@@ -380,7 +380,7 @@ struct WarpMatmuls {
 };
 
 // --- dropout ---
-// Of a call, as its kernels need it.
+// Of a sample, as kernels need it.
 struct TileDropout {
   DropoutArguments at;  // of the step; factor is 1 without dropout
   uint64_t sequence;
@@ -388,8 +388,8 @@ struct TileDropout {
   bool in_fours;  // each query's elements start at a multiple of 4, and with them a tile's fours
 
   template <typename T, int N>
-  explicit __device__ TileDropout(const AttentionCall<T, N>& call)
-      : at(call.drops ? at_step(call.dropout) : call.dropout),
+  __device__ TileDropout(const AttentionCall<T, N>& call, int64_t sample)
+      : at(call.dropout_of(sample)),
         sequence(static_cast<uint64_t>(call.shape.sequence)),
         drops(call.drops),
         in_fours(at.first % 4 == 0 && sequence % 4 == 0) {

@@ -48,6 +48,22 @@ struct EmbeddingForward {
   }
 };
 
+// Rows of a table that begins at token `first`, with +0 for -0; zeros for tokens outside it.
+struct EmbeddingPart {
+  const int32_t* tokens;
+  int64_t first, count;
+  const float* table;
+  float* values;
+  int64_t width;
+  template <int N>
+  __device__ void run(int64_t row, int64_t column) const {
+    const int64_t place = tokens[row] - first;
+    Floats<N> sum = {};
+    if (place >= 0 && place < count) add_to(sum, load<N>(table + place * width + column));
+    store(values + row * width + column, sum);
+  }
+};
+
 template <typename S>
 struct PositionGradient {
   const S* dout;
@@ -69,15 +85,27 @@ constexpr int kChunk = 1024;       // places whose tokens are counted together
 constexpr int kSortThreads = 256;  // of the kernels that sort
 constexpr int kTile = 32;          // sorted places that one block sums
 
-// Sorting's scratch and its results, in the workspace.
+// Sorting's scratch and its results, in the workspace. Of a rank's part of a table, those of the
+// tokens before it, and after it, sort as one token each: the sums of a token have one order,
+// whichever rank has it.
 struct Places {
   const int32_t* tokens;
   int64_t count, vocabulary;
+  int32_t first;    // the tokens are `first` to first + vocabulary - 1, or the nearest of these
+  int64_t others;   // of them at either end: not in the table
   int32_t* counts;  // [chunks, vocabulary]: occurrences; then those in earlier chunks
   int32_t* starts;  // [vocabulary + 1]: of each token's run in `sorted`
   int32_t* totals;  // places per kSortThreads tokens
   int32_t* sorted;  // [count]: places by token, ascending within a token
 
+  [[nodiscard]] __device__ int32_t token_at(int64_t place) const {
+    const int64_t token = int64_t{tokens[place]} - first;
+    return static_cast<int32_t>(max(int64_t{0}, min(token, vocabulary - 1)));
+  }
+  // Of the table; not one of the others.
+  [[nodiscard]] __device__ bool has(int64_t token) const {
+    return token >= others && token < vocabulary - others;
+  }
   template <int N>
   [[nodiscard]] __device__ Pack<int32_t, N>* counts_at(int64_t chunk, int64_t token) const {
     return reinterpret_cast<Pack<int32_t, N>*>(counts + chunk * vocabulary + token);
@@ -86,7 +114,7 @@ struct Places {
 
 __global__ void count_kernel(const Places places) {
   for (int64_t i = grid_thread(); i < places.count; i += grid_threads()) {
-    atomicAdd(places.counts + i / kChunk * places.vocabulary + places.tokens[i], 1);
+    atomicAdd(places.counts + i / kChunk * places.vocabulary + places.token_at(i), 1);
   }
 }
 
@@ -146,7 +174,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(const Places places)
   const auto begin = static_cast<int>(blockIdx.x % kSortBlocks) * kSortThreads;
   const auto end = static_cast<int>(min(places.count - first, int64_t{begin} + kSortThreads));
   const auto thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; i < end; i += kSortThreads) tokens[i] = places.tokens[first + i];
+  for (int i = thread; i < end; i += kSortThreads) tokens[i] = places.token_at(first + i);
   __syncthreads();
   const int i = begin + thread;
   if (i >= end) return;
@@ -167,11 +195,11 @@ struct TableGradient {
   bool adds;  // to the table
 
   [[nodiscard]] __device__ int32_t token_at(int64_t place) const {
-    return places.tokens[places.sorted[place]];
+    return places.token_at(places.sorted[place]);
   }
   template <int N>
   __device__ void write_to_table(int32_t token, int64_t column, Floats<N> sum) const {
-    float* to = dtable + token * width + column;
+    float* to = dtable + (token - places.others) * width + column;
     if (adds) add_to(sum, load<N>(to));
     store(to, sum);
   }
@@ -183,8 +211,8 @@ struct AbsentTokens : TableGradient<S> {
   using TableGradient<S>::dtable, TableGradient<S>::places, TableGradient<S>::width;
   template <int N>
   __device__ void run(int64_t token, int64_t column) const {
-    if (places.starts[token] == places.starts[token + 1]) {
-      store(dtable + token * width + column, Floats<N>{});
+    if (places.has(token) && places.starts[token] == places.starts[token + 1]) {
+      store(dtable + (token - places.others) * width + column, Floats<N>{});
     }
   }
 };
@@ -202,6 +230,10 @@ struct TileSums : TableGradient<S> {
       const int32_t token = token_at(place);
       const int64_t run_end = places.starts[token + 1];
       const int64_t piece_end = run_end < end ? run_end : end;
+      if (!places.has(token)) {
+        place = piece_end;
+        continue;
+      }
       Floats<N> sum = {};
 #pragma unroll 4
       for (; place < piece_end; ++place) {
@@ -229,7 +261,7 @@ struct JoinedSums : TableGradient<S> {
     if (end >= places.count) return;
     const int32_t token = token_at(end - 1);
     const int64_t run_end = places.starts[token + 1];
-    if (run_end <= end || places.starts[token] < tile * kTile) return;
+    if (!places.has(token) || run_end <= end || places.starts[token] < tile * kTile) return;
     Floats<N> sum = load<N>(tails + tile * width + column);
     for (int64_t next = tile + 1; next * kTile < run_end; ++next) {
       add_to(sum, load<N>(heads + next * width + column));
@@ -254,19 +286,22 @@ std::size_t cut(TableGradient<S>& gradient, std::byte* base) {
 }
 
 template <typename S>
-TableGradient<S> take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                              const Tensor& dtable, Write write) {
+TableGradient<S> take_scratch(ComputeContext& ctx, const Tensor& tokens, int64_t first,
+                              int64_t others, const Tensor& dout, const Tensor& dtable,
+                              Write write) {
   TableGradient<S> gradient{};
   Places& places = gradient.places;
   places.tokens = tokens.as<int32_t>();
   places.count = tokens.elements();
-  places.vocabulary = dtable.shape()[0];
+  places.vocabulary = dtable.shape()[0] + 2 * others;
+  places.first = static_cast<int32_t>(first - others);
+  places.others = others;
   gradient.dout = dout.as<S>();
   gradient.dtable = dtable.as<float>();
   gradient.width = dtable.shape()[1];
   gradient.adds = write == Write::kAdd;
   cut(gradient, ctx.workspace(cuda::embedding_backward_weight_workspace(
-                    ctx, places.count, places.vocabulary, gradient.width)));
+                    ctx, places.count, dtable.shape()[0], gradient.width)));
   return gradient;
 }
 
@@ -338,14 +373,15 @@ void zero_rest(ComputeContext& ctx, const Tensor& dpositions, int64_t sequence) 
 }
 
 template <typename S>
-void run_gradients(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                   const Tensor& dtable, const Tensor& dpositions, Write write) {
+void run_gradients(ComputeContext& ctx, const Tensor& tokens, int64_t first, int64_t others,
+                   const Tensor& dout, const Tensor& dtable, const Tensor& dpositions,
+                   Write write) {
   const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
   const int64_t width = dtable.shape()[1];
   const bool has_positions = dpositions.data != nullptr, adds = write == Write::kAdd;
   constexpr int kAtOnce = kWide<S>;
   const bool wide = width % kAtOnce == 0 && aligned(dout.data, dtable.data, dpositions.data);
-  const auto gradient = take_scratch<S>(ctx, tokens, dout, dtable, write);
+  const auto gradient = take_scratch<S>(ctx, tokens, first, others, dout, dtable, write);
   sort_places(ctx, gradient.places);
   if (!adds) {
     if (has_positions) zero_rest(ctx, dpositions, sequence);
@@ -384,13 +420,16 @@ std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::in
                                                 std::int64_t vocabulary, std::int64_t width) {
   TableGradient<float> gradient{};
   gradient.places.count = rows;
-  gradient.places.vocabulary = vocabulary;
+  gradient.places.vocabulary = vocabulary + 2;  // of a part of a table
   gradient.width = width;
   return cut(gradient, nullptr);
 }
 
-void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                               const Tensor& dtable, const Tensor& dpositions, Write write) {
+namespace {
+
+void add_gradients(ComputeContext& ctx, const Tensor& tokens, int64_t first, int64_t others,
+                   const Tensor& dout, const Tensor& dtable, const Tensor& dpositions,
+                   Write write) {
   if (tokens.elements() == 0 || dtable.shape()[1] == 0) {
     if (write == Write::kAdd) return;
     for (const Tensor& each : {dtable, dpositions}) {
@@ -399,8 +438,31 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
     return;
   }
   with_type(dout.spec.dtype, [&](auto type) {
-    run_gradients<decltype(type)>(ctx, tokens, dout, dtable, dpositions, write);
+    run_gradients<decltype(type)>(ctx, tokens, first, others, dout, dtable, dpositions, write);
   });
+}
+
+}  // namespace
+
+void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                               const Tensor& dtable, const Tensor& dpositions, Write write) {
+  add_gradients(ctx, tokens, 0, 0, dout, dtable, dpositions, write);
+}
+
+void embedding_part_backward_weight(ComputeContext& ctx, const Tensor& tokens, std::int64_t first,
+                                    const Tensor& dout, const Tensor& dtable,
+                                    const Tensor& dpositions, Write write) {
+  add_gradients(ctx, tokens, first, 1, dout, dtable, dpositions, write);
+}
+
+void embedding_part_forward(ComputeContext& ctx, const Tensor& tokens, std::int64_t first,
+                            const Tensor& table, const Tensor& values) {
+  const int64_t width = table.shape()[1];
+  constexpr int kAtOnce = kWide<float>;
+  for_rows<kAtOnce>(ctx, "embedding forward of a part", tokens.elements(), width,
+                    width % kAtOnce == 0 && aligned(table.data, values.data),
+                    EmbeddingPart{tokens.as<int32_t>(), first, table.shape()[0], table.as<float>(),
+                                  values.as<float>(), width});
 }
 
 }  // namespace sluice::cuda

@@ -47,8 +47,8 @@ struct Mask {
 };
 
 template <typename T, int N>
-__device__ Mask mask_of(const AttentionCall<T, N>& call) {
-  return {call.drops ? at_step(call.dropout) : call.dropout, call.drops, call.shape.sequence};
+__device__ Mask mask_of(const AttentionCall<T, N>& call, int64_t sample) {
+  return {call.dropout_of(sample), call.drops, call.shape.sequence};
 }
 
 // The first streamed row of keys that queries from `query` on see.
@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   using Work = ForwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
-  const Mask mask = mask_of(call);
   const AttentionTile at = attention_tile(shape.heads, shape.sequence, Work::kOwn, true);
+  const Mask mask = mask_of(call, at.sample);
   const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
   const auto queries = call.packed(call.qkv, at.sample, at.head);
   const auto keys = call.packed(call.qkv, at.sample, kv);
@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(kAttentionThreads, kBlocksAtOnce<kSlices>)
   using Work = BackwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
-  const Mask mask = mask_of(call);
   const AttentionTile at = attention_tile(shape.heads, shape.sequence, Work::kOwn, true);
+  const Mask mask = mask_of(call, at.sample);
   const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
   const auto keys = call.packed(call.qkv, at.sample, kv);
   const auto values = call.packed(call.qkv, at.sample, kv + shape.kv_heads);
@@ -317,8 +317,8 @@ __global__ void __launch_bounds__(kAttentionThreads, kBlocksAtOnce<kSlices>)
   using Work = BackwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
-  const Mask mask = mask_of(call);
   const AttentionTile at = attention_tile(shape.kv_heads, shape.sequence, Work::kOwn, false);
+  const Mask mask = mask_of(call, at.sample);
   const int64_t group = shape.heads / shape.kv_heads, kv = shape.heads + at.head;
 
   auto* keys = shared_memory<float>();

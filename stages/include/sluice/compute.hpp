@@ -165,7 +165,7 @@ struct AttentionShape {
   std::int64_t samples = 0, sequence = 0;
   int heads = 0, kv_heads = 0, head_dim = 0;  // heads is a multiple of kv_heads
   int window = 0;  // positions that a query sees, itself the last of them; 0: all
-  // Of a shard's heads, on a CPU alone: heads before them, and of the model; 0: `heads`.
+  // Of a shard's heads: heads before them, and of the model; 0: `heads`.
   int first_head = 0, all_heads = 0;
   [[nodiscard]] constexpr std::int64_t rows() const { return samples * sequence; }
   [[nodiscard]] constexpr std::int64_t packed_width() const {

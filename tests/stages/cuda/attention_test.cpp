@@ -70,6 +70,13 @@ TEST_F(CudaAttentionTest, DropsWhatTheCpuDrops) {
   const Dropout dropout = {0.25F, {3, random_site(1, 2), 5}, 4321};
   check({.samples = 2, .sequence = 13, .heads = 2, .kv_heads = 1, .head_dim = 4}, dropout);
   check({.samples = 2, .sequence = 40, .heads = 2, .kv_heads = 2, .head_dim = 8}, dropout);
+  AttentionShape shard = {.samples = 2, .sequence = 13, .heads = 2, .kv_heads = 1, .head_dim = 4};
+  shard.first_head = 3;
+  shard.all_heads = 7;
+  check(shard, dropout);
+  shard.sequence = 40;
+  shard.head_dim = 8;
+  check(shard, dropout);
 }
 
 // Windows of one position, within a tile, of whole tiles, over several, and of all positions.
