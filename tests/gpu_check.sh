@@ -5,8 +5,9 @@
 #   tests/gpu_check.sh check             whether this card computes what it should, in at most six
 #                                        minutes: operators against double precision, gradients of
 #                                        whole models against PyTorch's, losses of 200 steps against
-#                                        stored ones, bits of 1 and 4 ranks and of graphs, tokens/s
-#                                        against the card's stored rows, two processes over NCCL
+#                                        stored ones, bits of 1 and 4 ranks, of tensor ranks
+#                                        and of graphs, tokens/s against the card's stored rows, two
+#                                        processes over NCCL
 #   tests/gpu_check.sh nccl [RANKS]      NCCL between 2 processes, or 4, that share the first card:
 #                                        messages, sums, order, bits, dying and stopped ranks, the end
 #   tests/gpu_check.sh sanitize          compute-sanitizer's memcheck, racecheck, initcheck and

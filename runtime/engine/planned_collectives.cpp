@@ -8,6 +8,7 @@
 #include <sluice/error.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/group/activity.hpp"
 #include "runtime/layout/edge_route.hpp"
@@ -99,7 +100,42 @@ void PlannedCollectives::make(CollectiveAxis axis, Collective* group, Collective
   call.index = static_cast<int>(made_++);
   if (group == nullptr) return copy_of_one(call);
   const CollectiveScope scope(config_.activity, made, call.index);
+  if (call.compute != nullptr && call.compute->device().kind != DeviceKind::kCpu) {
+    return make_staged(*group, call);
+  }
   group->make(call);
+}
+
+std::size_t PlannedCollectives::staged_bytes(const PlannedCollective& collective,
+                                             std::size_t ranks) {
+  const std::size_t bytes = collective.bytes;
+  switch (collective.kind) {
+    case CollectiveKind::kSum:
+      return bytes;
+    case CollectiveKind::kAllGather:
+      return sum_of_bytes({bytes, multiply_bytes(bytes, ranks)});
+    case CollectiveKind::kReduceScatter:
+      return sum_of_bytes({bytes, bytes / ranks});
+    case CollectiveKind::kAllToAll:
+      break;
+  }
+  return multiply_bytes(bytes, 2);
+}
+
+void PlannedCollectives::make_staged(Collective& group, CollectiveCall call) {
+  ComputeContext& compute = *std::exchange(call.compute, nullptr);
+  std::byte* const out = call.out.data();
+  const std::size_t passed = call.kind == CollectiveKind::kSum ? 0 : call.in.size();
+  if (staged_.size() < passed + call.out.size()) {
+    compute.wait();  // what came out last may still be read
+    staged_ = HostBuffer(compute.device(), passed + call.out.size());
+  }
+  copy_async(staged_.data(), call.in.data(), call.in.size(), compute.stream());
+  compute.wait();
+  call.in = {staged_.data(), call.in.size()};
+  call.out = {staged_.data() + passed, call.out.size()};
+  group.make(call);
+  copy_async(out, call.out.data(), call.out.size(), compute.stream());
 }
 
 void PlannedCollectives::end() const {

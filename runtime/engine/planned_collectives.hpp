@@ -27,6 +27,9 @@ class PlannedCollectives {
   // loss() is a part of it; else answer() is, of a last stage. The first time for a shape, asks the
   // stage for its description. Throws Error(kUsage) where that is not like the plan's.
   void begin(const StageBinding& binding, const PlanOp& op, UnitShape shape, bool loss);
+  // Page-locked memory that one of `ranks` takes whose values are in memory of a GPU.
+  [[nodiscard]] static std::size_t staged_bytes(const PlannedCollective& collective,
+                                                std::size_t ranks);
   // Whether loss() makes some in the op that runs.
   [[nodiscard]] bool in_loss() const { return in_loss_; }
   // After it. Other ranks would wait for a collective that is missing.
@@ -59,6 +62,7 @@ class PlannedCollectives {
 
   [[nodiscard]] const Lists& lists_of(const StageBinding& binding, UnitShape shape);
   void make(CollectiveAxis axis, Collective* group, CollectiveCall call);
+  void make_staged(Collective& group, CollectiveCall call);
   // Says on which rank: one-sided, unlike most errors of usage.
   [[noreturn]] void refuse(const std::string& what) const;
 
@@ -70,6 +74,7 @@ class PlannedCollectives {
   std::size_t made_ = 0;
   bool in_loss_ = false;
   int stage_ = -1, micro_batch_ = -1;
+  HostBuffer staged_;  // a GPU's values: what is passed, then what comes out
 };
 
 }  // namespace sluice

@@ -20,6 +20,7 @@
 #include "comm/base/joined.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/host_sums.hpp"
+#include "runtime/engine/planned_collectives.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/gradients/gradient_folds.hpp"
@@ -152,12 +153,15 @@ class MemorySum {
       if (ranks == 1 || (axis == Axis::kReplica && !trains)) continue;
       GroupCollective::Memory within;
       std::size_t summed = 0;  // bytes, of one sum of gradients, of shares or of a buffer's means
+      std::size_t staged = 0;  // bytes, of one collective of a GPU's values
       for (const int stage : layout_.plans.placement().stages_of(rank_)) {
         const StageEntry& entry = layout_.parameters.stages[at(stage)];
         for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
           if (kind == ActionKind::kBackward && !trains) continue;
           for (const PlannedCollective& each : collectives_of(entry.collectives, kind, !trains)) {
-            if (axis_of(each) == axis) within.raise(each, at(ranks));
+            if (axis_of(each) != axis) continue;
+            within.raise(each, at(ranks));
+            staged = std::max(staged, PlannedCollectives::staged_bytes(each, at(ranks)));
           }
         }
         for (const PlannedCollective& each : entry.collectives.answer) {
@@ -169,7 +173,9 @@ class MemorySum {
         }
       }
       // A GPU's values pass through a copy.
-      if (device_ != DeviceKind::kCpu) add_bytes(memory_.collectives, summed);
+      if (device_ != DeviceKind::kCpu) {
+        add_bytes(memory_.collectives, sum_of_bytes({summed, axis == Axis::kTensor ? staged : 0}));
+      }
       const std::size_t values = std::max(summed / sizeof(float), within.summed);
       add_bytes(memory_.collectives, sum_of_bytes({within.bytes(), bytes_of_sums(axis, values)}));
     }

@@ -76,13 +76,9 @@ void require_legal_name(const std::string& name, int index) {
       index, quoted(name));
 }
 
-void require_legal_shares(const std::vector<Parameter*>& parameters, int index, Device device) {
+void require_legal_shares(const std::vector<Parameter*>& parameters, int index) {
   int shares = 0;
   for (const Parameter* each : parameters) {
-    if (device.kind != DeviceKind::kCpu && (each->shares > 0 || !each->parts.empty())) {
-      throw_usage("stage {} has shards of '{}' on {}; legal: on a CPU", index, each->name,
-                  to_string(device));
-    }
     if (each->shares == 0) continue;
     if (shares == 0) shares = each->shares;
     if (each->shares > 0 && each->shares == shares && each->slice.all()) continue;
@@ -282,7 +278,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
                       .whole_elements = p->whole_shape().elements()});
       }
     };
-    require_legal_shares(parameters->all(), index, compute.device());
+    require_legal_shares(parameters->all(), index);
     list(parameters->all(), report.entry.parameters);
     list(parameters->buffers(), report.entry.buffers);
   }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "comm/base/byte_sums.hpp"
+#include "comm/base/throw_error.hpp"
 
 namespace sluice::nn {
 
@@ -232,6 +233,15 @@ SelfAttention::Kept SelfAttention::allocate(const StreamShape& stream,
 // The note names the engine of training. Evaluation drops nothing and may use another one.
 LayerNeeds SelfAttention::needs(ComputeContext& compute, const StreamShape& stream,
                                 LayerAllocators& memory) const {
+  // A shard's panels begin at multiples of 16 bytes, whatever rank has it: a GPU's library chooses
+  // by that too.
+  const auto unit = static_cast<int>(16 / size_of(precision_));
+  if (stream.shards.count > 1 && compute.device().kind != DeviceKind::kCpu &&
+      head_dim_ % unit != 0) {
+    throw_usage("heads of {} in {} with {} shards on {}; legal there: a multiple of {}, or 1 shard",
+                head_dim_, name_of(precision_), stream.shards.count, to_string(compute.device()),
+                unit);
+  }
   const Kept kept = allocate(stream, memory);
   const BlockShape& batch = stream.whole;
   const bool drops = probabilities_.probability > 0;

@@ -257,7 +257,7 @@ void TokenLoss::compute_panels(std::byte* memory, StageContext& ctx, const Tenso
   const bool trains = ctx.phase == Phase::kTrain;
   const auto mine = [&](const Tensor& all) { return rows_from(all, classes_.rank(), 1); };
   const auto gather = [&](const Tensor& all) {
-    if (classes_.ranks() > 1) ctx.tensor->all_gather(mine(all), all);
+    if (classes_.ranks() > 1) ctx.tensor->all_gather(mine(all), all, &ctx.compute);
   };
   panel_maxima(ctx.compute, panels, targets, mine(scratch.maxima).as<float>());
   gather(scratch.maxima);

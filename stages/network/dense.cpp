@@ -217,7 +217,7 @@ class EmbeddingLayer final : public OwnLayer<kOnGpus> {
     (void)allocate(shape, memory);
     LayerNeeds needs{.memory = memory.used(),
                      .operator_bytes = embedding_backward_weight_workspace(
-                         compute, input.shape.elements(), options_.classes, options_.width)};
+                         compute, input.shape.elements(), classes_.count(), options_.width)};
     if (classes_.ranks() == 1) return needs;
     const TensorSpec sum{DType::kF32, {shape.whole.rows(), options_.width}};
     needs.collectives.forward = {

@@ -22,7 +22,6 @@ NetworkStage::NetworkStage(StageLayers parts)
                                      .skips = std::move(parts.skips),
                                      .begin = parts.begin}),
       model_(std::move(parts.model)),
-      shards_(parts.shards.count),
       entry_(parts.begin == 0 ? parts.precision : Precision{}),
       trusted_(std::all_of(run_.layers().begin(), run_.layers().end(),
                            [](const NumberedLayer& each) { return each.forward_watched; })) {
@@ -50,12 +49,6 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
   if (inputs.size() != skips.inputs()) {
     throw_usage("these layers take {} tensors, got {}; pass_through() hands others past them",
                 skips.inputs(), inputs.size());
-  }
-  if (shards_ > 1 && compute.device().kind != DeviceKind::kCpu) {
-    throw_usage(
-        "a model of {} shards on {}; legal on a GPU: 1 shard, of 1 rank; or "
-        "give its stage a CPU (--device)",
-        shards_, to_string(compute.device()));
   }
   const Plan& plan = run_.plan_of(taken(inputs), compute);
   const LayerNeeds& needs = plan.needs;

@@ -80,7 +80,6 @@ class NetworkStage : public Stage, public SplitBackward {
 
   LayerRun run_;
   std::string model_;
-  int shards_;       // of the model
   Precision entry_;  // of the model's input; f32 where it is taken as it is
   bool trusted_;     // LayerSpec::trusted of all layers
   ParameterSet parameters_;

@@ -35,13 +35,15 @@ TensorSpec dealt_stream(const TensorSpec& whole, const Shards& shards) {
 
 void gather_rows(const StageContext& stage, const StreamShape& shape, const Tensor& mine,
                  const Tensor& whole) {
-  stage.tensor->all_gather(mine, whole, shape.whole.samples);
+  stage.tensor->all_gather(mine, whole, &stage.compute, shape.whole.samples);
 }
 
 void sum_rows(const StageContext& stage, const StreamShape& shape, const Tensor& all,
               const Tensor& mine) {
-  if (shape.dealt) return stage.tensor->reduce_scatter(all, mine, shape.whole.samples);
-  stage.tensor->sum({all.as<float>(), static_cast<std::size_t>(all.elements())});
+  if (shape.dealt) {
+    return stage.tensor->reduce_scatter(all, mine, &stage.compute, shape.whole.samples);
+  }
+  stage.tensor->sum({all.as<float>(), static_cast<std::size_t>(all.elements())}, &stage.compute);
 }
 
 std::vector<PlannedCollective> gathers(const StreamShape& shape, DType type, std::int64_t width) {

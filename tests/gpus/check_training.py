@@ -9,8 +9,9 @@ fp32, dropout, recomputation and CUDA graphs stay within 0.01 % of them, bf16 wi
 residual stream too (on a CPU: within 0.07 %). TF32, which has eight times the precision of bf16, and moments in bf16
 stay within 0.1 % (moments on a CPU: 0.010 to 0.022 % with six seeds; whether they are rounded at random is a matter of
 the operators' tests, as rounding to nearest shows in no loss here). Graphs, in fp32 and in bf16, and recomputation have
-the bits of calls on that card, and so have four ranks that share it. Logits in two chunks stay within 0.01 % of logits
-at once on that card, over 10 steps, and graphs have their bits. --steps compares the first N steps.
+the bits of calls on that card, and so have four ranks that share it; tensor ranks have those of one rank with their
+shards. Logits in two chunks stay within 0.01 % of logits at once on that card, over 10 steps, and graphs have their
+bits. --steps compares the first N steps.
 """
 
 import json
@@ -96,6 +97,16 @@ def bits(card):
     require(found == expected, f"{found} on 4 ranks with a bf16 stream, {expected} on one")
 
 
+def shards(card):
+    for more in ((), ("--precision", "bf16", "--dropout", "0.1")):
+        options = ("--steps", "5", "--tensor-shards", "2", *more)
+        expected = card.train(1, *options)
+        for ranks, layout in ((1, ("--cuda-graphs",)), (2, ("--tensor", "2")), (2, ("--tensor", "2", "--no-sequence-parallel")),
+                              (4, ("--tensor", "2", "--pipeline", "2", "--schedule", "zb-h1"))):
+            found = card.train(ranks, *options, *layout, *(("--transport", "mpi") if ranks > 1 else ()))
+            require(found == expected, f"{found} on {ranks} ranks with {' '.join(layout)}, {expected} on one")
+
+
 def make(card):
     curves = {}
     for name, options in CURVES.items():
@@ -125,7 +136,7 @@ def main():
     if stored["model"] != list(MODEL):
         parser.error(f"{STORED.name} is of another model: make it again")
     cases = [*curve_cases(options.steps, stored), ("losses of logits in chunks", chunks),
-             ("bits of 1 rank, 4 ranks, graphs", bits)]
+             ("bits of 1 rank, 4 ranks, graphs", bits), ("bits of tensor ranks", shards)]
     return run(card, cases, options.report)
 
 

@@ -231,7 +231,7 @@ void add_computing_options(OptionTable& table, TrainOptions& options) {
 void add_tensor_ranks(OptionTable& table, PipelineOptions::Shape& shape) {
   table
       .add_integer("tensor", shape.tensor, 1, kMostTensorShards,
-                   "ranks that share each stage: each computes a part of every layer; on CPUs")
+                   "ranks that share each stage: each computes a part of every layer")
       .mark(kLayout | kListedLater);
   table.add_integer(
       "tensor-shards", shape.tensor_shards, 1, kMostTensorShards,
@@ -654,21 +654,12 @@ void resolve_shards(const OptionTable& table, TrainOptions& options) {
   int& shards = shape.tensor_shards;
   (void)resolve_parts(table, kTensorShards, shards, "tensor", shape.tensor,
                       [&] { return can_divide(shards, shape.tensor); });
-  if (shards == 1) return;
-  const std::string given = fmt::format("--tensor {} --tensor-shards {}", shape.tensor, shards);
-  for (const DeviceChoice& choice : options.pipeline.devices.choices) {
-    if (choice.kind == DeviceChoice::Kind::kCpu || choice.kind == DeviceChoice::Kind::kAuto) {
-      continue;
-    }
-    throw_usage("option --device: {}, but {} runs on CPUs alone; legal is cpu, or one shard",
-                to_string(options.pipeline.devices.choices), given);
-  }
-  if (options.model.logit_chunks > 1) {
-    throw_usage(
-        "option --logit-chunks: {} with {}, whose logits are parts of the vocabulary already; "
-        "legal is 1, or one shard",
-        options.model.logit_chunks, given);
-  }
+  if (shards == 1 || options.model.logit_chunks == 1) return;
+  throw_usage(
+      "option --logit-chunks: {} with --tensor {} --tensor-shards {}, whose logits are parts of "
+      "the "
+      "vocabulary already; legal is 1, or one shard",
+      options.model.logit_chunks, shape.tensor, shards);
 }
 
 // Where all three numbers of the batch are given, and one of them, or the virtual replicas

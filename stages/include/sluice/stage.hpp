@@ -120,14 +120,16 @@ struct CollectiveCall {
   std::span<const std::byte> in = {};  // PlannedCollective::bytes
   std::span<std::byte> out = {};       // of a sum: `in`
   std::size_t segments = 1;            // more than 1: of a gather or a reduce-scatter alone
+  ComputeContext* compute = nullptr;   // whose device's memory has the values; null: the host's
   // Set by the runtime: the action, and the place among its collectives, from 0.
   int stage = -1, micro_batch = -1, index = -1;
 };
 
 // Collectives over this stage's replicas, or over the ranks that share it, within one action: all
-// of them compute the same micro-batch. For batch statistics and partial results. Values are in
-// host memory, and as many on every rank. Each call blocks the host, and keeps messages moving. It
-// throws Error(kUsage) for a call that is not the next one of the stage's description,
+// of them compute the same micro-batch. For batch statistics and partial results. Values are as
+// many on every rank, in host memory or, with `compute`, in that of its device, in order of its
+// stream: a GPU's pass through page-locked memory. Each call blocks the host, and keeps messages
+// moving. It throws Error(kUsage) for a call that is not the next one of the stage's description,
 // Error(kMismatch) where the ranks make different ones, and another rank's error.
 //
 // Sums add the ranks' values as a binary tree over the ranks in order, which splits at the largest
@@ -138,36 +140,48 @@ class Collective {
   virtual void make(const CollectiveCall& call) = 0;
 
   // In place.
-  void sum(std::span<double> values) { sum(std::as_writable_bytes(values), DType::kF64); }
-  void sum(std::span<float> values) { sum(std::as_writable_bytes(values), DType::kF32); }
+  void sum(std::span<double> values, ComputeContext* compute = nullptr) {
+    sum(std::as_writable_bytes(values), DType::kF64, compute);
+  }
+  void sum(std::span<float> values, ComputeContext* compute = nullptr) {
+    sum(std::as_writable_bytes(values), DType::kF32, compute);
+  }
   // `all` has a part like `mine` for each rank, in their order; `mine` may be one of them. Of
   // several segments each is gathered by itself: mine [segments, n], all [segments, ranks, n].
-  void all_gather(const Tensor& mine, const Tensor& all, std::int64_t segments = 1) {
-    make(CollectiveKind::kAllGather, mine, all, segments);
+  void all_gather(const Tensor& mine, const Tensor& all, ComputeContext* compute = nullptr,
+                  std::int64_t segments = 1) {
+    make(CollectiveKind::kAllGather, mine, all, compute, segments);
   }
   // `all` has a part like `mine` for each rank; `mine` gets the sum of this rank's. f32 or f64.
   // Segments as above.
-  void reduce_scatter(const Tensor& all, const Tensor& mine, std::int64_t segments = 1) {
-    make(CollectiveKind::kReduceScatter, all, mine, segments);
+  void reduce_scatter(const Tensor& all, const Tensor& mine, ComputeContext* compute = nullptr,
+                      std::int64_t segments = 1) {
+    make(CollectiveKind::kReduceScatter, all, mine, compute, segments);
   }
   // Both have an equal part for each rank: `receive` gets what each rank has for this one.
-  void all_to_all(const Tensor& send, const Tensor& receive) {
-    make(CollectiveKind::kAllToAll, send, receive);
+  void all_to_all(const Tensor& send, const Tensor& receive, ComputeContext* compute = nullptr) {
+    make(CollectiveKind::kAllToAll, send, receive, compute);
   }
 
   // Of one rank alone: hands on what fits. For trial calls, too.
   [[nodiscard]] static Collective& alone();
 
  private:
-  void sum(std::span<std::byte> values, DType type) {
-    make({.kind = CollectiveKind::kSum, .type = type, .in = values, .out = values});
+  void sum(std::span<std::byte> values, DType type, ComputeContext* compute) {
+    make({.kind = CollectiveKind::kSum,
+          .type = type,
+          .in = values,
+          .out = values,
+          .compute = compute});
   }
-  void make(CollectiveKind kind, const Tensor& in, const Tensor& out, std::int64_t segments = 1) {
+  void make(CollectiveKind kind, const Tensor& in, const Tensor& out, ComputeContext* compute,
+            std::int64_t segments = 1) {
     make({.kind = kind,
           .type = in.spec.dtype,
           .in = {in.as<const std::byte>(), in.spec.bytes()},
           .out = {out.as<std::byte>(), out.spec.bytes()},
-          .segments = static_cast<std::size_t>(segments)});
+          .segments = static_cast<std::size_t>(segments),
+          .compute = compute});
   }
 };
 

@@ -155,11 +155,11 @@ SLUICE_COMM_TEST(GroupCollectiveTest, MakesEachSegmentByItself) {
     };
     values_of(mine);
     for (std::size_t s = 0; s < segments; ++s) group.all_gather(of(mine, s), of(all, s));
-    group.all_gather(tensor(mine), tensor(gathered), std::int64_t(segments));
+    group.all_gather(tensor(mine), tensor(gathered), nullptr, std::int64_t(segments));
     EXPECT_TRUE(same_bits(gathered, all)) << count;
     values_of(all);
     for (std::size_t s = 0; s < segments; ++s) group.reduce_scatter(of(all, s), of(sums, s));
-    group.reduce_scatter(tensor(all), tensor(summed), std::int64_t(segments));
+    group.reduce_scatter(tensor(all), tensor(summed), nullptr, std::int64_t(segments));
     EXPECT_TRUE(same_bits(summed, sums)) << count;
   }
 }

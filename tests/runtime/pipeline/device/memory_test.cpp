@@ -102,6 +102,11 @@ std::vector<Job> jobs() {
   all.push_back(all.back());
   all.back().name = "three replicas through host memory";
   all.back().options.devices.transport = TransportChoice::kMpi;
+  all.push_back(job("four shards", model_with(kGpt2, DType::kBf16), 1, "1f1b"));
+  all.back().options.shape.tensor_shards = 4;
+  all.push_back(job("two tensor ranks", model_with(kLlama, DType::kF32), 2, "zb-h1"));
+  all.back().options.shape.tensor = 2;
+  all.back().options.shape.tensor_shards = 4;
   return all;
 }
 
@@ -109,7 +114,8 @@ StageFactory transformer(const TransformerConfig& model) { return Transformer(mo
 
 void run(const Job& job, const std::function<void(Communicator&, const DataSource&)>& body) {
   const auto source = synthetic_tokens(job.model);
-  run_loopback(job.options.shape.pipeline * job.options.shape.replicas,
+  const PipelineOptions::Shape& shape = job.options.shape;
+  run_loopback(shape.pipeline * shape.replicas * shape.tensor,
                [&](Communicator& comm) { body(comm, *source); });
 }
 

@@ -389,12 +389,9 @@ TEST(OptionsTest, ShardsCutEveryLayerInPlaceOfTensorRanks) {
 }
 
 TEST(OptionsTest, WhatShardsCannotDoIsRefused) {
-  for (const char* device : {"cuda", "cuda:1", "cpu,cuda"}) {
-    EXPECT_THAT(refusal({"--tensor", "2", "--device", device}),
-                AllOf(HasSubstr("option --device: " + std::string(device)),
-                      HasSubstr("--tensor 2 --tensor-shards 2"), HasSubstr("on CPUs alone")));
+  for (const char* device : {"cpu", "auto", "cuda"}) {
+    (void)parse({"--tensor", "2", "--device", device});
   }
-  for (const char* device : {"cpu", "auto"}) (void)parse({"--tensor", "2", "--device", device});
   EXPECT_THAT(refusal({"--tensor-shards", "4", "--logit-chunks", "2"}),
               AllOf(HasSubstr("option --logit-chunks: 2 with"), HasSubstr("legal is 1")));
   (void)parse({"--tensor-shards", "1", "--logit-chunks", "2", "--device", "cuda"});
