@@ -246,17 +246,18 @@ LayerNeeds SelfAttention::needs(ComputeContext& compute, const StreamShape& stre
   const BlockShape& batch = stream.whole;
   const bool drops = probabilities_.probability > 0;
   const std::int64_t rows = batch.rows();
-  LayerNeeds needs{
-      .memory = memory.used(),
-      .operator_bytes = std::max({qkv_.workspace(compute, rows, precision_),
-                                  output_.workspace(compute, rows, result_.alone),
-                                  output_.workspace(compute, rows, result_.sum)}),
-      .table_bytes = positions_ ? ComputeContext::rotary_table_bytes(batch.sequence, head_dim_) : 0,
-      .collectives = {.forward = output_.sums_over_ranks(stream),
-                      .backward_input = qkv_.sums_over_ranks(stream)}};
+  LayerNeeds needs{.memory = memory.used(),
+                   .operator_bytes = std::max({qkv_.workspace(compute, rows, precision_),
+                                               output_.workspace(compute, rows, result_.alone),
+                                               output_.workspace(compute, rows, result_.sum)}),
+                   .collectives = {.forward = output_.sums_over_ranks(stream),
+                                   .backward_input = qkv_.sums_over_ranks(stream)}};
   for_shards(batch, kept, [&](const AttentionShape& shape, const Kept& /*kept*/, std::size_t) {
     const std::string engine = attention_engine(compute, shape, precision_, drops);
     if (!engine.empty()) needs.note = "attention: " + engine;
+    if (positions_) {
+      needs.table_bytes = ComputeContext::rotary_table_bytes(shape.sequence, head_dim_);
+    }
     needs.operator_bytes = std::max(
         {needs.operator_bytes, attention_forward_workspace(compute, shape, precision_, false),
          attention_forward_workspace(compute, shape, precision_, drops),

@@ -134,8 +134,7 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
     (void)pipeline.evaluate(source, 12);
     const std::string where = each.name + ", rank " + std::to_string(comm.rank());
     const JobLayout& layout = PipelineAccess::layout(pipeline);
-    const RankMemory& planned =
-        layout.memory.ranks[static_cast<std::size_t>(layout.place.here.pipeline)];
+    const RankMemory& planned = layout.memory.of(layout.place.here);
     ASSERT_EQ(pipeline.compute().device().index, comm.rank());
     EXPECT_EQ(ContextAccess::workspace_peak(pipeline.compute()), layout.memory.operator_bytes)
         << where;
@@ -164,8 +163,7 @@ void check_inference(int ranks) {
     Pipeline pipeline(comm, transformer(each.model), source, each.options);
     (void)pipeline.evaluate(source, 12);
     const JobLayout& layout = PipelineAccess::layout(pipeline);
-    const RankMemory& planned =
-        layout.memory.ranks[static_cast<std::size_t>(layout.place.here.pipeline)];
+    const RankMemory& planned = layout.memory.of(layout.place.here);
     EXPECT_EQ(planned.gradients, 0U);
     EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.arena());
     const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
