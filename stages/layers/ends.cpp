@@ -297,7 +297,7 @@ void TokenLoss::answer(StageContext& ctx, const Tensor& outputs, const Tensor& a
     all = {memory.data(), spec};
     const Tensor mine = rows_from(all, classes_.rank(), 1);
     copy_async(mine.data, outputs.data, outputs.spec.bytes(), ctx.compute.stream());
-    ctx.tensor->all_gather(mine, all);
+    ctx.tensor->all_gather(mine, all, &ctx.compute);
   }
   const auto start_of = [&](int shard) { return classes_.starts()[sluice::at(shard)]; };
   const auto bytes_of = [&](std::int64_t logits) {
