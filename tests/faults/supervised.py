@@ -104,10 +104,10 @@ def kills(setup, count, seed, split=SPLIT):
         run.kill(draw.choice([*range(RANKS), LAUNCHER, ALL]))
         run.job.wait_for(lambda: run.job.output.count("; restart ") > restarts, f"no restart after kill {done}")  # noqa: B023
         done += 1
-    output = run.job.expect(0, rf"sluice run: {count} restarts in \d+ s; [\d.]+ % of the time in steps that count")
+    output = run.job.expect(0, rf"sluice run: {count} restarts? in \d+ s; [\d.]+ % of the time in steps that count")
     require_same(setup, run, digest, losses)
     require("sluice-event" not in output, output)
-    return re.findall(r"^sluice run: (\d+ restarts.*)", output, re.MULTILINE)[0]
+    return re.findall(r"^sluice run: (\d+ restarts?.*)", output, re.MULTILINE)[0]
 
 
 def halves(setup, count, seed):
