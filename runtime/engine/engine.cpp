@@ -614,6 +614,7 @@ void Engine::Impl::answer(const LocalStage& stage, const PlanOp& op, StageContex
   for (std::size_t i = 0; i < answers.size(); ++i) {
     Buffer& memory = answers_memory[i];
     if (memory.size() < answers[i].bytes()) {
+      memory = {};
       memory = config.compute->memory().allocate(answers[i].bytes(), DeviceMemory::Use::kTemporary);
     }
     outputs.push_back({memory.data(), answers[i]});

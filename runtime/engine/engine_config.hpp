@@ -61,6 +61,7 @@ struct EngineConfig {
   bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Expert
   // Shared with engines that never run at the same time; null: the engine's own.
   std::shared_ptr<SlotStore> slots = nullptr;
+  HostBuffer* staged = nullptr;  // likewise, for collectives of a GPU's values
   DeviceBatch* batch = nullptr;
   bool cuda_graphs = false;      // record and replay stages' calls on a GPU
   std::size_t trace_events = 0;  // recorded per step at most; 0: none

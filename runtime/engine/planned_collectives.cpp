@@ -9,6 +9,7 @@
 #include <sluice/tensor.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/group/activity.hpp"
 #include "runtime/layout/edge_route.hpp"
@@ -26,6 +27,21 @@ void copy_of_one(const CollectiveCall& call) {
                 call.out.size());
   }
   Collective::alone().make(call);
+}
+
+std::size_t staged_of(const PlannedCollective& collective, std::size_t ranks) {
+  const std::size_t bytes = collective.bytes;
+  switch (collective.kind) {
+    case CollectiveKind::kSum:
+      return bytes;
+    case CollectiveKind::kAllGather:
+      return sum_of_bytes({bytes, multiply_bytes(bytes, ranks)});
+    case CollectiveKind::kReduceScatter:
+      return sum_of_bytes({bytes, bytes / ranks});
+    case CollectiveKind::kAllToAll:
+      break;
+  }
+  return multiply_bytes(bytes, 2);
 }
 
 }  // namespace
@@ -106,34 +122,35 @@ void PlannedCollectives::make(CollectiveAxis axis, Collective* group, Collective
   group->make(call);
 }
 
-std::size_t PlannedCollectives::staged_bytes(const PlannedCollective& collective,
-                                             std::size_t ranks) {
-  const std::size_t bytes = collective.bytes;
-  switch (collective.kind) {
-    case CollectiveKind::kSum:
-      return bytes;
-    case CollectiveKind::kAllGather:
-      return sum_of_bytes({bytes, multiply_bytes(bytes, ranks)});
-    case CollectiveKind::kReduceScatter:
-      return sum_of_bytes({bytes, bytes / ranks});
-    case CollectiveKind::kAllToAll:
-      break;
+std::size_t PlannedCollectives::staged_bytes(const JobLayout& layout, int rank, bool trains) {
+  std::size_t most = 0;
+  const auto raise = [&](const std::vector<PlannedCollective>& list) {
+    for (const PlannedCollective& each : list) {
+      const int ranks = layout.place.topology.size[axis_of(each)];
+      if (ranks > 1) most = std::max(most, staged_of(each, at(ranks)));
+    }
+  };
+  for (const int stage : layout.plans.placement().stages_of(rank)) {
+    const StageCollectives& made = layout.parameters.stages[at(stage)].collectives;
+    raise(collectives_of(made, ActionKind::kForward, !trains));
+    raise(trains ? collectives_of(made, ActionKind::kBackward, false) : made.answer);
   }
-  return multiply_bytes(bytes, 2);
+  return most;
 }
 
 void PlannedCollectives::make_staged(Collective& group, CollectiveCall call) {
   ComputeContext& compute = *std::exchange(call.compute, nullptr);
+  HostBuffer& staged = *config_.staged;
   std::byte* const out = call.out.data();
   const std::size_t passed = call.kind == CollectiveKind::kSum ? 0 : call.in.size();
-  if (staged_.size() < passed + call.out.size()) {
+  if (staged.size() < passed + call.out.size()) {
     compute.wait();  // what came out last may still be read
-    staged_ = HostBuffer(compute.device(), passed + call.out.size());
+    staged = HostBuffer(compute.device(), passed + call.out.size());
   }
-  copy_async(staged_.data(), call.in.data(), call.in.size(), compute.stream());
+  copy_async(staged.data(), call.in.data(), call.in.size(), compute.stream());
   compute.wait();
-  call.in = {staged_.data(), call.in.size()};
-  call.out = {staged_.data() + passed, call.out.size()};
+  call.in = {staged.data(), call.in.size()};
+  call.out = {staged.data() + passed, call.out.size()};
   group.make(call);
   copy_async(out, call.out.data(), call.out.size(), compute.stream());
 }

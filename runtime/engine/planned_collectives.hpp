@@ -15,6 +15,7 @@
 
 #include "comm/base/index.hpp"
 #include "runtime/engine/engine_config.hpp"
+#include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
 
@@ -27,9 +28,12 @@ class PlannedCollectives {
   // loss() is a part of it; else answer() is, of a last stage. The first time for a shape, asks the
   // stage for its description. Throws Error(kUsage) where that is not like the plan's.
   void begin(const StageBinding& binding, const PlanOp& op, UnitShape shape, bool loss);
-  // Page-locked memory that one of `ranks` takes whose values are in memory of a GPU.
-  [[nodiscard]] static std::size_t staged_bytes(const PlannedCollective& collective,
-                                                std::size_t ranks);
+  [[nodiscard]] static Axis axis_of(const PlannedCollective& collective) {
+    return collective.axis == CollectiveAxis::kReplica ? Axis::kReplica : Axis::kTensor;
+  }
+  // Page-locked memory that the largest collective of a rank's stages takes whose values are in
+  // memory of a GPU; in a pipeline for inference alone those of answers count too.
+  [[nodiscard]] static std::size_t staged_bytes(const JobLayout& layout, int rank, bool trains);
   // Whether loss() makes some in the op that runs.
   [[nodiscard]] bool in_loss() const { return in_loss_; }
   // After it. Other ranks would wait for a collective that is missing.
@@ -74,7 +78,6 @@ class PlannedCollectives {
   std::size_t made_ = 0;
   bool in_loss_ = false;
   int stage_ = -1, micro_batch_ = -1;
-  HostBuffer staged_;  // a GPU's values: what is passed, then what comes out
 };
 
 }  // namespace sluice

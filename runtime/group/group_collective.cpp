@@ -72,8 +72,14 @@ void GroupCollective::require_legal(const CollectiveCall& call) const {
   const std::size_t legal = call.kind == CollectiveKind::kAllGather       ? in * count
                             : call.kind == CollectiveKind::kReduceScatter ? in / count
                                                                           : in;
+  const bool cuts =
+      call.kind == CollectiveKind::kAllGather || call.kind == CollectiveKind::kReduceScatter;
+  if (call.segments == 0 || call.segments > (cuts ? std::max<std::size_t>(in, 1) : 1)) {
+    throw_usage("{} of {} bytes in {} segments; legal: {}", name_of(call.kind), in, call.segments,
+                cuts ? "1 or more, of some bytes" : "1");
+  }
   const std::size_t unit = size_of(call.type) * (splits ? count : 1) * call.segments;
-  if (unit == 0 || in % unit != 0) {
+  if (in % unit != 0) {
     throw_usage("a rank passes {} bytes of {} for {} ranks in {} segments; legal: a multiple of {}",
                 in, name_of(call.type), count, call.segments, unit);
   }
@@ -85,8 +91,8 @@ void GroupCollective::require_legal(const CollectiveCall& call) const {
 void GroupCollective::require_same() const {
   const auto text = [](const Made& made, bool place) {
     const std::string one = in_sentence(made.kind, made.bytes, made.type);
-    return place ? fmt::format("{}, its collective {} in micro-batch {} of stage {}", one,
-                               made.index + 1, made.micro_batch, made.stage)
+    return place ? fmt::format("{} in {} segments, its collective {} in micro-batch {} of stage {}",
+                               one, made.segments, made.index + 1, made.micro_batch, made.stage)
                  : one;
   };
   const Made& first = firsts_.front().made;

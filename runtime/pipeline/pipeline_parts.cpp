@@ -12,6 +12,7 @@
 #include "comm/base/sum_tree.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/edge_probe.hpp"
+#include "runtime/engine/planned_collectives.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/group/group_collective.hpp"
 #include "runtime/group/guard.hpp"
@@ -269,6 +270,11 @@ void PipelineParts::prepare_stages() {
 std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains) {
   const RankPlan& mine = plan.ranks[at(layout.place.here.pipeline)];
   Collectives& replicas = *job.group(Axis::kReplica).collectives;
+  const std::size_t bytes = PlannedCollectives::staged_bytes(layout, layout.place.here.pipeline,
+                                                             !options.training.inference);
+  if (compute->device().kind != DeviceKind::kCpu && staged.size() < bytes) {
+    staged = HostBuffer(compute->device(), bytes);
+  }
   return std::make_unique<Engine>(
       EngineConfig{.plan = &plan,
                    .rank = layout.place.here.pipeline,
@@ -287,6 +293,7 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
                    .sums = plan.forward_only ? nullptr : &replicas.sums(),
                    .progress_in_actions = options.expert.progress_in_actions,
                    .slots = slots,
+                   .staged = &staged,
                    .batch = device_batch.get(),
                    .cuda_graphs = trains && options.devices.cuda_graphs,
                    .trace_events = trains && options.checks.trace ? mine.ops.size() : 0});

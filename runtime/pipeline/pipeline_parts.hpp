@@ -93,6 +93,7 @@ struct PipelineParts {
   std::unique_ptr<GroupCollective> over_replicas, over_tensor_ranks;
   std::unique_ptr<NcclRoutes> nccl;
   std::unique_ptr<DeviceBatch> device_batch;
+  HostBuffer staged;  // of all engines
   Batches batches;
   PlanCache training{job.place.here.pipeline, [this](int n) { return plan_smaller(n); },
                      [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};

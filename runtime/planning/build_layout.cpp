@@ -318,8 +318,8 @@ std::vector<StageReports> describe_parts(JobContext& job, const PipelineOptions&
         "legal: 1, or a factory of a StagePlace, whose stages have slices of their parameters",
         tensors > 1 ? "tensor" : "tensor_shards", tensors > 1 ? tensors : shards);
   }
-  // One plan serves micro-batches of all numbers of positions, which infer() may get. Where these
-  // are all that comes, shards may not divide them.
+  // One plan serves micro-batches of all numbers of positions, which infer() may get. Shards
+  // may not divide these numbers.
   const bool counted = source.position_dimension() > 0;
   const bool deals_positions =
       options.shape.sequence_parallel &&

@@ -153,32 +153,29 @@ class MemorySum {
       if (ranks == 1 || (axis == Axis::kReplica && !trains)) continue;
       GroupCollective::Memory within;
       std::size_t summed = 0;  // bytes, of one sum of gradients, of shares or of a buffer's means
-      std::size_t staged = 0;  // bytes, of one collective of a GPU's values
       for (const int stage : layout_.plans.placement().stages_of(rank_)) {
         const StageEntry& entry = layout_.parameters.stages[at(stage)];
         for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
           if (kind == ActionKind::kBackward && !trains) continue;
           for (const PlannedCollective& each : collectives_of(entry.collectives, kind, !trains)) {
-            if (axis_of(each) != axis) continue;
+            if (PlannedCollectives::axis_of(each) != axis) continue;
             within.raise(each, at(ranks));
-            staged = std::max(staged, PlannedCollectives::staged_bytes(each, at(ranks)));
           }
         }
         for (const PlannedCollective& each : entry.collectives.answer) {
-          if (!trains && axis_of(each) == axis) within.raise(each, at(ranks));
+          if (!trains && PlannedCollectives::axis_of(each) == axis) within.raise(each, at(ranks));
         }
         if (trains) {
           summed = std::max(summed,
                             axis == Axis::kReplica ? summed_by_host(entry) : bytes_of_share(entry));
         }
       }
-      // A GPU's values pass through a copy.
-      if (device_ != DeviceKind::kCpu) {
-        add_bytes(memory_.collectives, sum_of_bytes({summed, axis == Axis::kTensor ? staged : 0}));
-      }
+      if (device_ != DeviceKind::kCpu) add_bytes(memory_.collectives, summed);  // through a copy
       const std::size_t values = std::max(summed / sizeof(float), within.summed);
       add_bytes(memory_.collectives, sum_of_bytes({within.bytes(), bytes_of_sums(axis, values)}));
     }
+    if (device_ == DeviceKind::kCpu) return;
+    add_bytes(memory_.collectives, PlannedCollectives::staged_bytes(layout_, rank_, trains));
   }
 
   // The receive buffer for gradients of tied parameters, which arrive one at a time.
@@ -216,10 +213,6 @@ class MemorySum {
   }
 
  private:
-  static Axis axis_of(const PlannedCollective& collective) {
-    return collective.axis == CollectiveAxis::kReplica ? Axis::kReplica : Axis::kTensor;
-  }
-
   // The most values of a stage that HostSums adds at a time, in bytes.
   [[nodiscard]] std::size_t summed_by_host(const StageEntry& stage) const {
     std::size_t gradients = 0, most = 0;

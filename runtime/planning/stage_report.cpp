@@ -164,6 +164,14 @@ void set_collectives(StageEntry& entry, const StageDescription& description, boo
     throw_usage("stage {} describes collectives.{}; legal: of the last stage alone", index,
                 made.loss.empty() ? "answer" : "loss");
   }
+  if (std::ranges::any_of(made.answer, [&](const PlannedCollective& each) {
+        return description.answers.empty() || each.axis != CollectiveAxis::kTensor;
+      })) {
+    throw_usage(
+        "stage {} describes collectives.answer; legal: of a stage with answers, over the ranks "
+        "that share it",
+        index);
+  }
   if (first) entry.collectives = made;
   const StageCollectives& largest = entry.collectives;
   const auto require = [&](std::string_view where, const std::vector<PlannedCollective>& list,

@@ -247,6 +247,12 @@ Partition Sequential::partition(int stages) const {
       costs.push_back(std::accumulate(model_->costs.begin() + begins[i],
                                       model_->costs.begin() + begins[i + 1], 0.0));
     }
+    if (std::ssize(costs) < std::min(stages, layers)) {
+      throw_usage(
+          "a Sequential over {} stages has {} parts to be cut by cost, since layers of panels stay "
+          "with the layer before them; legal: at most as many stages",
+          stages, costs.size());
+    }
     Partition cut = partition_by_cost(costs, stages);
     for (int& first : cut.first) first = begins[at(first)];
     return cut;

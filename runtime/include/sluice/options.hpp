@@ -119,9 +119,9 @@ struct PipelineOptions {
     int tensor_shards = 0;
     // Ranks that share a stage of Sluice's transformers deal the positions of each sample in norms,
     // sums and dropout, and what they keep of them, where the shards have equally many: sequence
-    // parallelism. No bit depends on it. Not in inference alone (Training::inference) where the
-    // data counts positions, which may then be any number; a pipeline that trains and deals them
-    // infers from as many as shards divide.
+    // parallelism. No bit depends on it. A pipeline for inference alone (Training::inference) deals
+    // none where the data counts positions: samples may have any number of them. One that trains
+    // and deals them infers from as many as shards divide.
     bool sequence_parallel = true;
     RankOrder rank_order = RankOrder::kAuto;
     int micro_batches = 1;              // per virtual replica and step

@@ -63,7 +63,7 @@ void add_pipeline_options(OptionTable& table, PipelineOptions& pipeline) {
 
 void add_tensor_options(OptionTable& table, PipelineOptions::Shape& shape) {
   table.add_integer("tensor", shape.tensor, 1, kMostTensorShards,
-                    "ranks that share each stage, on CPUs; ranks = pipeline x tensor");
+                    "ranks that share each stage; ranks = pipeline x tensor");
   table.add_integer("tensor-shards", shape.tensor_shards, 1, kMostTensorShards,
                     "parts of every layer, as of 'sluice train'; auto: those of the save, or where "
                     "tensor does not divide them as many as tensor",

@@ -231,9 +231,9 @@ void Costs::require_tensor_ranks(const MeasuredCosts& measured) const {
   const int shards = measured.tensor_shards;
   if (profile_.empty()) {
     throw_usage(
-        "option --tensor: {}: what {} ranks exchange that share a stage is known of a --profile "
-        "alone; give one",
-        tensor_, tensor_);
+        "option --tensor: {}{}: what ranks exchange that share a stage is known of a --profile "
+        "alone; give one, or --tensor 1",
+        tensor_, cluster_.empty() ? "" : fmt::format(", of '{}'", cluster_));
   }
   if (measured.collectives.empty()) {
     throw_usage(
@@ -264,7 +264,12 @@ void Costs::require_tensor_ranks(const MeasuredCosts& measured) const {
 
 void Costs::share_stages(const OptionTable& table, const MeasuredCosts& measured) {
   if (tensor_ == 0) tensor_ = measured.tensor_ranks > 1 ? measured.tensor_ranks : cluster_tensor_;
-  if (tensor_ == 1) return;
+  if (tensor_ == 1 && measured.tensor_ranks <= 1) {
+    for (const char* name : {"tensor-time", "tensor-bandwidth"}) {
+      if (table.given(name)) throw_usage("option --{}: without tensor ranks; legal: none", name);
+    }
+    return;
+  }
   require_tensor_ranks(measured);
   if (cluster_.empty()) {
     LinkCost link = tensor_link_;

@@ -37,8 +37,7 @@ struct ScheduleChoice {
 
 // [layer] What ranks that share the model's layers pass each other in a training, of an all-gather
 // the parts of all ranks: for LayerTable. `shards` as of the options; of one those that two have.
-// `inputs`: of one micro-batch. Empty where such a model has no
-// shards, as on a GPU.
+// `inputs`: of one micro-batch. Empty where such a model can have no shards.
 [[nodiscard]] std::vector<StageCollectives> layer_collectives(const TransformerConfig& model,
                                                               int shards, bool deals_positions,
                                                               std::vector<TensorSpec> inputs,

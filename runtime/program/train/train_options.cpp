@@ -657,8 +657,7 @@ void resolve_shards(const OptionTable& table, TrainOptions& options) {
   if (shards == 1 || options.model.logit_chunks == 1) return;
   throw_usage(
       "option --logit-chunks: {} with --tensor {} --tensor-shards {}, whose logits are parts of "
-      "the "
-      "vocabulary already; legal is 1, or one shard",
+      "the vocabulary already; legal is 1, or one shard",
       options.model.logit_chunks, shape.tensor, shards);
 }
 

@@ -28,7 +28,7 @@
 namespace sluice {
 namespace {
 
-// Short ones travel in the first message, which has room for 2040 bytes.
+// Short ones travel in the first message, which has room for 2032 bytes.
 constexpr std::array<std::size_t, 6> kCounts = {0, 1, 3, 255, 256, 100'003};
 
 // Element i of a rank: an order of additions shows.

@@ -255,7 +255,7 @@ TEST_F(CliTest, ScheduleRefusesTensorRanksWhoseCostsItDoesNotKnow) {
   const auto refused = [&](const std::string& words, const std::string& what) {
     expect_refusal(sluice("schedule --ranks 2 --tensor " + words), 2, what);
   };
-  refused("2", "what 2 ranks exchange that share a stage is known of a --profile alone");
+  refused("2", "what ranks exchange that share a stage is known of a --profile alone");
   refused("0 --profile t.json", "option --tensor");
   refused("3 --profile t.json", "has 8 tensor shards; legal: 1, or 8 divided by a power of two");
   refused("2 --profile t.json --cluster c.json",
