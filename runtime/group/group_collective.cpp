@@ -74,9 +74,9 @@ void GroupCollective::require_legal(const CollectiveCall& call) const {
                                                                           : in;
   const bool cuts =
       call.kind == CollectiveKind::kAllGather || call.kind == CollectiveKind::kReduceScatter;
-  if (call.segments == 0 || call.segments > (cuts ? std::max<std::size_t>(in, 1) : 1)) {
-    throw_usage("{} of {} bytes in {} segments; legal: {}", name_of(call.kind), in, call.segments,
-                cuts ? "1 or more, of some bytes" : "1");
+  if (call.segments == 0 || (call.segments > 1 && !cuts)) {
+    throw_usage("{} in {} segments; legal: {}", name_of(call.kind), call.segments,
+                cuts ? "1 or more" : "1");
   }
   const std::size_t unit = size_of(call.type) * (splits ? count : 1) * call.segments;
   if (in % unit != 0) {
@@ -91,8 +91,10 @@ void GroupCollective::require_legal(const CollectiveCall& call) const {
 void GroupCollective::require_same() const {
   const auto text = [](const Made& made, bool place) {
     const std::string one = in_sentence(made.kind, made.bytes, made.type);
-    return place ? fmt::format("{} in {} segments, its collective {} in micro-batch {} of stage {}",
-                               one, made.segments, made.index + 1, made.micro_batch, made.stage)
+    const std::string segments =
+        made.segments == 1 ? "" : fmt::format(" in {} segments", made.segments);
+    return place ? fmt::format("{}{}, its collective {} in micro-batch {} of stage {}", one,
+                               segments, made.index + 1, made.micro_batch, made.stage)
                  : one;
   };
   const Made& first = firsts_.front().made;
@@ -146,6 +148,7 @@ template <typename Piece>
 void GroupCollective::for_pieces(const CollectiveCall& call, std::size_t part,
                                  const Piece& piece) const {
   const std::size_t bytes = part / call.segments;
+  if (bytes == 0) return;
   for (std::size_t segment = 0; segment < call.segments; ++segment) {
     for (std::size_t rank = 0; rank < ranks(); ++rank) {
       piece(rank, segment * bytes, (segment * ranks() + rank) * bytes, bytes);

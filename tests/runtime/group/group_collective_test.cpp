@@ -199,6 +199,10 @@ SLUICE_COMM_TEST(GroupCollectiveTest, RefusesSizesThatDoNotFitTheRanks) {
                [&] { group.reduce_scatter(tensor(all), tensor(more)); });
   expect_error(ErrorCode::kUsage, {"legal: "},
                [&] { group.all_to_all(tensor(all), tensor(more)); });
+  for (const std::int64_t segments : {0, -1, 2}) {
+    expect_error(ErrorCode::kUsage, {"legal: "},
+                 [&] { group.all_gather(tensor(one), tensor(all), nullptr, segments); });
+  }
   if (ranks > 1) {
     expect_error(ErrorCode::kUsage, {"legal: a multiple of "},
                  [&] { group.reduce_scatter(tensor(more), tensor(one)); });
