@@ -29,6 +29,7 @@ struct ShardGrid {
 struct ShardOutcome {
   std::vector<double> losses, norms;
   double validation = 0;
+  std::vector<std::byte> logits;
   std::map<std::string, std::vector<std::byte>> values;  // of whole parameters, and of their state
   bool operator==(const ShardOutcome&) const = default;
 };
@@ -64,6 +65,18 @@ ShardOutcome outcome_with(const TransformerConfig& model, int shards, const Shar
     for (const auto& [name, tensor] : pipeline.state()) {
       mine.values[name] = {tensor.bytes.begin(), tensor.bytes.end()};
     }
+    std::vector<std::int32_t> tokens(static_cast<std::size_t>(4 * model.context));
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      tokens[i] = static_cast<std::int32_t>(i * 37) % model.vocabulary;
+    }
+    const BatchShare share = pipeline.share();  // each virtual replica has two texts
+    const Tensor texts{tokens.data() + 2 * share.replica * model.context,
+                       {DType::kI32, {2 * share.count, model.context}}};
+    const Batch batch = share.inputs ? Batch{.inputs = {texts}} : Batch{};
+    for (const Tensor& logits : pipeline.infer(batch, {.to = 0})) {
+      const auto* const bytes = logits.as<const std::byte>();
+      mine.logits.assign(bytes, bytes + logits.spec.bytes());
+    }
     if (comm.rank() == 0) result = mine;
   });
   return result;
@@ -74,6 +87,8 @@ void expect_same_outcome(const ShardOutcome& one, const ShardOutcome& other,
   EXPECT_EQ(one.losses, other.losses) << where;
   EXPECT_EQ(one.norms, other.norms) << where;
   EXPECT_EQ(one.validation, other.validation) << where;
+  EXPECT_FALSE(one.logits.empty());
+  EXPECT_TRUE(one.logits == other.logits) << where;
   ASSERT_EQ(one.values.size(), other.values.size()) << where;
   for (const auto& [name, bytes] : one.values) {
     EXPECT_TRUE(bytes == other.values.at(name)) << where << ": " << name;
