@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kAttentionThreads, (BackwardTile<T, kDims>::kB
   const QueryBlock<Tile::kOwn, kStreamed, T, kWide<T>> block(call);
   const auto queries = Tile::own(0), douts = Tile::own(1);
   const Warp warp;
-  const TileDropout dropout(call, block.at.sample);
+  const TileDropout dropout(call);
 
   float lse[kTiles][2], delta[kTiles][2];
   for_each_row<kTiles>([&](int t, int half) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kAttentionThreads, (BackwardTile<T, kDims>::kB
         const Sight sight(block.seen, query, Warp::kOwn, key, kStreamed);
         if (!sight.any || query >= block.sequence) return;
         const KeptOfQueries<kTiles, kStreamed> kept(warp, dropout,
-                                                    dropout.element(block.line, key));
+                                                    dropout.element(block.mask_line, key));
         typename Warp::Scores scores = {}, dps = {};
         warp.add_scores(scores, queries, Tile::streamed(2 * side));
         if (!sight.all) warp.template hide<true>(scores, block.begin, key, block.seen);
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kAttentionThreads, (BackwardTile<T, kDims>::kB
                 value_head = key_head + call.shape.kv_heads;
   const auto keys = Tile::own(0), values = Tile::own(1);
   const Warp warp;
-  const TileDropout dropout(call, block.at.sample);
+  const TileDropout dropout(call);
 
   typename Warp::Sums key_sums = {}, value_sums = {};
   keys.template fetch<Tile::kOwn>(call.packed(call.qkv, block.at.sample, key_head), block.begin);
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kAttentionThreads, (BackwardTile<T, kDims>::kB
         const int query = block.query(i), key = block.begin + warp.first;
         const Sight sight(block.seen, query, kStreamed, key, Warp::kOwn);
         if (!sight.any || key >= block.sequence) return;
-        const int64_t line = call.line(block.at.sample, block.head(i), query);
+        const int64_t line = call.mask_line(block.at.sample, block.head(i), query);
         const KeptOfKeys<kTiles, kStreamed> kept(warp, dropout, dropout.element(line, block.begin));
         const auto queries = Tile::streamed(2 * side), douts = Tile::streamed(2 * side + 1);
         const float *lse = Tile::lines(side), *delta = lse + kStreamed;

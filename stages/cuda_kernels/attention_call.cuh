@@ -50,14 +50,10 @@ struct AttentionCall {
   [[nodiscard]] __device__ int64_t line(int64_t sample, int64_t head, int64_t query) const {
     return (sample * shape.heads + head) * shape.sequence + query;
   }
-  // Dropout of a sample: element line(sample, head, query) * sequence + key of it belongs to that
-  // query and key. Without it, its arguments are 0.
-  [[nodiscard]] __device__ DropoutArguments dropout_of(int64_t sample) const {
-    if (!drops) return dropout;
-    DropoutArguments mine = at_step(dropout);
-    const int64_t others = sample * (shape.all_heads - shape.heads) + shape.first_head;
-    mine.first += static_cast<uint64_t>(others * shape.sequence * shape.sequence);
-    return mine;
+  // Of a query in the mask of all the model's heads: element mask_line() * sequence + key after
+  // dropout.first belongs to it and that key.
+  [[nodiscard]] __device__ int64_t mask_line(int64_t sample, int64_t head, int64_t query) const {
+    return (sample * shape.all_heads + head) * shape.sequence + query;
   }
 };
 
@@ -71,6 +67,7 @@ AttentionCall<T, N> make_attention_call(const AttentionShape& shape, const Tenso
   call.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.head_dim)));
   call.drops = dropout.probability != 0;
   if (call.drops) call.dropout = dropout_arguments(dropout, 0);
+  call.dropout.first += static_cast<uint64_t>(shape.first_head * shape.sequence * shape.sequence);
   return call;
 }
 

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kAttentionThreads, (ForwardTile<T, kDims>::kBl
     return Rows{static_cast<uint32_t>((Tile::kOwn + place * kStreamed) * Rows::kRowBytes)};
   };
   const Warp warp;
-  const TileDropout dropout(call, block.at.sample);
+  const TileDropout dropout(call);
 
   typename Warp::Sums sums = {};
   RunningSoftmax<Warp, kTiles, kStreamed, kDims> softmax;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kAttentionThreads, (ForwardTile<T, kDims>::kBl
         const Sight sight(block.seen, query, Warp::kOwn, key, kStreamed);
         if (!sight.any || query >= block.sequence) return;
         const KeptOfQueries<kTiles, kStreamed> kept(warp, dropout,
-                                                    dropout.element(block.line, key));
+                                                    dropout.element(block.mask_line, key));
         typename Warp::Scores scores = {};
         warp.add_scores(scores, queries, streamed(2 * side));
         if (!sight.all) warp.template hide<true>(scores, block.begin, key, block.seen);

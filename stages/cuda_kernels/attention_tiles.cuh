@@ -122,13 +122,14 @@ struct ByLanes {
 template <int kOwn, int kStreamed, typename T, int N>
 struct QueryBlock {
   AttentionTile at;
-  int64_t line;  // of the first own query
+  int64_t line, mask_line;  // of the first own query
   HeadRows<const T, N> keys, values;
   int begin, sequence, seen, first, tiles;  // first: streamed row
 
   explicit __device__ QueryBlock(const AttentionCall<T, N>& call)
       : at(attention_tile(call.shape.heads, call.shape.sequence, kOwn, true)),
         line(call.line(at.sample, at.head, at.first)),
+        mask_line(call.mask_line(at.sample, at.head, at.first)),
         begin(static_cast<int>(at.first)),
         sequence(static_cast<int>(call.shape.sequence)),
         seen(static_cast<int>(call.shape.seen())) {
@@ -380,7 +381,7 @@ struct WarpMatmuls {
 };
 
 // --- dropout ---
-// Of a sample, as kernels need it.
+// Of a call, as its kernels need it.
 struct TileDropout {
   DropoutArguments at;  // of the step; factor is 1 without dropout
   uint64_t sequence;
@@ -388,14 +389,14 @@ struct TileDropout {
   bool in_fours;  // each query's elements start at a multiple of 4, and with them a tile's fours
 
   template <typename T, int N>
-  __device__ TileDropout(const AttentionCall<T, N>& call, int64_t sample)
-      : at(call.dropout_of(sample)),
+  explicit __device__ TileDropout(const AttentionCall<T, N>& call)
+      : at(call.drops ? at_step(call.dropout) : call.dropout),
         sequence(static_cast<uint64_t>(call.shape.sequence)),
         drops(call.drops),
         in_fours(at.first % 4 == 0 && sequence % 4 == 0) {
     if (!drops) at.factor = 1;
   }
-  // In the mask. `line`: of the query.
+  // In the mask. `line`: mask_line() of the query.
   [[nodiscard]] __device__ uint64_t element(int64_t line, int key) const {
     return at.first + static_cast<uint64_t>(line) * sequence + static_cast<uint64_t>(key);
   }

@@ -91,20 +91,20 @@ constexpr int kTile = 32;          // sorted places that one block sums
 struct Places {
   const int32_t* tokens;
   int64_t count, vocabulary;
-  int32_t first;    // the tokens are `first` to first + vocabulary - 1, or the nearest of these
-  int64_t others;   // of them at either end: not in the table
+  int32_t first;    // the tokens are `first` to first + last, or the nearest of these
+  int32_t last;     // vocabulary - 1
+  int32_t others;   // of them at either end: not in the table
   int32_t* counts;  // [chunks, vocabulary]: occurrences; then those in earlier chunks
   int32_t* starts;  // [vocabulary + 1]: of each token's run in `sorted`
   int32_t* totals;  // places per kSortThreads tokens
   int32_t* sorted;  // [count]: places by token, ascending within a token
 
   [[nodiscard]] __device__ int32_t token_at(int64_t place) const {
-    const int64_t token = int64_t{tokens[place]} - first;
-    return static_cast<int32_t>(max(int64_t{0}, min(token, vocabulary - 1)));
+    return max(0, min(tokens[place] - first, last));
   }
   // Of the table; not one of the others.
-  [[nodiscard]] __device__ bool has(int64_t token) const {
-    return token >= others && token < vocabulary - others;
+  [[nodiscard]] __device__ bool has(int32_t token) const {
+    return token >= others && token <= last - others;
   }
   template <int N>
   [[nodiscard]] __device__ Pack<int32_t, N>* counts_at(int64_t chunk, int64_t token) const {
@@ -199,7 +199,8 @@ struct TableGradient {
   }
   template <int N>
   __device__ void write_to_table(int32_t token, int64_t column, Floats<N> sum) const {
-    float* to = dtable + (token - places.others) * width + column;
+    if (!places.has(token)) return;
+    float* to = dtable + (token * width - places.others * width) + column;  // spills no register
     if (adds) add_to(sum, load<N>(to));
     store(to, sum);
   }
@@ -211,7 +212,8 @@ struct AbsentTokens : TableGradient<S> {
   using TableGradient<S>::dtable, TableGradient<S>::places, TableGradient<S>::width;
   template <int N>
   __device__ void run(int64_t token, int64_t column) const {
-    if (places.has(token) && places.starts[token] == places.starts[token + 1]) {
+    if (places.has(static_cast<int32_t>(token)) &&
+        places.starts[token] == places.starts[token + 1]) {
       store(dtable + (token - places.others) * width + column, Floats<N>{});
     }
   }
@@ -230,10 +232,6 @@ struct TileSums : TableGradient<S> {
       const int32_t token = token_at(place);
       const int64_t run_end = places.starts[token + 1];
       const int64_t piece_end = run_end < end ? run_end : end;
-      if (!places.has(token)) {
-        place = piece_end;
-        continue;
-      }
       Floats<N> sum = {};
 #pragma unroll 4
       for (; place < piece_end; ++place) {
@@ -261,7 +259,7 @@ struct JoinedSums : TableGradient<S> {
     if (end >= places.count) return;
     const int32_t token = token_at(end - 1);
     const int64_t run_end = places.starts[token + 1];
-    if (!places.has(token) || run_end <= end || places.starts[token] < tile * kTile) return;
+    if (run_end <= end || places.starts[token] < tile * kTile) return;
     Floats<N> sum = load<N>(tails + tile * width + column);
     for (int64_t next = tile + 1; next * kTile < run_end; ++next) {
       add_to(sum, load<N>(heads + next * width + column));
@@ -295,7 +293,8 @@ TableGradient<S> take_scratch(ComputeContext& ctx, const Tensor& tokens, int64_t
   places.count = tokens.elements();
   places.vocabulary = dtable.shape()[0] + 2 * others;
   places.first = static_cast<int32_t>(first - others);
-  places.others = others;
+  places.last = static_cast<int32_t>(places.vocabulary - 1);
+  places.others = static_cast<int32_t>(others);
   gradient.dout = dout.as<S>();
   gradient.dtable = dtable.as<float>();
   gradient.width = dtable.shape()[1];

@@ -38,7 +38,7 @@ struct Mask {
   DropoutArguments dropout;
   bool drops;
   int64_t sequence;
-  // `line`: of the query.
+  // `line`: mask_line() of the query.
   [[nodiscard]] __device__ float of(float value, int64_t line, int64_t key) const {
     if (!drops) return value;
     const auto place = static_cast<uint64_t>(line * sequence + key);
@@ -47,8 +47,8 @@ struct Mask {
 };
 
 template <typename T, int N>
-__device__ Mask mask_of(const AttentionCall<T, N>& call, int64_t sample) {
-  return {call.dropout_of(sample), call.drops, call.shape.sequence};
+__device__ Mask mask_of(const AttentionCall<T, N>& call) {
+  return {call.drops ? at_step(call.dropout) : call.dropout, call.drops, call.shape.sequence};
 }
 
 // The first streamed row of keys that queries from `query` on see.
@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   using Work = ForwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
+  const Mask mask = mask_of(call);
   const AttentionTile at = attention_tile(shape.heads, shape.sequence, Work::kOwn, true);
-  const Mask mask = mask_of(call, at.sample);
   const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
   const auto queries = call.packed(call.qkv, at.sample, at.head);
   const auto keys = call.packed(call.qkv, at.sample, kv);
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
 #pragma unroll
       for (int i = 0; i < 2 * kSlices; ++i) sums[r][i] *= shrink;
       work.set_weight(weights, r,
-                      seen ? mask.of(p, call.line(at.sample, at.head, query), key) : 0.0F);
+                      seen ? mask.of(p, call.mask_line(at.sample, at.head, query), key) : 0.0F);
     }
     work.add_weighted(weights, values, first, sums);
   }
@@ -256,9 +256,9 @@ struct Gradient {
   float p, dscore;
   template <typename AnyCall>
   __device__ Gradient(const AnyCall& call, const Mask& mask, float score, float dp, int64_t line,
-                      int64_t key)
+                      int64_t mask_line, int64_t key)
       : p(exponential(fma(score, call.scale, -call.lse[line]))),
-        dscore(softmax_gradient(p, mask.of(dp, line, key), call.delta[line], call.scale)) {}
+        dscore(softmax_gradient(p, mask.of(dp, mask_line, key), call.delta[line], call.scale)) {}
 };
 
 template <typename T, int N, int kSlices>
@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(kAttentionThreads, kBlocksAtOnce<kSlices>)
   using Work = BackwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
+  const Mask mask = mask_of(call);
   const AttentionTile at = attention_tile(shape.heads, shape.sequence, Work::kOwn, true);
-  const Mask mask = mask_of(call, at.sample);
   const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
   const auto keys = call.packed(call.qkv, at.sample, kv);
   const auto values = call.packed(call.qkv, at.sample, kv + shape.kv_heads);
@@ -296,7 +296,8 @@ __global__ void __launch_bounds__(kAttentionThreads, kBlocksAtOnce<kSlices>)
       float dscore = 0;
       if (key <= query && query - key < shape.seen() && query < shape.sequence) {
         const int64_t line = call.line(at.sample, at.head, query);
-        dscore = Gradient(call, mask, scores[r], dps[r], line, key).dscore;
+        const int64_t mask_line = call.mask_line(at.sample, at.head, query);
+        dscore = Gradient(call, mask, scores[r], dps[r], line, mask_line, key).dscore;
       }
       work.set_weight(weights, r, dscore);
     }
@@ -317,8 +318,8 @@ __global__ void __launch_bounds__(kAttentionThreads, kBlocksAtOnce<kSlices>)
   using Work = BackwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
+  const Mask mask = mask_of(call);
   const AttentionTile at = attention_tile(shape.kv_heads, shape.sequence, Work::kOwn, false);
-  const Mask mask = mask_of(call, at.sample);
   const int64_t group = shape.heads / shape.kv_heads, kv = shape.heads + at.head;
 
   auto* keys = shared_memory<float>();
@@ -342,13 +343,14 @@ __global__ void __launch_bounds__(kAttentionThreads, kBlocksAtOnce<kSlices>)
       work.add_dots(keys, queries, first, scores);
       work.add_dots(values, douts, first, dps);
       const int64_t query = first + work.lane, line = call.line(at.sample, head, query);
+      const int64_t mask_line = call.mask_line(at.sample, head, query);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int64_t key = first_key + r;
         float weight = 0, dscore = 0;
         if (key <= query && query - key < shape.seen() && query < shape.sequence) {
-          const Gradient gradient(call, mask, scores[r], dps[r], line, key);
-          weight = mask.of(gradient.p, line, key);
+          const Gradient gradient(call, mask, scores[r], dps[r], line, mask_line, key);
+          weight = mask.of(gradient.p, mask_line, key);
           dscore = gradient.dscore;
         }
         work.set_weight(weights, r, weight);
