@@ -104,9 +104,9 @@ int run_on_weights(const std::string& command, const std::vector<std::string>& a
 constexpr const char* kAboutGenerate =
     R"(Goes on from a prompt with a model that 'sluice train --save DIR' wrote, as a pipeline over the
 ranks of an MPI job, or alone. The text is a function of weights, prompt and options: at equal
---tensor-shards it does not depend on the number of ranks. Where the weights' directory has a tokenizer.json, the
-output is its text, and the prompt is --prompt-ids. Other models of up to 256 tokens read and
-write bytes, those of more read and write token numbers separated by spaces.
+--tensor-shards it does not depend on the number of ranks. Where the weights' directory has a
+tokenizer.json, the output is its text, and the prompt is --prompt-ids. Other models of up to 256
+tokens read and write bytes, those of more read and write token numbers separated by spaces.
 
   sluice generate --weights run --prompt 'In the beginning' --tokens 200)";
 
