@@ -221,14 +221,17 @@ void print_collectives(CollectiveResult result) {
   if (all > kMostShown) fmt::print("the {} slowest of {}\n", kMostShown, all);
 }
 
-// Of each group of tensor ranks, the slowest of its ranks.
+// Where ranks share stages: of each group the costs of the slowest of its ranks. `costs` [rank];
+// empty: not measured.
 std::vector<TensorGroup> tensor_groups(const Topology& topology,
                                        const std::vector<CollectiveCosts>& costs) {
   std::vector<TensorGroup> groups;
-  if (costs.empty()) return groups;
+  if (topology.size.tensor == 1) return groups;
   for (const std::vector<int>& ranks : topology.groups(Axis::kTensor)) {
     TensorGroup& group = groups.emplace_back(TensorGroup{.ranks = ranks, .costs = {}});
-    for (const int rank : ranks) group.costs = slower(group.costs, costs[at(rank)]);
+    for (const int rank : ranks) {
+      if (!costs.empty()) group.costs = slower(group.costs, costs[at(rank)]);
+    }
   }
   return groups;
 }
@@ -241,8 +244,10 @@ void print_tensor_groups(std::vector<TensorGroup> groups) {
     return fmt::format("{:>6.0f} us  {:>11}", of.latency * 1e6, bandwidth_text(of.bandwidth));
   };
   fmt::print(
-      "\nCollectives of the ranks that share a stage, all stages at once: a small one, bytes per "
-      "second that a rank passes\nin large ones, and a sum of 1 MiB\n{:>22}  {:>22}  {:>22}  "
+      "\nCollectives of the ranks that share a stage, between products, with waits for later "
+      "ranks, "
+      "all stages at once:\na small one, bytes per second that a rank passes in large ones, and a "
+      "sum of 1 MiB\n{:>22}  {:>22}  {:>22}  "
       "{:>9}  ranks\n",
       "sum", "reduce-scatter", "all-gather", "1 MiB");
   const std::size_t all = groups.size();
@@ -301,9 +306,11 @@ Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology
   }
   CollectiveCosts slowest;
   for (const TensorGroup& each : groups) slowest = slower(slowest, each.costs);
-  for (int kind = 0; kind < kCollectiveKinds && !groups.empty(); ++kind) {
-    cluster.collectives.push_back({static_cast<CollectiveKind>(kind), slowest[at(kind)].latency,
-                                   std::max(slowest[at(kind)].bandwidth, 1.0)});
+  for (int kind = 0; kind < kCollectiveKinds; ++kind) {
+    const LinkCost& cost = slowest[at(kind)];
+    if (!(cost.bandwidth > 0)) continue;  // not measured
+    cluster.collectives.push_back(
+        {static_cast<CollectiveKind>(kind), cost.latency, std::max(cost.bandwidth, 1.0)});
   }
   for (const LinkFigures& link : probe.links) {
     const std::string way = way_of(ranks[at(link.from)], ranks[at(link.to)]);
@@ -355,7 +362,8 @@ double wall_seconds() {
 // [rank of the job] Collective. Empty where no ranks share stages.
 std::vector<CollectiveCosts> probe_tensor_ranks(Collectives& job, SilenceLimit& silence,
                                                 const Topology& topology,
-                                                const std::vector<RankDevice>& devices) {
+                                                const std::vector<RankDevice>& devices,
+                                                const DoctorOptions& options) {
   if (topology.size.tensor == 1) return {};
   const Place place = topology.place_of(job.communicator().rank());
   const auto group =
@@ -363,7 +371,10 @@ std::vector<CollectiveCosts> probe_tensor_ranks(Collectives& job, SilenceLimit& 
   Collectives ranks(*group, 0, &silence);
   ranks.sums().set_hosts(hosts_of(devices, topology.group(Axis::kTensor, place)));
   std::vector<CollectiveCosts> all(at(job.communicator().size()));
-  job.all_gather(measure_collectives(job, ranks), all);
+  ComputeContext compute(Device{}, options.threads);
+  job.all_gather(
+      measure_collectives(job, ranks, compute, std::min(options.probe_seconds, kCollectiveSeconds)),
+      all);
   return all;
 }
 
@@ -385,7 +396,7 @@ void examine(const DoctorOptions& options, Communicator& world) {
                         {.total_seconds = options.probe_seconds});
     sums = probe_collectives(world, kProbeTag, topology, devices);
     silence.restart();
-    costs = probe_tensor_ranks(collectives, silence, topology, devices);
+    costs = probe_tensor_ranks(collectives, silence, topology, devices, options);
   }
   mine.network.connections = tcp_connections();
   const ClockOffset clock = measure_clock_offset(collectives, wall_seconds);
@@ -401,7 +412,7 @@ void examine(const DoctorOptions& options, Communicator& world) {
   print_links(ranks, probe.links);
   print_collectives(std::move(sums));
   const std::vector<TensorGroup> groups = tensor_groups(topology, costs);
-  print_tensor_groups(groups);
+  if (!costs.empty()) print_tensor_groups(groups);
   print_findings(
       all_findings(ranks, probe, findings_of_sums(options, topology, hosts, devices), groups));
   if (options.output.empty()) return;

@@ -362,14 +362,16 @@ std::vector<Finding> diagnose_tensor_groups(const std::vector<RankFacts>& ranks,
     hosts = std::move(mine);
   }
   if (slowest == nullptr) return findings.list();
+  const double seconds = seconds_of_sum(*slowest, kMebi);
   findings.wrong(
-      "ranks {} share stages, and are on {} hosts ({}): a sum of 1 MiB over them takes {:.2f} "
-      "ms{}{}, and every layer waits for several; fewer --tensor ranks, with more --pipeline or "
-      "--replicas, keep them on one host, and 'sluice train --dry-run' says what a step pays",
+      "ranks {} share stages, and are on {} hosts ({}){}{}, and every layer waits for several "
+      "sums over them; fewer --tensor ranks, with more --pipeline or --replicas, keep them on one "
+      "host, and 'sluice train --dry-run' says what a step pays",
       joined(slowest->ranks, ", "), hosts.size(), joined(hosts, ", "),
-      1e3 * seconds_of_sum(*slowest, kMebi),
-      within > 0 ? fmt::format(", {:.2f} ms within a host", within) : "",
-      spread > 1 ? fmt::format(" ({} such groups)", spread) : "");
+      spread > 1 ? fmt::format(" ({} such groups)", spread) : "",
+      seconds > 0 ? fmt::format(": a sum of 1 MiB takes {:.2f} ms{}", 1e3 * seconds,
+                                within > 0 ? fmt::format(", {:.2f} ms within a host", within) : "")
+                  : "");
   return findings.list();
 }
 

@@ -55,7 +55,8 @@ class Findings {
     const Topology& topology, const std::vector<RankDevice>& devices,
     const std::vector<std::pair<std::string, Topology>>& others);
 
-// Ranks that share a stage, and what their collectives take, in seconds and bytes per second.
+// Ranks that share a stage, and what their collectives take, in seconds and bytes per second; all
+// 0: not measured.
 struct TensorGroup {
   std::vector<int> ranks;  // of the job
   CollectiveCosts costs;

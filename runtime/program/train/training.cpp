@@ -360,7 +360,7 @@ void Training::plan_pipeline() {
 }
 
 // Collective. Of the slowest group of tensor ranks; all 0 where none shares a stage.
-CollectiveCosts measure_tensor_ranks(Collectives& job, const RankPlace& place,
+CollectiveCosts measure_tensor_ranks(Collectives& job, const RankPlace& place, int threads,
                                      ControlChannel& control) {
   CollectiveCosts slowest;
   if (place.topology.size.tensor == 1) return slowest;
@@ -369,7 +369,8 @@ CollectiveCosts measure_tensor_ranks(Collectives& job, const RankPlace& place,
   Collectives ranks(*group, 0, &control);
   ranks.sums().set_hosts(place.hosts_of(place.topology.group(Axis::kTensor, place.here)));
   std::vector<CollectiveCosts> all(static_cast<std::size_t>(job.communicator().size()));
-  job.all_gather(measure_collectives(job, ranks), all);
+  ComputeContext compute(Device{}, threads);
+  job.all_gather(measure_collectives(job, ranks, compute, kCollectiveSeconds), all);
   for (const CollectiveCosts& each : all) slowest = slower(slowest, each);
   return slowest;
 }
@@ -382,7 +383,9 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
   guarded(control, world_.rank(), [&] {
     Collectives job(comm, 0, &control);
     ranks = describe_ranks(job, layout);
-    if (job_ranks() == world_.size()) costs = measure_tensor_ranks(job, layout.place, control);
+    if (job_ranks() == world_.size()) {
+      costs = measure_tensor_ranks(job, layout.place, options_.pipeline.devices.threads, control);
+    }
     if (first()) require_room(options_, layout);
     start_ = plan_start(layout, options_, data_.identity, /*reads_save=*/first());
   });

@@ -14,6 +14,7 @@
 namespace sluice {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -69,7 +70,12 @@ TEST(DiagnosisTest, SaysWhatTensorRanksOnSeveralHostsCost) {
   EXPECT_TRUE(findings[0].wrong);
   EXPECT_THAT(findings[0].text,
               HasSubstr("ranks 2, 3 share stages, and are on 2 hosts (alpha, beta): a sum of 1 MiB "
-                        "over them takes 2000.00 ms, 1500.00 ms within a host"));
+                        "takes 2000.00 ms, 1500.00 ms within a host"));
+  const auto unmeasured = diagnose_tensor_groups(facts, {{{0, 1}, {}}, {{2, 3}, {}}});
+  ASSERT_EQ(unmeasured.size(), 1U);
+  EXPECT_TRUE(unmeasured[0].wrong);
+  EXPECT_THAT(unmeasured[0].text,
+              AllOf(HasSubstr("ranks 2, 3 share stages"), Not(HasSubstr("1 MiB"))));
 }
 
 TEST(DiagnosisTest, NamesHostsWithMoreRanksThanCores) {
