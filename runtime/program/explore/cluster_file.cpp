@@ -85,6 +85,9 @@ class Reader {
       fail(item.key().substr(0, kShown), "is not a key of version 1");
     }
   }
+  void refuse_without_tensor(const char* key) const {
+    if (has(key)) fail(key, "stands in a file without 'tensor'; legal are both or neither");
+  }
 
   [[noreturn]] void fail(const std::string& key, const std::string& what) const {
     const std::string path = path_of(key);
@@ -129,6 +132,7 @@ void read_ranks(const Reader& file, Cluster& cluster) {
   std::set<std::tuple<int, int, int>> places;
   file.each("ranks", [&](const Reader& json) {
     json.allow_only({"rank", "host", "replica", "pipeline_rank", "tensor_rank"});
+    if (cluster.tensor == 1) json.refuse_without_tensor("tensor_rank");
     ClusterRank rank;
     const auto index = static_cast<std::int64_t>(cluster.ranks.size());
     (void)json.integer("rank", index, index);
@@ -260,7 +264,11 @@ Cluster parse_cluster(std::string_view text, const std::string& name) {
   });
   read_ranks(file, cluster);
   read_links(file, cluster);
-  if (shared) read_collectives(file, cluster);
+  if (shared) {
+    read_collectives(file, cluster);
+  } else {
+    file.refuse_without_tensor("collectives");
+  }
   cluster.pairs_left_out = file.integer("pairs_left_out", 0, kMostInteger);
   return cluster;
 }

@@ -113,6 +113,10 @@ TEST(ClusterFileTest, HasCollectivesOfTensorRanks) {
   refused("\"tensor_rank\": 1", "\"tensor_rank\": 0", "are those of an earlier rank");
   refused("\"kind\": \"sum\"", "\"kind\": \"all\"", "'collectives[0].kind' is no kind");
   refused("\"kind\": \"sum\"", "\"kind\": \"all-gather\"", "'collectives[1].kind' stands twice");
+  expect_refusal(with("\"pipeline_rank\": 0", "\"pipeline_rank\": 0, \"tensor_rank\": 0"),
+                 {"'ranks[0].tensor_rank' stands in a file without 'tensor'"});
+  expect_refusal(with("\"pairs_left_out\"", "\"collectives\": [], \"pairs_left_out\""),
+                 {"'collectives' stands in a file without 'tensor'"});
 }
 
 TEST(ClusterFileTest, NamesWhatDoesNotFit) {
