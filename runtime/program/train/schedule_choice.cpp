@@ -13,6 +13,8 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/layout/division.hpp"
+#include "runtime/program/explore/schedule_costs.hpp"
+#include "runtime/program/options/option_table.hpp"
 
 namespace sluice {
 namespace {
@@ -34,11 +36,44 @@ int micro_batches_of(const PipelineOptions::Shape& shape) {
   return shape.micro_batches * shares_of(shape.virtual_replicas, shape.replicas, kVirtualReplicas);
 }
 
-SearchRequest request_of(const TrainOptions& options, int ranks) {
+// What one tensor rank hands on for a micro-batch.
+std::int64_t message_bytes(const TrainOptions& options) {
+  const TransformerConfig& model = options.model;
+  const PipelineOptions::Shape& shape = options.pipeline.shape;
+  const std::int64_t bytes = static_cast<std::int64_t>(size_of(model.stream_precision)) *
+                             shape.micro_batch_size * model.context * model.width;
+  return shape.sequence_parallel ? bytes / shape.tensor : bytes;
+}
+
+// The files' costs, as `sluice schedule auto` counts them. Requires: some are given.
+void resolve_costs(const TrainOptions& options, Costs& costs) {
+  OptionTable table("", "");
+  costs.add_options(table, CostsOf::kRankShare);
+  std::vector<std::string> words = {"--profile", options.profile, "--tensor",
+                                    std::to_string(options.pipeline.shape.tensor)};
+  if (!options.cluster.empty()) {
+    words.insert(words.end(), {"--cluster", options.cluster, "--message-bytes",
+                               std::to_string(message_bytes(options))});
+  }
+  table.parse(words);
+  costs.resolve(table, CostsOf::kRankShare);
+  const int layers = options.model.layers + 2;
+  if (costs.measured_layers() == layers) return;
+  throw_usage(
+      "option --profile: '{}' has {} layers, embedding and head included, this model has {}; legal "
+      "is what a training of this model wrote for --trace",
+      options.profile, costs.measured_layers(), layers);
+}
+
+SearchRequest request_of(const TrainOptions& options, int ranks, const Costs* costs) {
   SearchRequest request;
   request.ranks = ranks;
   request.micro_batches = micro_batches_of(options.pipeline.shape);
-  request.model.stages = layer_times(options.model);
+  if (costs != nullptr) {
+    request.model = costs->of_layers(ranks, costs->measured_layers());
+  } else {
+    request.model.stages = layer_times(options.model);
+  }
   request.whole_layers = true;
   if (options.pipeline.order.chunks > 0) request.chunks = {options.pipeline.order.chunks};
   request.in_flight_limit = {static_cast<double>(ranks)};
@@ -47,20 +82,33 @@ SearchRequest request_of(const TrainOptions& options, int ranks) {
 }
 
 std::string searched(const TrainOptions& options, int ranks) {
+  Costs costs;
+  const bool measured = !options.profile.empty();
+  if (measured) resolve_costs(options, costs);
   const SearchResult result = [&] {
     try {
-      return search_schedule(request_of(options, ranks));
+      return search_schedule(request_of(options, ranks, measured ? &costs : nullptr));
     } catch (const Error& error) {
       throw_usage("option --schedule: auto: {}", error.what());
     }
   }();
+  std::string source =
+      "the matmuls of layers alone; --profile and --cluster say what messages and collectives of "
+      "tensor ranks take";
+  if (measured) {
+    source = costs.source();
+    for (const std::string& each : costs.remarks(result.schedule.placement)) source += "; " + each;
+  }
   const std::string remark = fmt::format(
       "schedule auto: {}, {} placement, {} stages a rank; simulated step {:.1f} % above the lower "
-      "bound (a heuristic search, within the micro-batches in flight of 1f1b)",
-      result.chosen.origin, result.chosen.placement, result.chosen.chunks,
-      100 * (result.ratio - 1));
+      "bound (a heuristic search, within the micro-batches in flight of 1f1b); by {}",
+      result.chosen.origin, result.chosen.placement, result.chosen.chunks, 100 * (result.ratio - 1),
+      source);
   return dump_json(Json{{"order", to_schedule_json(result.schedule)},
                         {"first", result.first_layer},
+                        {"bubble", result.simulation.bubble_makespan},
+                        {"milliseconds", measured ? result.simulation.makespan : 0},
+                        {"source", measured ? "the profile" : "layer costs"},
                         {"remark", remark}});
 }
 
@@ -89,7 +137,9 @@ ScheduleChoice search(const TrainOptions& options, int ranks, Collectives& world
                             parse_schedule_json(json.at("order").get<std::string>()).schedule),
                         .partition = {json.at("first").get<std::vector<int>>()},
                         .remark = json.at("remark").get<std::string>()};
-  choice.promise = promise_of(options, *choice.order, choice.partition);
+  choice.promise = {.bubble = json.at("bubble").get<double>(),
+                    .milliseconds = json.at("milliseconds").get<double>(),
+                    .source = json.at("source").get<std::string>()};
   return choice;
 }
 

@@ -20,7 +20,7 @@ namespace sluice {
 struct StepPromise {
   double bubble = 0;        // Simulation::bubble_makespan
   double milliseconds = 0;  // of a step; 0: nobody gave times in milliseconds
-  std::string source = {};  // "the schedule file", "layer costs"
+  std::string source = {};  // "the schedule file", "the profile", "layer costs"
 };
 
 struct ScheduleChoice {
@@ -44,11 +44,12 @@ struct ScheduleChoice {
                                                               ComputeContext& compute);
 
 // For a pipeline of `ranks` ranks. Collective over all ranks of the job. For --schedule auto rank 0
-// searches and broadcasts the result. The costs of the search are the layers' matmuls, messages
-// take no time, and at most as many micro-batches are in flight as 1f1b holds. The layers of a
-// schedule file that says them are its stages' unless --partition says otherwise, or unless they
-// are of another number of layers, which the remark says. Throws Error(kUsage)
-// where layers or stages cannot be placed.
+// searches and broadcasts the result. The costs of the search are those of TrainOptions::profile
+// and cluster. Without them they are the layers' matmuls, and messages and collectives take no
+// time. At most as many micro-batches are in flight as 1f1b holds. The layers of a schedule file
+// that says them are its stages' unless --partition says otherwise, or unless they are of another
+// number of layers, which the remark says. Throws Error(kUsage) where layers or stages cannot be
+// placed.
 [[nodiscard]] ScheduleChoice choose_schedule(const TrainOptions& options, int ranks,
                                              Collectives& world);
 

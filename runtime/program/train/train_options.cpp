@@ -281,6 +281,14 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
       .add_text("schedule-file", options.schedule_file, "PATH",
                 "the order from a file instead: Sluice's JSON or PyTorch's CSV")
       .mark(kLayout);
+  table
+      .add_text("profile", options.profile, "FILE",
+                "times for --schedule auto: what a training of this model wrote for --trace")
+      .mark(kOneRun);
+  table
+      .add_text("cluster", options.cluster, "FILE",
+                "with --profile: what messages and collectives take, from 'sluice doctor --output'")
+      .mark(kOneRun);
   table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage")
       .mark(kLayout);
   table.add_integer("micro-batches", shape.micro_batches, 1, kMaxMicroBatches,
@@ -691,6 +699,16 @@ void yield_to_higher_source(const OptionTable& table, Source replicas, bool fixe
 void resolve_schedule(const OptionTable& table, TrainOptions& options) {
   auto& [shape, order, devices, training, checks, watch, expert] = options.pipeline;
   const std::string& file = options.schedule_file;
+  for (const char* name : {"profile", "cluster"}) {
+    if (!table.given(name) || (file.empty() && order.schedule == "auto")) continue;
+    throw_usage(
+        "option --{}: it has costs for --schedule auto, and the order is {}; give that, or "
+        "leave it out",
+        name, file.empty() ? order.schedule : "that of --schedule-file");
+  }
+  if (options.profile.empty() && !options.cluster.empty()) {
+    throw_usage("option --cluster: it has no times of layers; give --profile as well");
+  }
   if (file.empty()) {
     if (order.schedule != "auto" || options.partition == "auto") return;
     throw_usage(
@@ -752,6 +770,8 @@ void require_distinct_files(const TrainOptions& options) {
   for (const auto& [option, name] : {std::pair<const char*, std::string>{"data", options.data},
                                      {"weights", options.weights},
                                      {"schedule-file", options.schedule_file},
+                                     {"profile", options.profile},
+                                     {"cluster", options.cluster},
                                      {"metrics", options.metrics},
                                      {"trace", options.trace},
                                      {"save", options.save}}) {

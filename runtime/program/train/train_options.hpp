@@ -54,6 +54,7 @@ struct TrainOptions {
   PipelineOptions pipeline = program_pipeline();
   std::string schedule_file;
   std::optional<MadeFor> made_for;  // what schedule_file says of its search
+  std::string profile, cluster;     // files of costs for --schedule auto; cluster only with profile
   std::string partition = "auto";
   std::string data;
   double validation_share = 0.1;

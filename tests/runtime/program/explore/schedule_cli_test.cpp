@@ -13,6 +13,7 @@
 namespace sluice::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -502,6 +503,38 @@ TEST_F(CliTest, AutoPlansTheModelThatTheProfileIsOf) {
   EXPECT_THAT(trained.out, HasSubstr("warning: 12 of 16 stages have no layers"));
 }
 
+TEST_F(CliTest, ATrainingSearchesByTheCostsThatTheCommandCounts) {
+  std::ofstream(path("t.json")) << kProfileOfOne;
+  std::string text = kClusterOfTwo;
+  const auto alter = [&](const std::string& from, const std::string& to) {
+    ASSERT_NE(text.find(from), std::string::npos) << from;
+    text.replace(text.find(from), from.size(), to);
+  };
+  alter("\"pipeline\": 2",
+        "\"pipeline\": 1, \"tensor\": 2, \"collectives\": [{\"kind\": \"sum\", "
+        "\"latency_s\": 0.002, \"bandwidth_bytes_per_s\": 1e6}]");
+  alter("\"pipeline_rank\": 0", "\"pipeline_rank\": 0, \"tensor_rank\": 0");
+  alter("\"pipeline_rank\": 1", "\"pipeline_rank\": 0, \"tensor_rank\": 1");
+  std::ofstream(path("c.json")) << text;
+  const Outcome planned = sluice(
+      "schedule auto --micro-batches 4 --format json --profile t.json --cluster c.json --tensor 2");
+  ASSERT_EQ(planned.code, 0) << planned.err;
+  // Half of the compute, and a sum of 2 ms and 1000 bytes.
+  EXPECT_DOUBLE_EQ(nlohmann::json::parse(planned.out).at("makespan").get<double>(), 4 * (18 + 3));
+  std::ofstream(path("text.txt")) << std::string(400, 'a');
+  const std::string train =
+      "train --data text.txt --heads 2 --width 16 --context 16 --steps 1 --micro-batches 4 "
+      "--tensor 2 --schedule auto --profile t.json --cluster c.json --layers ";
+  const Outcome run = mpirun(2, SLUICE_PROGRAM, train + "1");
+  EXPECT_EQ(run.code, 0) << run.err;
+  EXPECT_THAT(run.out,
+              AllOf(HasSubstr("by t.json: means of"), HasSubstr("c.json: 0 measured links"),
+                    HasSubstr("promised by the profile"), HasSubstr("step 84 ms promised")));
+  expect_refusal(mpirun(2, SLUICE_PROGRAM, train + "2"), 2,
+                 "option --profile: 't.json' has 3 layers, embedding and head included, this model "
+                 "has 4");
+}
+
 TEST_F(CliTest, APromiseStandsBesideWhatARunMeasured) {
   ASSERT_EQ(mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4 --trace t.json")).code, 0);
   const Outcome planned = sluice(
@@ -518,7 +551,9 @@ TEST_F(CliTest, APromiseStandsBesideWhatARunMeasured) {
   EXPECT_EQ(layers.at("first"), made_for.at("first_layer"));
 
   const Outcome searched = mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4 --schedule auto"));
-  EXPECT_THAT(searched.out, HasSubstr("promised by layer costs")) << searched.err;
+  EXPECT_THAT(searched.out, AllOf(HasSubstr("promised by layer costs"),
+                                  HasSubstr("by the matmuls of layers alone; --profile and")))
+      << searched.err;
   const Outcome other =
       mpirun(2, SLUICE_PROGRAM,
              "train --data text.txt --layers 3 --heads 2 --width 16 --context 16 --steps 1 "

@@ -436,6 +436,11 @@ TEST(ScheduleFileOptionTest, RefusalsNameTheOptionAndWhatIsLegal) {
 TEST(ScheduleFileOptionTest, ASearchPlacesTheLayersItself) {
   EXPECT_EQ(parse({"--schedule", "auto"}).pipeline.order.schedule, "auto");
   EXPECT_THAT(refusal({"--schedule", "auto", "--partition", "2,2"}), HasSubstr("--partition:"));
+  EXPECT_EQ(parse({"--schedule", "auto", "--profile", "t.json"}).profile, "t.json");
+  EXPECT_THAT(refusal({"--schedule", "zb-h1", "--profile", "t.json"}),
+              HasSubstr("--profile: it has costs for --schedule auto, and the order is zb-h1"));
+  EXPECT_THAT(refusal({"--schedule", "auto", "--cluster", "c.json"}),
+              HasSubstr("--cluster: it has no times of layers; give --profile as well"));
 }
 
 TEST_F(ConfigFileTest, ASavedScheduleFileGivesWayToTheCommandLine) {
