@@ -10,6 +10,9 @@ Each row trains a GPT-2 of `--layers` blocks with `--tokens` tokens a micro-batc
   depth    `--tensor 2` against `--pipeline 2`, and what `sluice schedule` says of both: with what `sluice doctor` measures
            of the links, and the times of one rank, of which two run at the same time. With `--link RATE` also on
            two hosts with a link of that rate between them (tests/hosts; needs root)
+  memory   1, 2 and 4 ranks of a model of 4 shards: parameters, gradients and optimizer state of a rank over those of one
+           rank, and the most that a rank used over what is planned; both less those of one block of width 64,
+           which leaves libraries out
   pytorch  `--tensor 2` against PyTorch's parallelize_module over gloo on two processes of a thread each; skipped
            without PyTorch
 """
@@ -18,13 +21,14 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 
-ROWS = ("shards", "busy", "depth", "pytorch")
+ROWS = ("shards", "busy", "depth", "memory", "pytorch")
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("build")
 PARSER.add_argument("--rows", default=",".join(ROWS))
@@ -56,22 +60,27 @@ class Runs:
         self.text.write_bytes(os.urandom(200000))
 
     def mpirun(self, ranks, name, *words):
+        return self.launched(ranks, name, self.sluice, *words)
+
+    def launched(self, ranks, name, *words):
         """A started job; of several ranks on the two hosts, if there are hosts."""
         log = open(self.directory / f"{name}.log", "w")
         if self.hosts is not None and ranks > 1:
             command = ["mpirun", *self.hosts.slots(ranks), "sh", "-c",
-                       'exec taskset -c $OMPI_COMM_WORLD_RANK "$@"', "sh", self.sluice, *words]
+                       'exec taskset -c $OMPI_COMM_WORLD_RANK "$@"', "sh", *words]
             return self.hosts.start(1, *map(str, command), environment={"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
-        command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", ranks, self.sluice, *words]
+        command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", ranks, *words]
         return subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, stdout=log, stderr=log)
+
+    def training(self, width, layers=OPTIONS.layers):
+        return ["train", "--data", self.text, "--layers", layers, "--heads", heads_of(width), "--width", width,
+                "--context", OPTIONS.context, "--micro-batch-size", OPTIONS.tokens // OPTIONS.context,
+                "--micro-batches", OPTIONS.micro_batches, "--validation-share", 0]
 
     def start(self, width, ranks, name, *words):
         metrics = self.directory / f"{name}.jsonl"
         metrics.unlink(missing_ok=True)
-        command = ["train", "--data", self.text, "--layers", OPTIONS.layers, "--heads", heads_of(width), "--width", width, "--context",
-                   OPTIONS.context, "--micro-batch-size", OPTIONS.tokens // OPTIONS.context, "--micro-batches",
-                   OPTIONS.micro_batches, "--steps", OPTIONS.steps + 1, "--validation-share", 0, "--metrics", metrics,
-                   *words]
+        command = [*self.training(width), "--steps", OPTIONS.steps + 1, "--metrics", metrics, *words]
         return self.mpirun(ranks, name, *command), metrics, name
 
     def ended(self, process, name):
@@ -116,6 +125,34 @@ def row_busy(runs, width):
     rounds = in_turns([alone, lambda: runs.train(width, 2, "--tensor", 2)])
     return f"--tensor 2: {statistics.median(r[1] for r in rounds):.3f} s, tokens a second / those of two apart " \
            f"{ratio(rounds, 0, 1):.3f}"
+
+
+# Runs a command, and says how much memory it had at most, in KiB.
+PEAK = "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); " \
+       "print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)"
+
+
+def row_memory(runs, width):
+    def numbers(width, layers, ranks):
+        """In MiB, of rank 0: what the plan divides, all that it has, and the most that a rank used."""
+        words = [runs.sluice, *runs.training(width, layers), "--steps", 2, "--tensor", ranks, "--tensor-shards", 4]
+        logs = []
+        for name, command in (("plan", [*words, "--dry-run"]), ("peak", [sys.executable, "-c", PEAK, *words])):
+            runs.ended(runs.launched(ranks, name, *command), name)
+            logs.append((runs.directory / f"{name}.log").read_text())
+        row = re.search(r"^ +0(?:, tensor 0)? +0 +[A-Z].*$", logs[0], re.MULTILINE)[0].split()[-10:]
+        host = re.search(r"at most ([\d.]+) MiB of host memory", logs[0])
+        return (sum(map(float, row[:3])), float(row[8]) + (float(host[1]) if host else 0),
+                max(map(int, re.findall(r"peak (\d+)", logs[1]))) / 1024)
+
+    texts, whole = [], None
+    for ranks in (1, 2, 4):
+        divided, planned, used = (of - of_small for of, of_small in
+                                  zip(numbers(width, OPTIONS.layers, ranks), numbers(64, 1, ranks)))
+        whole = whole or divided
+        texts.append(f"{ranks} of 4 shards: {planned:.0f} MiB, used / planned {used / planned:.4f}, "
+                     f"state of one rank x {divided / whole:.4f}")
+    return "; ".join(texts)
 
 
 class Simulation:
