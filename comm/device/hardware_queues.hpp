@@ -11,6 +11,7 @@ namespace sluice {
 // Ranks with which a GPU's rank may exchange messages over NCCL and have a hardware queue for every
 // stream: compute, two for copies, the default stream, one that NCCL has for all communicators, and
 // three for each communicator, of which there are two for each of these ranks, and one for sums.
+// One of tensor ranks takes the place of one of these ranks.
 inline constexpr int kMostNcclPartners = 4;
 
 }  // namespace sluice

@@ -38,10 +38,11 @@ class NcclSums {
   // Most groups of the queue that one sum uses.
   static constexpr std::size_t kGroupsPerSum = 3;
 
-  // Collective over `replicas`: adds a communicator to `queue`, which must outlive this, and
-  // connects its ranks by first sums in temporary `memory`. An all-reduce connects depending on its
-  // size, so there is a first sum of each of the `sizes` of later ones, in floats. One rank makes
-  // no communicator. `label` as for NcclCommunicator, whose errors it throws.
+  // Collective over `replicas`, or any other ranks: adds a communicator to `queue`, which must
+  // outlive this, and connects its ranks by first sums in temporary `memory`. An all-reduce
+  // connects depending on its size, so there is a first sum of each of the `sizes` of later ones,
+  // in floats. One rank makes no communicator. `label` as for NcclCommunicator, whose errors it
+  // throws.
   NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
            const NcclLabel& label, Method method, std::span<const std::size_t> sizes,
            Interrupt* interrupt);
@@ -70,6 +71,9 @@ class NcclSums {
   // Each rank's piece, to all ranks.
   [[nodiscard]] NcclTicket gather(std::span<float> values, std::span<const Piece> pieces,
                                   const Event& ready);
+
+  // Of the queue, for what else these ranks exchange; -1 of one rank.
+  [[nodiscard]] int nccl_stream() const { return nccl_stream_; }
 
  private:
   void connect(const DeviceMemory& memory, std::span<const std::size_t> sizes,

@@ -65,7 +65,7 @@ void launch_as(const ShardSum& sum, StreamView stream) {
   const std::size_t count = sum.count / kWidth;
   const std::size_t blocks = std::min(kMostBlocks, (count + kThreads - 1) / kThreads);
   const cuda::LaunchShape shape{dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0};
-  cuda::launch("sum over replicas", &sum_shards<T, kLevels>, shape,
+  cuda::launch("sum over ranks", &sum_shards<T, kLevels>, shape,
                static_cast<cudaStream_t>(stream.native()), reinterpret_cast<T*>(sum.own),
                reinterpret_cast<const T*>(sum.others), sum.stride / kWidth, count, sum.ranks,
                sum.rank);

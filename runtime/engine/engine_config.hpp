@@ -57,6 +57,7 @@ struct EngineConfig {
   std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device
   Collective* collective = nullptr;          // over replicas within actions; null: one replica
   Collective* tensor = nullptr;              // over the ranks that share the stages; null: one
+  Collective* tensor_nccl = nullptr;         // likewise, of a GPU's values: NcclRoutes::tensor()
   HostSums* sums = nullptr;                  // progress with the messages; may be null
   bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Expert
   // Shared with engines that never run at the same time; null: the engine's own.

@@ -12,6 +12,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/group/activity.hpp"
+#include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "schedules/plan/collectives.hpp"
 
@@ -42,6 +43,24 @@ std::size_t staged_of(const PlannedCollective& collective, std::size_t ranks) {
       break;
   }
   return multiply_bytes(bytes, 2);
+}
+
+// The most that `needs(collective, ranks)` is for those of a rank's stages.
+template <typename Needs>
+std::size_t most_of(const JobLayout& layout, int rank, bool trains, const Needs& needs) {
+  std::size_t most = 0;
+  const auto raise = [&](const std::vector<PlannedCollective>& list) {
+    for (const PlannedCollective& each : list) {
+      const int ranks = layout.place.topology.size[PlannedCollectives::axis_of(each)];
+      if (ranks > 1) most = std::max(most, needs(each, ranks));
+    }
+  };
+  for (const int stage : layout.plans.placement().stages_of(rank)) {
+    const StageCollectives& made = layout.parameters.stages[at(stage)].collectives;
+    raise(collectives_of(made, ActionKind::kForward, !trains));
+    raise(trains ? collectives_of(made, ActionKind::kBackward, false) : made.answer);
+  }
+  return most;
 }
 
 }  // namespace
@@ -117,25 +136,22 @@ void PlannedCollectives::make(CollectiveAxis axis, Collective* group, Collective
   if (group == nullptr) return copy_of_one(call);
   const CollectiveScope scope(config_.activity, made, call.index);
   if (call.compute != nullptr && call.compute->device().kind != DeviceKind::kCpu) {
-    return make_staged(*group, call);
+    Collective* const nccl = axis == CollectiveAxis::kTensor ? config_.tensor_nccl : nullptr;
+    return nccl != nullptr && by_nccl(made) ? nccl->make(call) : make_staged(*group, call);
   }
   group->make(call);
 }
 
 std::size_t PlannedCollectives::staged_bytes(const JobLayout& layout, int rank, bool trains) {
-  std::size_t most = 0;
-  const auto raise = [&](const std::vector<PlannedCollective>& list) {
-    for (const PlannedCollective& each : list) {
-      const int ranks = layout.place.topology.size[axis_of(each)];
-      if (ranks > 1) most = std::max(most, staged_of(each, at(ranks)));
-    }
-  };
-  for (const int stage : layout.plans.placement().stages_of(rank)) {
-    const StageCollectives& made = layout.parameters.stages[at(stage)].collectives;
-    raise(collectives_of(made, ActionKind::kForward, !trains));
-    raise(trains ? collectives_of(made, ActionKind::kBackward, false) : made.answer);
-  }
-  return most;
+  return most_of(layout, rank, trains, [&](const PlannedCollective& each, int ranks) {
+    return through_host(each, layout, rank) ? staged_of(each, at(ranks)) : 0;
+  });
+}
+
+std::size_t PlannedCollectives::nccl_floats(const JobLayout& layout, int rank, bool trains) {
+  return most_of(layout, rank, trains, [&](const PlannedCollective& each, int ranks) {
+    return through_host(each, layout, rank) ? 0 : NcclRoutes::collective_floats(each, ranks);
+  });
 }
 
 void PlannedCollectives::make_staged(Collective& group, CollectiveCall call) {

@@ -31,6 +31,14 @@ class PlannedCollectives {
   [[nodiscard]] static Axis axis_of(const PlannedCollective& collective) {
     return collective.axis == CollectiveAxis::kReplica ? Axis::kReplica : Axis::kTensor;
   }
+  // Whether the values of a GPU pass through host memory, in a collective of pipeline rank `rank`.
+  [[nodiscard]] static bool through_host(const PlannedCollective& collective,
+                                         const JobLayout& layout, int rank) {
+    return axis_of(collective) != Axis::kTensor || !layout.wires.tensor_by_nccl(rank) ||
+           !by_nccl(collective);
+  }
+  // Floats that NcclRoutes takes for the largest that does not.
+  [[nodiscard]] static std::size_t nccl_floats(const JobLayout& layout, int rank, bool trains);
   // Page-locked memory that the largest collective of a rank's stages takes whose values are in
   // memory of a GPU; in a pipeline for inference alone those of answers count too.
   [[nodiscard]] static std::size_t staged_bytes(const JobLayout& layout, int rank, bool trains);
@@ -64,6 +72,11 @@ class PlannedCollectives {
     std::array<std::vector<PlannedCollective>, 5> of = {};
   };
 
+  // NCCL's sums are of f32.
+  [[nodiscard]] static bool by_nccl(const PlannedCollective& collective) {
+    return collective.type == DType::kF32 || (collective.kind != CollectiveKind::kSum &&
+                                              collective.kind != CollectiveKind::kReduceScatter);
+  }
   [[nodiscard]] const Lists& lists_of(const StageBinding& binding, UnitShape shape);
   void make(CollectiveAxis axis, Collective* group, CollectiveCall call);
   void make_staged(Collective& group, CollectiveCall call);

@@ -47,7 +47,7 @@ std::size_t GroupCollective::me() const { return at(group_.communicator().rank()
 std::size_t GroupCollective::ranks() const { return at(group_.communicator().size()); }
 
 void GroupCollective::make(const CollectiveCall& call) {
-  require_legal(call);
+  require_legal(call, ranks());
   First mine{.made = {.bytes = call.in.size(),
                       .segments = call.segments,
                       .stage = call.stage,
@@ -65,8 +65,8 @@ void GroupCollective::make(const CollectiveCall& call) {
   make_long(call);
 }
 
-void GroupCollective::require_legal(const CollectiveCall& call) const {
-  const std::size_t in = call.in.size(), out = call.out.size(), count = ranks();
+void GroupCollective::require_legal(const CollectiveCall& call, std::size_t count) {
+  const std::size_t in = call.in.size(), out = call.out.size();
   const bool splits =
       call.kind == CollectiveKind::kReduceScatter || call.kind == CollectiveKind::kAllToAll;
   const std::size_t legal = call.kind == CollectiveKind::kAllGather       ? in * count

@@ -25,6 +25,8 @@ class GroupCollective final : public Collective {
   // Throws Error(kUsage), before any message, for sizes that do not fit the number of ranks, and
   // Error(kMismatch) on the first rank where another one makes another collective.
   void make(const CollectiveCall& call) override;
+  // The first of these.
+  static void require_legal(const CollectiveCall& call, std::size_t ranks);
 
   // Host memory that collectives take beside their values, and is kept: that of the first rank,
   // which takes most.
@@ -56,7 +58,6 @@ class GroupCollective final : public Collective {
   [[nodiscard]] bool is_first() const { return group_.communicator().rank() == 0; }
   [[nodiscard]] std::size_t me() const;
   [[nodiscard]] std::size_t ranks() const;
-  void require_legal(const CollectiveCall& call) const;
   void require_same() const;
   // piece(rank, byte of its part, byte of all parts, bytes) for the pieces of parts of so many
   // bytes in order of segments, in each of ranks.

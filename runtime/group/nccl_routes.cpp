@@ -9,12 +9,14 @@
 #if SLUICE_WITH_NCCL
 #include "comm/base/index.hpp"
 #include "comm/nccl/nccl_transport.hpp"
+#include "runtime/group/nccl_collective.hpp"
 #endif
 
 namespace sluice {
 
 bool NcclRoutes::wanted(const JobLayout& layout) {
-  return layout.nccl_in_pipeline() || uses_nccl(layout.wires.sums);
+  return layout.nccl_in_pipeline() || uses_nccl(layout.wires.sums) ||
+         uses_nccl(layout.wires.tensor);
 }
 
 #if SLUICE_WITH_NCCL
@@ -146,17 +148,25 @@ class Routes final : public NcclRoutes {
         bootstrap_(*gpus_, 0, &watch_),
         gpu_of_rank_(gpus_of(layout)) {
     if (compute.device().kind == DeviceKind::kCpu) return;
-    const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
-    queue_.emplace(compute.device(), open + sum_groups, job.world.ranks->local_size());
+    const std::size_t sums = std::max<std::size_t>(load.count, 1) + 1;  // one of tensor ranks
+    queue_.emplace(compute.device(), open + sums * NcclSums::kGroupsPerSum,
+                   job.world.ranks->local_size());
     transport_.emplace(*queue_, bootstrap_, compute.memory(), edges_of(layout),
                        NcclLabel{"the pipeline", job.world.ranks->rank()}, &watch_);
     messages_.emplace(*transport_, compute.stream(), gpu_of_rank_, open);
-    if (!layout.wires.sums_by_nccl(layout.place.here.pipeline)) return;
-    sums_.emplace(
-        *queue_, *job.group(Axis::kReplica).collectives, compute.memory(),
-        NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.place.here.pipeline),
-                  job.world.ranks->rank()},
-        method_of(all_reduce), load.sizes, job.world.watch.get());
+    const int mine = layout.place.here.pipeline;
+    const auto label = [&](const char* group) {
+      return NcclLabel{group + (" of pipeline rank " + std::to_string(mine)),
+                       job.world.ranks->rank()};
+    };
+    if (layout.wires.tensor_by_nccl(mine)) {
+      tensor_workspace_ = compute.memory().allocate(load.tensor * sizeof(float));
+      tensor_.emplace(*queue_, *job.group(Axis::kTensor).collectives, compute,
+                      label("the tensor ranks"), floats_of(tensor_workspace_), interrupt_);
+    }
+    if (!layout.wires.sums_by_nccl(mine)) return;
+    sums_.emplace(*queue_, *job.group(Axis::kReplica).collectives, compute.memory(),
+                  label("the replicas"), method_of(all_reduce), load.sizes, &interrupt_);
     workspace_ = compute.memory().allocate(
         sum_workspace(load, layout.place.topology.size.replica, all_reduce) * sizeof(float));
     for (std::size_t i = 0; i < load.count; ++i) ready_.emplace_back(compute.device());
@@ -188,6 +198,7 @@ class Routes final : public NcclRoutes {
   NcclTicket gather(std::span<float> values, std::span<const NcclSums::Piece> pieces) override {
     return sums_->gather(values, pieces, next_ready());
   }
+  Collective* tensor() override { return tensor_ ? &*tensor_ : nullptr; }
   void register_messages(std::span<std::byte> memory) override {
     if (transport_) transport_->register_memory(memory);
   }
@@ -206,9 +217,10 @@ class Routes final : public NcclRoutes {
     ready.record(compute_.stream());
     return ready;
   }
-  [[nodiscard]] std::span<float> workspace() const {
-    return {reinterpret_cast<float*>(workspace_.data()), workspace_.size() / sizeof(float)};
+  [[nodiscard]] static std::span<float> floats_of(const Buffer& buffer) {
+    return {reinterpret_cast<float*>(buffer.data()), buffer.size() / sizeof(float)};
   }
+  [[nodiscard]] std::span<float> workspace() const { return floats_of(workspace_); }
   template <typename Message>
   NcclTicket alone(const Message& message) {
     queue_->begin_group();
@@ -224,12 +236,14 @@ class Routes final : public NcclRoutes {
   Collectives bootstrap_;
   std::vector<int> gpu_of_rank_;  // [pipeline rank] its rank in gpus_, -1 for a CPU
   Buffer workspace_;              // of all sums
+  Buffer tensor_workspace_;       // of all collectives of tensor ranks
   std::vector<Event> ready_;      // of sums, used in turn
   std::size_t next_ready_ = 0;
   // On a GPU. Destroyed before the members above, whose memory NCCL may still use.
   std::optional<NcclQueue> queue_;
   std::optional<NcclTransport> transport_;
   std::optional<NcclMessages> messages_;
+  std::optional<NcclCollective> tensor_;
   std::optional<NcclSums> sums_;
 };
 
@@ -249,6 +263,10 @@ std::size_t NcclRoutes::sum_bytes(const SumLoad& sums, int replicas, bool all_re
   return sum_workspace(sums, replicas, all_reduce) * sizeof(float);
 }
 
+std::size_t NcclRoutes::collective_floats(const PlannedCollective& collective, int ranks) {
+  return NcclCollective::workspace(collective, ranks);
+}
+
 #else
 
 // A layout of a build without NCCL has no NCCL routes (RouteQuestion::nccl_refusal).
@@ -258,6 +276,7 @@ std::unique_ptr<NcclRoutes> NcclRoutes::make(JobContext&, const JobLayout&, Comp
 }
 int NcclRoutes::message_communicators(const JobLayout&, int) { return 0; }
 std::size_t NcclRoutes::sum_bytes(const SumLoad&, int, bool) { return 0; }
+std::size_t NcclRoutes::collective_floats(const PlannedCollective&, int) { return 0; }
 
 #endif
 

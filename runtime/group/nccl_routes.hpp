@@ -1,5 +1,6 @@
 // Everything that a pipeline transfers over NCCL, in one queue: the messages of NCCL edges, tied
-// gradients and values, and the sums over replicas. Internal to the pipeline. One thread.
+// gradients and values, the sums over replicas, and the collectives of tensor ranks. Internal to
+// the pipeline. One thread.
 //
 // The host never waits for a device here: events order slots and gradients against the compute
 // stream. The host may wait until NCCL has accepted a group; it polls the interrupt meanwhile.
@@ -11,6 +12,7 @@
 
 #include <sluice/compute.hpp>
 #include <sluice/plan.hpp>
+#include <sluice/stage.hpp>
 
 #include "comm/group/transport.hpp"
 #include "comm/nccl/nccl_queue.hpp"
@@ -22,9 +24,11 @@ namespace sluice {
 
 // The sums over replicas of one rank and step: their number, the floats of the largest, and the
 // different numbers of floats; of those that only scatter, the floats of the largest piece.
+// `tensor`: PlannedCollectives::nccl_floats().
 struct SumLoad {
   std::size_t count = 0, largest = 0, largest_piece = 0;
   std::vector<std::size_t> sizes = {};
+  std::size_t tensor = 0;
 };
 
 // Made in builds with NCCL alone, by make().
@@ -66,6 +70,11 @@ class NcclRoutes {
   [[nodiscard]] virtual NcclTicket gather(std::span<float> values,
                                           std::span<const NcclSums::Piece> pieces) = 0;
 
+  // Makes the collectives of a GPU's values over this rank's tensor ranks, in the order of the
+  // compute stream, with the sums of GroupCollective bit for bit: no sums of f64. Only the sizes of
+  // this rank are checked: its plan is that of the others. Null where NCCL does not join them.
+  [[nodiscard]] virtual Collective* tensor() = 0;
+
   // Tells NCCL that messages lie in this memory, so that it may send and receive there without a
   // copy of its own. The memory outlives finalize(), or abort().
   virtual void register_messages(std::span<std::byte> memory) = 0;
@@ -80,6 +89,9 @@ class NcclRoutes {
   [[nodiscard]] static int message_communicators(const JobLayout& layout, int rank);
   // Bytes of device memory that a rank's sums take, in addition to NCCL's own.
   [[nodiscard]] static std::size_t sum_bytes(const SumLoad& sums, int replicas, bool all_reduce);
+  // Floats of workspace that one of tensor()'s takes.
+  [[nodiscard]] static std::size_t collective_floats(const PlannedCollective& collective,
+                                                     int ranks);
   // Whether the layout transfers anything over NCCL.
   [[nodiscard]] static bool wanted(const JobLayout& layout);
 };

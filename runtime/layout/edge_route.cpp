@@ -88,6 +88,11 @@ std::map<std::pair<RouteKind, std::string>, std::vector<std::size_t>> group(
   return groups;
 }
 
+// Where not all ranks of the pipeline are meant.
+std::string of_ranks(const std::vector<std::size_t>& ranks, std::size_t all) {
+  return ranks.size() == all ? "" : fmt::format(" of pipeline ranks {}", joined(ranks, ", "));
+}
+
 }  // namespace
 
 std::string to_string(UnitShape shape) {
@@ -148,6 +153,17 @@ EdgeRoute choose_sum_route(int rank, int replicas, const RouteQuestion& question
                  .by_nccl = "a GPU of its own for every replica"});
 }
 
+EdgeRoute choose_tensor_route(int rank, const RouteQuestion& question) {
+  if (question.tensor_ranks == 1) return {};
+  const RankDevice& mine = question.devices[at(rank)];
+  return choose(mine, mine, question,
+                {.task = fmt::format("join the {} tensor ranks of pipeline rank {} ({})",
+                                     question.tensor_ranks, rank, to_string(mine.device)),
+                 .needs_gpus = "it needs GPUs",
+                 .on_cpus = "computed on the CPU",
+                 .by_nccl = "a GPU of its own for every tensor rank"});
+}
+
 RouteChoice::RouteChoice(const RouteQuestion& question)
     : question_(question), partners_(question.devices.size()) {}
 
@@ -155,13 +171,14 @@ EdgeRoute RouteChoice::between(int from, int to) {
   if (from == to) return {};
   const RankDevice &a = question_.devices[at(from)], &b = question_.devices[at(to)];
   RouteQuestion question = question_;
+  const int most = kMostNcclPartners - (question.tensor_ranks > 1 ? 1 : 0);
   for (const auto& [rank, other] : {std::pair(from, to), std::pair(to, from)}) {
     if (question.nccl_refusal.empty() && !partners_[at(rank)].contains(other) &&
-        static_cast<int>(partners_[at(rank)].size()) == kMostNcclPartners) {
+        static_cast<int>(partners_[at(rank)].size()) == most) {
       question.nccl_refusal = fmt::format(
           "rank {} of the pipeline exchanges with {} others over NCCL already, and has "
           "hardware queues for no more",
-          rank, kMostNcclPartners);
+          rank, most);
     }
   }
   const EdgeRoute route =
@@ -220,12 +237,20 @@ std::string describe_routes(const std::vector<EdgeRoute>& routes) {
   return text;
 }
 
+std::string describe_tensor(const std::vector<EdgeRoute>& tensor) {
+  std::string text;
+  for (const auto& [route, ranks] : group(tensor)) {
+    text +=
+        fmt::format("  collectives of tensor ranks{}: by a tree over these ranks, {}\n",
+                    of_ranks(ranks, tensor.size()), describe_route({route.first, route.second}));
+  }
+  return text;
+}
+
 std::string describe_sums(const std::vector<EdgeRoute>& sums, bool all_reduce) {
   std::string text;
   for (const auto& [route, ranks] : group(sums)) {
-    const std::string where = ranks.size() == sums.size()
-                                  ? ""
-                                  : fmt::format(" of pipeline ranks {}", joined(ranks, ", "));
+    const std::string where = of_ranks(ranks, sums.size());
     const std::string how =
         all_reduce && route.first == RouteKind::kNccl
             ? fmt::format("NCCL's all-reduce: not depth-invariant ({})", route.second)

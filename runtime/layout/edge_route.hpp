@@ -96,6 +96,7 @@ struct RouteQuestion {
   std::string no_device_messages;   // as why_no_device_messages
   std::string nccl_refusal;         // as find_why_no_nccl
   std::vector<RankDevice> devices;  // [rank of the pipeline]
+  int tensor_ranks = 1;             // that share its stages
 };
 
 // Why NCCL cannot join the GPUs of a job, as far as this build and `job` ([rank of the job]) say:
@@ -116,8 +117,8 @@ inline constexpr const char* kDeviceMessagesNotTried = "not tried: no edge needs
                                                  int depth);
 
 // Chooses the routes between the ranks of a pipeline, both directions each. NCCL joins a rank with
-// at most kMostNcclPartners others; those that are asked for first come first. Throw Error(kUsage)
-// that names both ranks where the wanted transport cannot carry a route.
+// at most kMostNcclPartners others, one less with tensor ranks; those that are asked for first come
+// first. Throw Error(kUsage) that names both ranks where the wanted transport cannot carry a route.
 class RouteChoice {
  public:
   explicit RouteChoice(const RouteQuestion& question);  // which outlives it
@@ -138,12 +139,18 @@ class RouteChoice {
 // cannot be used.
 [[nodiscard]] EdgeRoute choose_sum_route(int rank, int replicas, const RouteQuestion& question);
 
+// What carries the collectives of a GPU's values over the ranks that share the stages of pipeline
+// rank `rank`: likewise.
+[[nodiscard]] EdgeRoute choose_tensor_route(int rank, const RouteQuestion& question);
+
 [[nodiscard]] bool uses_nccl(const std::vector<EdgeRoute>& routes);
 
 // Lines for the start of a run: edges of one kind and reason together.
 [[nodiscard]] std::string describe_routes(const std::vector<EdgeRoute>& routes);
 // The same for choose_sum_route() of every pipeline rank; `all_reduce`: in NCCL's own order.
 [[nodiscard]] std::string describe_sums(const std::vector<EdgeRoute>& sums, bool all_reduce);
+// The same for choose_tensor_route().
+[[nodiscard]] std::string describe_tensor(const std::vector<EdgeRoute>& tensor);
 // "NCCL (a GPU of its own at both ends)".
 [[nodiscard]] std::string describe_route(const EdgeRoute& route);
 

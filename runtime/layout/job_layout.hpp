@@ -187,14 +187,21 @@ struct Wires {
   EdgeTable edges;
   std::vector<EdgeRoute> routes;  // [stage] to the stage before it
   std::vector<EdgeRoute> sums;    // [pipeline rank] over replicas; local where there are none
-  bool all_reduce = false;        // NCCL's sums use its own order
-  std::string carrier;            // of messages, as needs_of() takes it
+  // [pipeline rank] of collectives over tensor ranks; likewise.
+  std::vector<EdgeRoute> tensor = {};
+  bool all_reduce = false;  // NCCL's sums use its own order
+  std::string carrier;      // of messages, as needs_of() takes it
 
   // Whether NCCL sums over the replicas of pipeline rank `rank`.
   [[nodiscard]] bool sums_by_nccl(int rank) const {
     return sums[static_cast<std::size_t>(rank)].kind == RouteKind::kNccl;
   }
-  // Whether these sums go on beside computation: not where a GPU's pass through host memory.
+  // Whether NCCL joins the tensor ranks of pipeline rank `rank`.
+  [[nodiscard]] bool tensor_by_nccl(int rank) const {
+    return tensor[static_cast<std::size_t>(rank)].kind == RouteKind::kNccl;
+  }
+  // Whether the sums over replicas go on beside computation: not where a GPU's pass through host
+  // memory.
   [[nodiscard]] bool sums_overlap(int rank) const {
     return sums_by_nccl(rank) || sums[static_cast<std::size_t>(rank)].kind == RouteKind::kHost;
   }

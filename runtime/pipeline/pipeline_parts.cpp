@@ -192,10 +192,12 @@ void PipelineParts::make_nccl() {
       open += at(pool.count) * edges.inputs(edges.largest(), SlotPool::edge_of(pool)).size();
     }
   });
-  const SumLoad sums =
-      layout.wires.sums_by_nccl(layout.place.here.pipeline)
-          ? GradientSums::load_of(layout, layout.place.here.pipeline, options.expert.bucket_bytes)
-          : SumLoad{};
+  const int mine = layout.place.here.pipeline;
+  SumLoad sums;
+  if (layout.wires.sums_by_nccl(mine)) {
+    sums = GradientSums::load_of(layout, mine, options.expert.bucket_bytes);
+  }
+  sums.tensor = PlannedCollectives::nccl_floats(layout, mine, !options.training.inference);
   nccl = NcclRoutes::make(job, layout, *compute, sums, open, options.devices.all_reduce);
 }
 
@@ -290,6 +292,7 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
                    .routes = layout.wires.routes,
                    .collective = plan.forward_only ? nullptr : over_replicas.get(),
                    .tensor = over_tensor_ranks.get(),
+                   .tensor_nccl = nccl != nullptr ? nccl->tensor() : nullptr,
                    .sums = plan.forward_only ? nullptr : &replicas.sums(),
                    .progress_in_actions = options.expert.progress_in_actions,
                    .slots = slots,

@@ -383,7 +383,8 @@ void choose_all_routes(const JobContext& job, const PipelineOptions& options, Jo
   const RouteQuestion question{.wanted = options.devices.transport,
                                .no_device_messages = job.devices.no_device_messages,
                                .nccl_refusal = job.devices.no_nccl,
-                               .devices = job.place.devices};
+                               .devices = job.place.devices,
+                               .tensor_ranks = job.place.topology.size.tensor};
   const Placement& placement = layout.plans.order.placement;
   RouteChoice choice(question);
   layout.wires.routes = choice.edges(placement);
@@ -396,6 +397,7 @@ void choose_all_routes(const JobContext& job, const PipelineOptions& options, Jo
   const int replicas = options.training.inference ? 1 : job.place.topology.size.replica;
   for (int rank = 0; rank < job.place.topology.size.pipeline; ++rank) {
     layout.wires.sums.push_back(choose_sum_route(rank, replicas, question));
+    layout.wires.tensor.push_back(choose_tensor_route(rank, question));
   }
   layout.wires.all_reduce = options.devices.all_reduce;
 }

@@ -148,6 +148,10 @@ class MemorySum {
   // What sums over replicas, and collectives within actions, take beside their values.
   void add_collectives() {
     const bool trains = !options_.training.inference;
+    const auto on_host = [&](const PlannedCollective& each, Axis axis) {
+      return PlannedCollectives::axis_of(each) == axis &&
+             PlannedCollectives::through_host(each, layout_, rank_);
+    };
     for (const Axis axis : {Axis::kReplica, Axis::kTensor}) {
       const int ranks = layout_.place.topology.size[axis];
       if (ranks == 1 || (axis == Axis::kReplica && !trains)) continue;
@@ -158,12 +162,11 @@ class MemorySum {
         for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
           if (kind == ActionKind::kBackward && !trains) continue;
           for (const PlannedCollective& each : collectives_of(entry.collectives, kind, !trains)) {
-            if (PlannedCollectives::axis_of(each) != axis) continue;
-            within.raise(each, at(ranks));
+            if (on_host(each, axis)) within.raise(each, at(ranks));
           }
         }
         for (const PlannedCollective& each : entry.collectives.answer) {
-          if (!trains && PlannedCollectives::axis_of(each) == axis) within.raise(each, at(ranks));
+          if (!trains && on_host(each, axis)) within.raise(each, at(ranks));
         }
         if (trains) {
           summed = std::max(summed,
@@ -203,8 +206,14 @@ class MemorySum {
     constexpr std::size_t kOfMessages = std::size_t{128} << 20, kOfSums = std::size_t{512} << 20;
     if (device_ == DeviceKind::kCpu) return;
     const bool sums = layout_.wires.sums_by_nccl(rank_);
+    const bool tensor = layout_.wires.tensor_by_nccl(rank_);
     add_libraries(kOfMessages * at(NcclRoutes::message_communicators(layout_, rank_)) +
-                  (sums ? kOfSums : 0));
+                  kOfSums * ((sums ? 1 : 0) + (tensor ? 1 : 0)));
+    if (tensor) {
+      add_bytes(memory_.buffers, padded(PlannedCollectives::nccl_floats(
+                                            layout_, rank_, !options_.training.inference) *
+                                        sizeof(float)));
+    }
     if (!sums) return;
     const SumLoad load = GradientSums::load_of(layout_, rank_, options_.expert.bucket_bytes);
     add_bytes(memory_.buffers,

@@ -67,7 +67,8 @@ std::string describe_connections(const JobLayout& layout) {
                           tie.uses[use].stage, describe_route(tie.routes[use]));
     }
   }
-  return text + describe_sums(layout.wires.sums, layout.wires.all_reduce);
+  return text + describe_sums(layout.wires.sums, layout.wires.all_reduce) +
+         describe_tensor(layout.wires.tensor);
 }
 
 // What the bits depend on, with the ranks of the job unless all compute alike.

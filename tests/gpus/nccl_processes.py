@@ -41,6 +41,13 @@ def cases(ranks):
             require(found == expected, f"{found} on {ranks} processes, {expected} on one")
         return case
 
+    def tensor(card):
+        for more in ((), ("--precision", "bf16", "--dropout", "0.1", "--no-sequence-parallel")):
+            options = ("--steps", "5", "--tensor-shards", ranks, *more)
+            expected = card.train(1, *options)
+            found = card.train(ranks, *options, "--tensor", ranks, *nccl, apart=True)
+            require(found == expected, f"{found} on {ranks} processes with {' '.join(more)}, {expected} on one")
+
     def sums(card):
         replicas = ("--steps", "5", "--pipeline", "1", "--replicas", ranks)
         expected = card.train(ranks, *replicas, "--transport", "mpi")
@@ -85,8 +92,9 @@ def cases(ranks):
     return [*((f"tests of {name}", library(filter)) for name, filter in {**suites, "the rest": others}.items()),
             ("trainings of the tests", trainings),
             *((f"bits of {schedule}", bits(schedule)) for schedule in ("1f1b", "interleaved", "zb-v")),
-            ("bits of CUDA graphs", bits("1f1b", "--cuda-graphs")), ("sums over replicas", sums),
-            ("all-reduce", all_reduce), ("SIGKILL of a rank", killed), ("SIGSTOP of a rank", stopped)]
+            ("bits of CUDA graphs", bits("1f1b", "--cuda-graphs")), ("bits of tensor ranks", tensor),
+            ("sums over replicas", sums), ("all-reduce", all_reduce), ("SIGKILL of a rank", killed),
+            ("SIGSTOP of a rank", stopped)]
 
 
 def main():

@@ -200,6 +200,32 @@ TEST(EdgeRouteTest, SumsOverReplicasSayWhatCarriesThemAndWhy) {
   EXPECT_EQ(sums(2)[0].reason, "asked for by --transport mpi");
 }
 
+TEST(EdgeRouteTest, TensorRanksAreJoinedLikeReplicasAndTakeTheQueuesOfAPartner) {
+  RouteQuestion asked = question(TransportChoice::kAuto, {gpu(0), cpu()});
+  EXPECT_EQ(choose_tensor_route(0, asked).kind, RouteKind::kLocal);
+  EXPECT_EQ(describe_tensor({choose_tensor_route(0, asked)}), "");
+  asked.tensor_ranks = 2;
+  EXPECT_EQ(describe_tensor({choose_tensor_route(0, asked), choose_tensor_route(1, asked)}),
+            "  collectives of tensor ranks of pipeline ranks 1: by a tree over these ranks, "
+            "messages of host memory (computed on the CPU)\n"
+            "  collectives of tensor ranks of pipeline ranks 0: by a tree over these ranks, NCCL "
+            "(a GPU of its own for every tensor rank)\n");
+  asked.nccl_refusal = "ranks 0 and 1 share cuda:0";
+  EXPECT_EQ(describe_tensor({choose_tensor_route(0, asked)}),
+            "  collectives of tensor ranks: by a tree over these ranks, through page-locked host "
+            "memory (ranks 0 and 1 share cuda:0)\n");
+  asked.wanted = TransportChoice::kNccl;
+  expect_error(ErrorCode::kUsage,
+               {"transport nccl cannot join the 2 tensor ranks of pipeline rank 0 (cuda:0): ranks "
+                "0 and 1 share cuda:0; legal: auto, mpi"},
+               [&] { (void)choose_tensor_route(0, asked); });
+  RouteQuestion many = question(TransportChoice::kAuto, {gpu(0), gpu(1), gpu(2), gpu(3), gpu(4)});
+  many.tensor_ranks = 2;
+  RouteChoice choice(many);
+  for (const int other : {1, 2, 3}) EXPECT_EQ(choice.between(0, other).kind, RouteKind::kNccl);
+  EXPECT_THAT(choice.between(0, 4).reason, HasSubstr("exchanges with 3 others over NCCL already"));
+}
+
 TEST(EdgeRouteTest, SumsThatNcclCannotCarryAreRefusedWhereItIsWanted) {
   RouteQuestion asked = question(TransportChoice::kNccl, {gpu(0), cpu()});
   EXPECT_EQ(choose_sum_route(0, 2, asked).kind, RouteKind::kNccl);

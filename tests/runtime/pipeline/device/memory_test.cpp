@@ -104,9 +104,12 @@ std::vector<Job> jobs() {
   all.back().options.devices.transport = TransportChoice::kMpi;
   all.push_back(job("four shards", model_with(kGpt2, DType::kBf16), 1, "1f1b"));
   all.back().options.shape.tensor_shards = 4;
-  all.push_back(job("two tensor ranks", model_with(kLlama, DType::kF32), 2, "zb-h1"));
+  all.push_back(job("two tensor ranks over NCCL", model_with(kLlama, DType::kF32), 2, "zb-h1"));
   all.back().options.shape.tensor = 2;
   all.back().options.shape.tensor_shards = 4;
+  all.push_back(all.back());
+  all.back().name = "two tensor ranks through host memory";
+  all.back().options.devices.transport = TransportChoice::kMpi;
   return all;
 }
 

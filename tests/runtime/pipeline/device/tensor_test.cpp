@@ -24,6 +24,7 @@ struct ShardGrid {
   std::string schedule = "1f1b";
   bool deals_positions = true, cuda_graphs = false;
   std::string device = "cuda:0";
+  TransportChoice transport = TransportChoice::kAuto;
 };
 
 struct ShardOutcome {
@@ -46,6 +47,7 @@ ShardOutcome outcome_with(const TransformerConfig& model, int shards, const Shar
                    .micro_batch_size = 2};
   options.order.schedule = grid.schedule;
   options.devices.choices = parse_devices(grid.device);
+  options.devices.transport = grid.transport;
   options.devices.cuda_graphs = grid.cuda_graphs;
   options.training.learning_rate = {.peak = 1e-2};
   options.training.clip = 0.5;
@@ -142,6 +144,27 @@ TEST(DeviceTensorTest, RanksThatShareStagesHaveTheBitsOfOne) {
           fmt::format("{}: tensor {}, pipeline {}, replicas {}{}{}", each.name, grid.tensor,
                       grid.pipeline, grid.replicas, grid.deals_positions ? "" : ", all positions",
                       grid.cuda_graphs ? ", graphs" : ""));
+    }
+  }
+}
+
+// Each rank has a GPU of its own; what NCCL cannot carry is refused.
+TEST(DeviceTensorTest, RanksThatNcclJoinsHaveTheBitsOfOne) {
+  const int gpus = device_count(DeviceKind::kCuda);
+  SLUICE_NEED_GPUS(2, gpus);
+  for (const ShardCase& each : shard_cases()) {
+    const ShardOutcome alone = outcome_with(each.model, each.shards, {});
+    for (ShardGrid grid :
+         {ShardGrid{.tensor = each.shards},
+          ShardGrid{.tensor = each.shards, .deals_positions = false},
+          ShardGrid{.tensor = 2, .pipeline = 2, .schedule = "zb-h1"},
+          ShardGrid{.tensor = 2, .pipeline = 2, .replicas = 2, .cuda_graphs = true}}) {
+      if (grid.tensor * grid.pipeline * grid.replicas > gpus) continue;
+      grid.device = "cuda";
+      grid.transport = TransportChoice::kNccl;
+      expect_same_outcome(alone, outcome_with(each.model, each.shards, grid),
+                          fmt::format("{}: tensor {}, pipeline {}, replicas {}", each.name,
+                                      grid.tensor, grid.pipeline, grid.replicas));
     }
   }
 }
