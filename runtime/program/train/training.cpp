@@ -383,7 +383,8 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
   guarded(control, world_.rank(), [&] {
     Collectives job(comm, 0, &control);
     ranks = describe_ranks(job, layout);
-    if (job_ranks() == world_.size()) {
+    if (job_ranks() == world_.size() && !uses_nccl(layout.wires.tensor)) {
+      // It measures the host's.
       costs = measure_tensor_ranks(job, layout.place, options_.pipeline.devices.threads, control);
     }
     if (first()) require_room(options_, layout);

@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstddef>
 #include <map>
 #include <string>
@@ -15,6 +16,9 @@
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
+#ifdef SLUICE_EMULATED
+#include "tests/emulated_cuda/control.hpp"
+#endif
 
 namespace sluice::testing {
 namespace {
@@ -168,6 +172,42 @@ TEST(DeviceTensorTest, RanksThatNcclJoinsHaveTheBitsOfOne) {
     }
   }
 }
+
+#ifdef SLUICE_EMULATED
+
+// Bytes that rank 0's GPU, of the first of two stages, copies to the host: [evaluation, step].
+std::array<std::size_t, 2> copied_to_host(TransportChoice transport) {
+  const TransformerConfig model = small_model();
+  PipelineOptions options;
+  options.shape = {.pipeline = 2, .tensor = 2, .tensor_shards = 2, .micro_batches = 2};
+  options.devices.choices = parse_devices("cuda");
+  options.devices.transport = transport;
+  options.expert.evaluations = {2};
+  std::array<std::size_t, 2> copied = {};
+  run_loopback(4, [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model);
+    Pipeline pipeline(comm, Transformer(model), *source, options);
+    const std::size_t before = emulated::copied_to_host(comm.rank());
+    (void)pipeline.evaluate(*source, 2);
+    const std::size_t between = emulated::copied_to_host(comm.rank());
+    (void)pipeline.train_step();
+    if (comm.rank() == 0) copied = {between - before, emulated::copied_to_host(0) - between};
+  });
+  return copied;
+}
+
+// But the shares of gradients, which are joined on the host once in a step.
+TEST(DeviceTensorTest, OverNcclNoCollectivePassesTheHost) {
+  const auto [evaluation, step] = copied_to_host(TransportChoice::kNccl);
+  const auto [staged_evaluation, staged_step] = copied_to_host(TransportChoice::kMpi);
+  const TransformerConfig model = small_model();
+  const auto stream = static_cast<std::size_t>(model.context * model.width) * sizeof(float);
+  EXPECT_EQ(evaluation, 0U);
+  EXPECT_GT(staged_evaluation, 2 * stream);
+  EXPECT_GT(staged_step - step, 4 * stream);
+}
+
+#endif
 
 TEST(DeviceTensorTest, HeadsThatDoNotAlignAreRefused) {
   SLUICE_NEED_A_GPU();
