@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <functional>
 #include <string>
 
 #include <sluice/error.hpp>
@@ -19,6 +20,11 @@ namespace {
 
 bool adds(CollectiveKind kind) {
   return kind == CollectiveKind::kSum || kind == CollectiveKind::kReduceScatter;
+}
+
+bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
+  const std::less<> before;
+  return before(a.data(), b.data() + b.size()) && before(b.data(), a.data() + a.size());
 }
 
 void copy(std::span<const std::byte> from, std::span<std::byte> to) {
@@ -47,7 +53,7 @@ std::size_t GroupCollective::me() const { return at(group_.communicator().rank()
 std::size_t GroupCollective::ranks() const { return at(group_.communicator().size()); }
 
 void GroupCollective::make(const CollectiveCall& call) {
-  require_legal(call, ranks());
+  require_legal(call, ranks(), me());
   First mine{.made = {.bytes = call.in.size(),
                       .segments = call.segments,
                       .stage = call.stage,
@@ -65,7 +71,7 @@ void GroupCollective::make(const CollectiveCall& call) {
   make_long(call);
 }
 
-void GroupCollective::require_legal(const CollectiveCall& call, std::size_t count) {
+void GroupCollective::require_legal(const CollectiveCall& call, std::size_t count, std::size_t me) {
   const std::size_t in = call.in.size(), out = call.out.size();
   const bool splits =
       call.kind == CollectiveKind::kReduceScatter || call.kind == CollectiveKind::kAllToAll;
@@ -85,6 +91,12 @@ void GroupCollective::require_legal(const CollectiveCall& call, std::size_t coun
   }
   if (out != legal) {
     throw_usage("{} bytes for {} ranks become {} there; legal: {}", in, count, out, legal);
+  }
+  const bool gathers = call.kind == CollectiveKind::kAllGather && call.segments == 1;
+  const std::byte* const place = call.out.data() + (gathers ? me * in : 0);
+  const bool in_place = (gathers || call.kind == CollectiveKind::kSum) && call.in.data() == place;
+  if (!in_place && overlap(call.in, call.out)) {
+    throw_usage("{} from and to memory that overlaps; legal: apart", name_of(call.kind));
   }
 }
 

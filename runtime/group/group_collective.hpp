@@ -26,7 +26,7 @@ class GroupCollective final : public Collective {
   // Error(kMismatch) on the first rank where another one makes another collective.
   void make(const CollectiveCall& call) override;
   // The first of these.
-  static void require_legal(const CollectiveCall& call, std::size_t ranks);
+  static void require_legal(const CollectiveCall& call, std::size_t ranks, std::size_t me);
 
   // Host memory that collectives take beside their values, and is kept: that of the first rank,
   // which takes most.

@@ -40,7 +40,7 @@ std::size_t NcclCollective::workspace(const PlannedCollective& collective, int r
 }
 
 void NcclCollective::make(const CollectiveCall& call) {
-  GroupCollective::require_legal(call, ranks_);
+  GroupCollective::require_legal(call, ranks_, me_);
   start(call);
   finish();
 }

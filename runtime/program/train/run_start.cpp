@@ -15,6 +15,7 @@
 #include "runtime/checkpoint/save_lock.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/files/writable.hpp"
+#include "runtime/layout/division.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/models/model_config.hpp"
 #include "runtime/models/model_tensors.hpp"
@@ -74,6 +75,22 @@ std::map<std::string, std::string> model_files(const TrainOptions& options, cons
     base["config.json"] = fmt::format("{{\"eos_token_id\": {}}}", data.end_of_text());
   }
   return hugging_face_files(options.model, options.checkpoint.precision, base);
+}
+
+// A warning where there are more tensor ranks than heads of keys; else empty.
+std::string describe_idle_ranks(const TrainOptions& options) {
+  const TransformerConfig& model = options.model;
+  const PipelineOptions::Shape& shape = options.pipeline.shape;
+  const int heads = model.kv_heads > 0 ? model.kv_heads : model.heads;
+  if (shape.tensor <= heads) return "";
+  int most = 1;
+  for (const int ranks : dividing(shape.tensor_shards)) {
+    if (ranks <= heads) most = ranks;
+  }
+  return fmt::format(
+      "warning: {} of {} tensor ranks compute no attention: the model has {} head{} of keys; "
+      "--tensor {} leaves none without\n",
+      shape.tensor - heads, shape.tensor, heads, heads == 1 ? "" : "s", most);
 }
 
 bool same_directory(const fs::path& a, const fs::path& b) {
@@ -152,7 +169,7 @@ std::string describe_start(const RunStart& start, const TrainOptions& options) {
     lines += fmt::format("changed since step {}: {}\n", start.resumed->step, change);
   }
   for (const std::string& remark : start.remarks) lines += remark + "\n";
-  return lines;
+  return lines + describe_idle_ranks(options);
 }
 
 bool already_complete(const TrainOptions& options, Collectives& job) {

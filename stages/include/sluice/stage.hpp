@@ -128,9 +128,10 @@ struct CollectiveCall {
 // Collectives over this stage's replicas, or over the ranks that share it, within one action: all
 // of them compute the same micro-batch. For batch statistics and partial results. Values are as
 // many on every rank, in host memory or, with `compute`, in that of its device, in order of its
-// stream: a GPU's pass through page-locked memory. Each call blocks the host, and keeps messages
-// moving. It throws Error(kUsage) for a call that is not the next one of the stage's description,
-// Error(kMismatch) where the ranks make different ones, and another rank's error.
+// stream: NCCL carries a GPU's over tensor ranks, or they pass through page-locked memory, for
+// which the host blocks. Each call keeps messages moving. It throws Error(kUsage) for a call that
+// is not the next one of the stage's description, and for memory that overlaps where that is not
+// said, Error(kMismatch) where the ranks make different ones, and another rank's error.
 //
 // Sums add the ranks' values as a binary tree over the ranks in order, which splits at the largest
 // power of two below their number; up to three ranks that is from left to right.
@@ -146,8 +147,9 @@ class Collective {
   void sum(std::span<float> values, ComputeContext* compute = nullptr) {
     sum(std::as_writable_bytes(values), DType::kF32, compute);
   }
-  // `all` has a part like `mine` for each rank, in their order; `mine` may be one of them. Of
-  // several segments each is gathered by itself: mine [segments, n], all [segments, ranks, n].
+  // `all` has a part like `mine` for each rank, in their order. Of several segments each is
+  // gathered by itself: mine [segments, n], all [segments, ranks, n]. Of one segment `mine` may be
+  // this rank's part of `all`.
   void all_gather(const Tensor& mine, const Tensor& all, ComputeContext* compute = nullptr,
                   std::int64_t segments = 1) {
     make(CollectiveKind::kAllGather, mine, all, compute, segments);

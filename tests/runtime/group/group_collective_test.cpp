@@ -203,7 +203,12 @@ SLUICE_COMM_TEST(GroupCollectiveTest, RefusesSizesThatDoNotFitTheRanks) {
     expect_error(ErrorCode::kUsage, {"legal: "},
                  [&] { group.all_gather(tensor(one), tensor(all), nullptr, segments); });
   }
+  expect_error(ErrorCode::kUsage, {"all-to-all from and to memory that overlaps; legal: apart"},
+               [&] { group.all_to_all(tensor(all), tensor(all)); });
   if (ranks > 1) {
+    expect_error(ErrorCode::kUsage, {"memory that overlaps"}, [&] {
+      group.all_gather({&all[(at(comm.rank()) + 1) % ranks], tensor(one).spec}, tensor(all));
+    });
     expect_error(ErrorCode::kUsage, {"legal: a multiple of "},
                  [&] { group.reduce_scatter(tensor(more), tensor(one)); });
   }

@@ -461,6 +461,11 @@ TEST_F(CliTest, ADryRunOfOneProcessPlansAnyJob) {
   ASSERT_EQ(large.code, 0) << large.err;
   EXPECT_THAT(large.out, HasSubstr("512 ranks: pipeline of 64 x 8 replicas"));
   EXPECT_EQ(lines_with(large.out, "  63 "), 1) << large.out;
+  const std::string few = "train --dry-run --layers 2 --heads 2 --width 16 --tensor ";
+  EXPECT_THAT(sluice(few + "4").out,
+              HasSubstr("warning: 2 of 4 tensor ranks compute no attention: the model has 2 heads "
+                        "of keys; --tensor 2 leaves none without"));
+  EXPECT_THAT(sluice(few + "2").out, Not(HasSubstr("warning")));
   EXPECT_THAT(files(), ::testing::ElementsAre("text.txt"));
 }
 
