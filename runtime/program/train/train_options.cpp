@@ -247,6 +247,18 @@ void add_tensor_ranks(OptionTable& table, PipelineOptions::Shape& shape) {
       .mark(kLayout | kListedLater);
 }
 
+// What --schedule auto counts.
+void add_costs(OptionTable& table, TrainOptions& options) {
+  table
+      .add_text("profile", options.profile, "FILE",
+                "times for --schedule auto: what a training of this model wrote for --trace")
+      .mark(kOneRun);
+  table
+      .add_text("cluster", options.cluster, "FILE",
+                "with --profile: what messages and collectives take, from 'sluice doctor --output'")
+      .mark(kOneRun);
+}
+
 void add_layout_options(OptionTable& table, TrainOptions& options) {
   auto& [shape, order, devices, training, checks, watch, expert] = options.pipeline;
   table.heading("Layout");
@@ -281,14 +293,7 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
       .add_text("schedule-file", options.schedule_file, "PATH",
                 "the order from a file instead: Sluice's JSON or PyTorch's CSV")
       .mark(kLayout);
-  table
-      .add_text("profile", options.profile, "FILE",
-                "times for --schedule auto: what a training of this model wrote for --trace")
-      .mark(kOneRun);
-  table
-      .add_text("cluster", options.cluster, "FILE",
-                "with --profile: what messages and collectives take, from 'sluice doctor --output'")
-      .mark(kOneRun);
+  add_costs(table, options);
   table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage")
       .mark(kLayout);
   table.add_integer("micro-batches", shape.micro_batches, 1, kMaxMicroBatches,
