@@ -80,7 +80,7 @@ GradientSums::GradientSums(JobContext& job, const JobLayout& layout, NcclRoutes*
   for (const StageBinding& binding : stages) {
     const StageSum& sum = stages_.emplace_back(*this, layout, binding);
     largest = std::max(largest, binding.parameters->flat_grads().size());
-    calls += std::max(sum.whole_buckets_.size(), sum.part_buckets_.size());
+    calls += std::max(sum.whole_buckets_.all.size(), sum.part_buckets_.all.size());
   }
   if (nccl_ == nullptr) {
     host_.reserve(largest, calls);
@@ -126,6 +126,7 @@ FinalGradients* GradientSums::final_gradients(int stage, bool whole) {
 void GradientSums::finish(int stage, bool whole) {
   StageSum* const sum = find(stage);
   if (sum == nullptr) return;
+  sum->joined_ = true;
   sum->with(whole).from(0);
   if (nccl_ == nullptr) end_on_mirror();
 }
@@ -162,19 +163,43 @@ GradientSums::StageSum::StageSum(GradientSums& sums, const JobLayout& layout,
       parameters_(*binding.parameters),
       cut_(layout.parameters.cut),
       ranges_(ranges_in(layout, stage_)),
-      whole_buckets_(whole_buckets(parameters_.flat_grads().size(), sums.bucket_)),
-      part_buckets_(part_buckets(ranges_, sums.nccl_ != nullptr ? sums.bucket_ : kMost)) {}
+      whole_buckets_(in_order(whole_buckets(parameters_.flat_grads().size(), sums.bucket_))),
+      part_buckets_(in_order(part_buckets(ranges_, sums.nccl_ != nullptr ? sums.bucket_ : kMost))) {
+}
+
+GradientSums::StageSum::Buckets GradientSums::StageSum::in_order(
+    std::vector<GradientBucket> buckets) const {
+  const float* const flat = parameters_.flat_grads().data();
+  std::vector<NcclSums::Piece> shared;  // gradients that have shares
+  for (const Parameter* each : parameters_.all()) {
+    if (each->share_grads.empty()) continue;
+    shared.push_back({static_cast<std::size_t>(each->grad.as<const float>() - flat),
+                      static_cast<std::size_t>(each->shape.elements())});
+  }
+  const auto has_none = [&](const GradientBucket& bucket) {
+    return std::ranges::none_of(bucket.pieces, [&](const NcclSums::Piece& piece) {
+      return std::ranges::any_of(shared, [&](const NcclSums::Piece& each) {
+        return each.begin < piece.begin + piece.size && piece.begin < each.begin + each.size;
+      });
+    });
+  };
+  const auto held = std::stable_partition(buckets.begin(), buckets.end(), has_none);
+  const auto early = static_cast<std::size_t>(held - buckets.begin());
+  return {std::move(buckets), early};
+}
 
 void GradientSums::StageSum::from(std::size_t begin) {
-  GradientAccess::zero_stale(parameters_, sums_.compute_.stream(), begin);
+  GradientAccess::zero_stale(parameters_, sums_.compute_.stream(), begin, joined_);
   std::span<float> grads = parameters_.flat_grads();
   if (sums_.nccl_ == nullptr) grads = sums_.mirror_.read_back(grads);
-  for (; next_ < buckets().size() && buckets()[next_].begin >= begin; ++next_) start(next_, grads);
+  const std::vector<GradientBucket>& all = buckets().all;
+  const std::size_t end = joined_ ? all.size() : buckets().early;
+  for (; next_ < end && all[next_].begin >= begin; ++next_) start(all[next_], grads);
   if (sums_.nccl_ != nullptr) sums_.nccl_->progress();
 }
 
-void GradientSums::StageSum::start(std::size_t bucket, std::span<float> grads) {
-  const std::span<const NcclSums::Piece> pieces = buckets()[bucket].pieces;
+void GradientSums::StageSum::start(const GradientBucket& bucket, std::span<float> grads) {
+  const std::span<const NcclSums::Piece> pieces = bucket.pieces;
   const auto whole = [&] { return grads.subspan(pieces.front().begin, pieces.front().size); };
   if (sums_.nccl_ != nullptr) {
     sums_.open_.push_back(whole_ ? sums_.nccl_->sum(whole())
@@ -182,11 +207,11 @@ void GradientSums::StageSum::start(std::size_t bucket, std::span<float> grads) {
     return;
   }
   const KeepAlive owner = sums_.mirror_.owner(parameters_.memory());
-  if (bucket == 0) started_ = ended_ = steady_seconds();
+  if (next_ == 0) started_ = ended_ = steady_seconds();
   if (whole_) {
     last_ = sums_.host_.start_sum(whole(), owner, &ended_);
   } else {
-    const CutRange& range = ranges_[ranges_.size() - 1 - bucket];
+    const CutRange& range = *std::ranges::find(ranges_, bucket.begin, &CutRange::begin);
     last_ = sums_.host_.start_reduce_scatter(grads.subspan(range.begin, range.ends.back()),
                                              range.ends, owner, &ended_);
   }
@@ -199,7 +224,7 @@ void GradientSums::StageSum::gather_values() {
   if (ranges_.empty()) return;
   const std::span<float> values = parameters_.flat_values();
   if (sums_.nccl_ != nullptr) {
-    for (const GradientBucket& bucket : part_buckets_) {
+    for (const GradientBucket& bucket : part_buckets_.all) {
       sums_.open_.push_back(sums_.nccl_->gather(values, bucket.pieces));
     }
   } else {

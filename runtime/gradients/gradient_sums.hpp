@@ -4,10 +4,11 @@
 // NCCL, or on CPUs HostSums, makes them bucket by bucket, concurrently with the rest of the step. A
 // stage's flat gradients are divided into buckets of one size, starting at the end, where layers
 // finish first; the bucket at the start may be smaller. The sum of a bucket starts once all of it
-// is final, while the stage's last backward still runs, else at REDUCE_GRAD. The division is a
-// function of sizes alone, so all replicas make the same sums in the same order. It does not change
-// the sum of an element. Where a GPU's sums pass through host memory, they start at REDUCE_GRAD,
-// and the host waits for them there.
+// is final, while the stage's last backward still runs, else at REDUCE_GRAD. Gradients that have
+// shares (Parameter::shares) are final once these are joined, at REDUCE_GRAD; their buckets are the
+// last. The division is a function of the parameters alone, so all replicas make the same sums in
+// the same order. It does not change the sum of an element. Where a GPU's sums pass through host
+// memory, they start at REDUCE_GRAD, and the host waits for them there.
 //
 // Where each replica updates its own parts of parameters (ParameterEntry::ends), a step that ends
 // with the update makes the sum of a part for its replica alone, and gathers the values after it:
@@ -63,7 +64,7 @@ class GradientSums {
   // REDUCE_GRAD.
   [[nodiscard]] FinalGradients* final_gradients(int stage, bool whole);
   // Starts those of the stage's sums that have not started. Their input is complete after all work
-  // so far on the compute stream.
+  // so far on the compute stream; shares are joined.
   void finish(int stage, bool whole);
   // Waits for the stage's sums in host memory; when they ran, or none where there were none.
   [[nodiscard]] std::optional<TimeSpan> end(int stage);
@@ -86,22 +87,28 @@ class GradientSums {
       whole_ = whole || !cut_;
       return *this;
     }
-    void begin_step() { next_ = 0; }
+    void begin_step() {
+      next_ = 0;
+      joined_ = false;
+    }
 
    private:
     friend class GradientSums;
-    [[nodiscard]] const std::vector<GradientBucket>& buckets() const {
-      return whole_ ? whole_buckets_ : part_buckets_;
-    }
-    void start(std::size_t bucket, std::span<float> grads);
+    struct Buckets {
+      std::vector<GradientBucket> all;
+      std::size_t early;  // the first ones, without gradients that have shares
+    };
+    [[nodiscard]] Buckets in_order(std::vector<GradientBucket> buckets) const;
+    [[nodiscard]] const Buckets& buckets() const { return whole_ ? whole_buckets_ : part_buckets_; }
+    void start(const GradientBucket& bucket, std::span<float> grads);
 
     GradientSums& sums_;
     int stage_;
     ParameterSet& parameters_;
     bool cut_;                      // replicas update parts
     std::vector<CutRange> ranges_;  // of these parts
-    std::vector<GradientBucket> whole_buckets_, part_buckets_;
-    bool whole_ = true;
+    Buckets whole_buckets_, part_buckets_;
+    bool whole_ = true, joined_ = false;
     std::size_t next_ = 0;  // bucket whose sum has not started
     HostSums::Ticket last_;
     double started_ = 0, ended_ = 0;  // in steady_seconds(), of the sums in host memory

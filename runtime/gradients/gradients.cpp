@@ -50,10 +50,9 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   optimizers_.emplace(options.training, owners, layout_.parameters, compute_);
 }
 
-// Those of the last backward's virtual replica are not the step's, and shares are joined after it.
+// Those of the last backward's virtual replica are not the step's.
 FinalGradients* GradientSync::final_gradients(int stage) {
   if (step_.end == BatchEnd::kAccumulate || layout_.place.shares > 1) return nullptr;
-  if (layout_.parameters.stages[at(stage)].has_shares()) return nullptr;
   return sums_->final_gradients(stage, step_.end == BatchEnd::kGradients);
 }
 

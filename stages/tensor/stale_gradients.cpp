@@ -37,8 +37,10 @@ void GradientAccess::mark_stale(ParameterSet& set, StreamView stream) {
   }
 }
 
-void GradientAccess::zero_stale(ParameterSet& set, StreamView stream, std::size_t begin) {
+void GradientAccess::zero_stale(ParameterSet& set, StreamView stream, std::size_t begin,
+                                bool joined) {
   for (Parameter& parameter : set.parameters_) {
+    if (!joined && !parameter.share_grads.empty()) continue;
     if (parameter.grad.as<float>() >= set.flat_grads().data() + begin) {
       zero_if_stale(parameter, stream);
     }

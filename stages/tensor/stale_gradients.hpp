@@ -32,8 +32,10 @@ struct GradientAccess {
   static void set_stale(ParameterSet& set, bool stale);
   // Makes gradients stale whose stage asks, and zeroes the others, in stream order.
   static void mark_stale(ParameterSet& set, StreamView stream);
-  // Zeroes gradients that are still stale, of those that lie in flat_grads() from float `begin` on.
-  static void zero_stale(ParameterSet& set, StreamView stream, std::size_t begin = 0);
+  // Zeroes gradients that are still stale, of those that lie in flat_grads() from float `begin` on;
+  // unless `joined`, not those that have shares, which are added to them later.
+  static void zero_stale(ParameterSet& set, StreamView stream, std::size_t begin = 0,
+                         bool joined = true);
 };
 
 // Zeroes the gradient in order of `stream` if it is stale, which it is no longer after that.

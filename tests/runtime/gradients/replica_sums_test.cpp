@@ -90,6 +90,15 @@ TEST_P(ReplicaSumsTest, HaveTheBitsOfTheHostsForEverySchedule) {
   });
 }
 
+TEST_P(ReplicaSumsTest, BesideSharesHaveTheBitsOfTheHosts) {
+  run_loopback(ranks(), [&](Communicator& comm) {
+    Layout wanted = layout("zb-h1");
+    wanted.tensor_shards = 2;
+    wanted.bucket_bytes = 3'000;
+    expect_same("2 shards", blocking(comm, wanted), train(comm, training(), wanted));
+  });
+}
+
 // Steps 3 and 4 replay what was recorded, but for the calls that start sums.
 TEST_P(ReplicaSumsTest, BesideReplayedCallsHaveTheirBits) {
   run_loopback(ranks(), [&](Communicator& comm) {

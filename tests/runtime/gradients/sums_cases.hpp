@@ -60,12 +60,13 @@ class TwoBucketStage : public CopyingStage {
   Meanwhile meanwhile_;
 };
 
-// A step of a TwoBucketStage per replica, each with these calls of its last backwards.
+// A step of such a stage per replica, each with these calls of its last backwards.
 struct TwoBuckets {
   std::vector<double> norms;
   std::vector<std::string> errors;  // [replica] empty where none
 };
-inline TwoBuckets run_two_buckets(
+template <typename BucketStage = TwoBucketStage>
+TwoBuckets run_two_buckets(
     int replicas, const char* devices, bool progress_in_actions,
     const std::function<void(int replica, StageContext&, std::span<float>)>& meanwhile) {
   TwoBuckets ran{std::vector<double>(static_cast<std::size_t>(replicas)),
@@ -84,7 +85,7 @@ inline TwoBuckets run_two_buckets(
     const int replica = comm.rank();
     const auto place = static_cast<std::size_t>(replica);
     const StageFactory factory = [&](int, int) {
-      return std::make_unique<TwoBucketStage>(
+      return std::make_unique<BucketStage>(
           replica, [&meanwhile, replica](StageContext& ctx, std::span<float> second) {
             meanwhile(replica, ctx, second);
           });

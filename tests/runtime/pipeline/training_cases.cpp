@@ -128,6 +128,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.shape.pipeline = layout.pipeline;
   options.shape.replicas = layout.replicas;
   options.shape.virtual_replicas = layout.virtual_replicas;
+  options.shape.tensor_shards = layout.tensor_shards;
   options.shape.rank_order = layout.order;
   options.order.schedule = layout.schedule;
   options.order.chunks = layout.chunks;

@@ -28,6 +28,7 @@ struct TrainingCase {
 struct Layout {
   int pipeline = 1, replicas = 1;
   int virtual_replicas = 0;  // 0: as many as replicas
+  int tensor_shards = 0;     // 0: one
   std::string schedule = "1f1b";
   RankOrder order = RankOrder::kPipelineFirst;
   int chunks = 1;
