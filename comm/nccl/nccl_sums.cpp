@@ -112,10 +112,9 @@ NcclTicket NcclSums::reduce_scatter(std::span<float> values, std::span<const Pie
   std::size_t largest = 0;  // all ranks refuse what is too small for one
   for (const Piece& piece : pieces) largest = std::max(largest, piece.size);
   if (workspace.size() < scatter_workspace(largest, size_)) {
-    throw Error(
-        ErrorCode::kInternal,
-        fmt::format("sums of up to {} values over {} replicas need a workspace of {}, got {}",
-                    largest, size_, scatter_workspace(largest, size_), workspace.size()));
+    throw Error(ErrorCode::kInternal,
+                fmt::format("sums of up to {} values over {} ranks need a workspace of {}, got {}",
+                            largest, size_, scatter_workspace(largest, size_), workspace.size()));
   }
   const Piece mine = pieces[at(rank_)];
   const std::size_t stride = round_up(mine.size, kPieceMultiple);

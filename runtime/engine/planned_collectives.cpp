@@ -149,9 +149,11 @@ std::size_t PlannedCollectives::staged_bytes(const JobLayout& layout, int rank, 
 }
 
 std::size_t PlannedCollectives::nccl_floats(const JobLayout& layout, int rank, bool trains) {
-  return most_of(layout, rank, trains, [&](const PlannedCollective& each, int ranks) {
+  const auto floats = [&](const PlannedCollective& each, int ranks) {
     return through_host(each, layout, rank) ? 0 : NcclRoutes::collective_floats(each, ranks);
-  });
+  };
+  // A pipeline that trains infers too, in the same workspace.
+  return std::max(most_of(layout, rank, trains, floats), most_of(layout, rank, false, floats));
 }
 
 void PlannedCollectives::make_staged(Collective& group, CollectiveCall call) {

@@ -68,7 +68,7 @@ class Probe {
     const double turns = std::clamp(seconds_of_kind_ / most(turn()), 1.0, kMostTurns);
     for (int more = static_cast<int>(turns) - 1; more > 0; --more) (void)turn();
     const double low = std::max(median_of(of_small), 0.0);
-    const double high = std::max(median_of(of_large), 1e-6);
+    const double high = std::max({median_of(of_large), low, 1e-6});
     const double bandwidth =
         static_cast<double>(large - kSmall) / std::max(high - low, high * 0.05);
     return {.latency = std::max(0.0, low - kSmall / bandwidth), .bandwidth = bandwidth};

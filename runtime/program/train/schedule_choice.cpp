@@ -42,7 +42,8 @@ std::int64_t message_bytes(const TrainOptions& options) {
   const PipelineOptions::Shape& shape = options.pipeline.shape;
   const std::int64_t bytes = static_cast<std::int64_t>(size_of(model.stream_precision)) *
                              shape.micro_batch_size * model.context * model.width;
-  return shape.sequence_parallel ? bytes / shape.tensor : bytes;
+  const bool dealt = shape.sequence_parallel && model.context % shape.tensor_shards == 0;
+  return dealt ? bytes / shape.tensor : bytes;
 }
 
 // The files' costs, as `sluice schedule auto` counts them. Requires: some are given.

@@ -131,7 +131,8 @@ struct CollectiveCall {
 // stream: NCCL carries a GPU's over tensor ranks, or they pass through page-locked memory, for
 // which the host blocks. Each call keeps messages moving. It throws Error(kUsage) for a call that
 // is not the next one of the stage's description, and for memory that overlaps where that is not
-// said, Error(kMismatch) where the ranks make different ones, and another rank's error.
+// said, Error(kMismatch) where the ranks make different ones (NCCL's are not compared), and another
+// rank's error.
 //
 // Sums add the ranks' values as a binary tree over the ranks in order, which splits at the largest
 // power of two below their number; up to three ranks that is from left to right.
