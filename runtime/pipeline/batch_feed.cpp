@@ -2,6 +2,7 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <numeric>
@@ -12,6 +13,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/sample_specs.hpp"
+#include "runtime/files/checksum.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/pipeline/call.hpp"
 
@@ -46,6 +48,14 @@ bool has_batch(Call call) {
          call == Call::kEvaluate || call == Call::kInfer;
 }
 bool has_targets(Call call) { return has_batch(call) && call != Call::kInfer; }
+std::array<char, 32> checksum_of(std::span<const Tensor> tensors) {
+  Checksum sum;
+  for (const Tensor& each : tensors) sum.add({each.as<const std::byte>(), each.spec.bytes()});
+  std::array<char, 32> digits = {};
+  std::ranges::copy(sum.finish(), digits.begin());
+  return digits;
+}
+
 constexpr std::int64_t kAnyNumber = -1;  // of samples: there are no tensors
 
 // Each replica needs samples for a micro-batch of gradients.
@@ -234,6 +244,11 @@ void BatchFeed::count_samples(const Asked& asked, Header& header) const {
     if (has_targets(asked.call) && (whole ? here : last_)) {
       header.targets = shape_of(asked.batch->targets, true, false).samples;
     }
+    if (whole || layout_.place.topology.size.tensor == 1) return;
+    if (first_) header.inputs_checksum = checksum_of(asked.batch->inputs);
+    if (last_ && has_targets(asked.call)) {
+      header.targets_checksum = checksum_of(asked.batch->targets);
+    }
   });
 }
 
@@ -308,11 +323,22 @@ void BatchFeed::compare_passed(Call call, int replica, int tensor) const {
   }
   const int other = passer(layout_.plans.first_rank(), replica, 0);
   const std::int64_t of_other = headers_[at(other)].inputs.samples;
-  if (samples == of_other) return;
-  refuse(ErrorCode::kUsage, first,
-         "{}: rank {} passes inputs of {} samples, rank {} of {}; ranks that share a stage pass "
-         "the same batch",
-         name_of(call), other, of_other, first, samples);
+  if (samples != of_other) {
+    refuse(ErrorCode::kUsage, first,
+           "{}: rank {} passes inputs of {} samples, rank {} of {}; ranks that share a stage pass "
+           "the same batch",
+           name_of(call), other, of_other, first, samples);
+  }
+  const auto compare = [&](int one, int two, auto checksum, const char* what) {
+    if (headers_[at(one)].*checksum == headers_[at(two)].*checksum) return;
+    refuse(ErrorCode::kUsage, two,
+           "{}: ranks {} and {} pass {} of other values; ranks that share a stage pass the same "
+           "batch",
+           name_of(call), one, two, what);
+  };
+  compare(other, first, &Header::inputs_checksum, "inputs");
+  compare(passer(layout_.plans.last_rank(), replica, 0), last, &Header::targets_checksum,
+          "targets");
 }
 
 void BatchFeed::compare_samples(Call call) {

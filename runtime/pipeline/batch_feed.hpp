@@ -77,7 +77,9 @@ class BatchFeed {
     std::int64_t argument = 0;
     UnitShape inputs = {};
     std::int64_t targets = 0;  // samples
-    double counted = 0;        // Asked::targets
+    // Of what ranks that share a stage pass alike, else of no bytes.
+    std::array<char, 32> inputs_checksum = {}, targets_checksum = {};
+    double counted = 0;  // Asked::targets
   };
   // What `tensors` have, which need to be like the shapes'; throws Error(kUsage). `fewer`: they may
   // have fewer positions.

@@ -215,9 +215,9 @@ struct StageReports {
   std::vector<StageEntry> entries;                          // [stage]
   std::vector<std::vector<std::vector<EdgeTensor>>> edges;  // [size][edge]
   std::vector<std::vector<TensorSpec>> answers;             // [size] of the last stage
-  std::string outputs;  // what infer() gives, which ranks that share the last stage have alike
-  std::string model;    // StageDescription::model
-  std::string text;     // of the stages, a line each; where other ranks share them
+  std::string gradients, outputs;  // of all stages, of the last one: alike on ranks that share them
+  std::string model;               // StageDescription::model
+  std::string text;                // of the stages, a line each; where other ranks share them
 };
 
 // A line per size; none where ranks that share the stage may have parts of the outputs.
@@ -233,6 +233,16 @@ std::string outputs_text(const std::vector<UnitShape>& sizes, const StageReport&
                         to_string(sizes[i]), joined(specs, ", "));
   }
   return text;
+}
+
+// Which gradients a stage wants, a line per size.
+std::string gradients_text(std::size_t stage, const StageReport& report) {
+  std::string text;
+  for (const std::vector<bool>& wanted : report.input_gradients) {
+    text += fmt::format("gradients that stage {} wants of its inputs: {}\n", stage,
+                        joined(wanted, ", "));
+  }
+  return stage == 0 ? "" : text;
 }
 
 // Exchanges the reports of all stages, one after the other: the outputs of a stage are the inputs
@@ -274,6 +284,7 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
         all.edges[i][at(s)].push_back({inputs[i][t], s > 0 && report.input_gradients[i][t]});
       }
     }
+    all.gradients += gradients_text(at(s), report);
     if (s + 1 == stages) all.outputs = outputs_text(sizes, report);
     inputs = std::move(report.outputs);
     all.answers = std::move(report.answers);
@@ -295,6 +306,7 @@ std::vector<StageReports> gather_reports(Collectives& tensor, StageReports mine,
     std::istringstream lines(text);
     for (std::string line; std::getline(lines, line);) {
       StageReport report = report_from(line);
+      other.gradients += gradients_text(other.entries.size(), report);
       other.outputs = outputs_text(sizes, report);
       other.entries.push_back(std::move(report.entry));
     }
@@ -555,13 +567,13 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
     require_divisible(layout.place, mine.entries, built.stages);
   }
   std::vector<ParameterTable> tables;  // [tensor coordinate]
-  std::vector<std::string> outputs;
+  std::vector<std::string> alike;
   for (StageReports& each : reports) {
     tables.push_back({.stages = std::move(each.entries), .tied = {}});
-    outputs.push_back(std::move(each.outputs));
+    alike.push_back(each.gradients + each.outputs);
   }
   require_parts_of_whole(tables);
-  require_same_texts(outputs, "tensor rank");
+  require_same_texts(alike, "tensor rank");
   layout.arithmetic = gather_arithmetic(*job.world.collectives, compute);
   layout.wires.edges = EdgeTable(division.sizes, std::move(mine.edges), std::move(mine.answers));
   for (ParameterTable& table : tables) finish(table, options, layout.place.topology.size.replica);

@@ -673,6 +673,12 @@ TEST(TensorTest, EachRankMayPassItsReplicasShare) {
         ErrorCode::kUsage,
         {"passes inputs of 8 samples, rank ", " of 9; ranks that share a stage pass the same"},
         [&] { (void)pipeline.evaluate(last ? more.share(share.replica, share.replicas) : mine); });
+    expect_error(
+        ErrorCode::kUsage,
+        {"evaluate() of a batch: ranks ", "of other values; ranks that share a stage"}, [&] {
+          (void)pipeline.evaluate(last ? Numbers(2, 16).share(share.replica, share.replicas)
+                                       : mine);
+        });
     Outcome shares;
     add(shares, pipeline.train_step(mine));
     if (comm.rank() == 0) {

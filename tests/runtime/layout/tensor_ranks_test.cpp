@@ -31,6 +31,7 @@ struct Parts {
   std::function<std::int64_t(const StagePlace&)> width = {};
   StageDescription described = {};
   std::function<StageCollectives(const StagePlace&)> collectives = {};
+  std::function<std::vector<bool>(const StagePlace&)> input_gradients = {};
 };
 
 class PartStage : public Stage, public LossStage {
@@ -44,6 +45,7 @@ class PartStage : public Stage, public LossStage {
     if (parts_.width)
       description.outputs[0].shape = Shape{inputs[0].shape[0], parts_.width(place_)};
     if (parts_.collectives) description.collectives = parts_.collectives(place_);
+    if (parts_.input_gradients) description.input_gradients = parts_.input_gradients(place_);
     description.workspace_bytes = at(1024 * (place_.tensor + 1));
     return description;
   }
@@ -258,6 +260,16 @@ TEST(TensorRanksTest, ASliceWithoutTheOthersIsRefused) {
       (void)PipelineAccess::plan_layout(comm, options_of(1, 1, 1), factory_of(parts), *source);
     });
   });
+}
+
+TEST(TensorRanksTest, StagesThatWantOtherGradientsOfTheirInputsAreRefused) {
+  expect_refused({.input_gradients =
+                      [](const StagePlace& place) {
+                        return std::vector<bool>{place.stage == 0 || place.tensor == 0};
+                      }},
+                 ErrorCode::kMismatch,
+                 {"tensor rank 0 has 'gradients that stage 1 wants of its inputs: true', tensor "
+                  "rank 1 has '"});
 }
 
 TEST(TensorRanksTest, StagesThatDifferInMoreThanSlicesAreRefused) {
