@@ -35,4 +35,8 @@ std::string checksum_hex(std::span<const std::byte> bytes) {
   return checksum.finish();
 }
 
+std::uint64_t checksum_64(std::span<const std::byte> bytes, std::uint64_t seed) {
+  return XXH3_64bits_withSeed(bytes.data(), bytes.size(), seed);
+}
+
 }  // namespace sluice

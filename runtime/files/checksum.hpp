@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
@@ -23,5 +24,8 @@ class Checksum {
 };
 
 [[nodiscard]] std::string checksum_hex(std::span<const std::byte> bytes);
+
+// XXH3-64; `seed`: that of what comes before. Allocates nothing.
+[[nodiscard]] std::uint64_t checksum_64(std::span<const std::byte> bytes, std::uint64_t seed);
 
 }  // namespace sluice

@@ -2,9 +2,9 @@
 
 #include <fmt/core.h>
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <numeric>
 #include <utility>
 
@@ -48,12 +48,12 @@ bool has_batch(Call call) {
          call == Call::kEvaluate || call == Call::kInfer;
 }
 bool has_targets(Call call) { return has_batch(call) && call != Call::kInfer; }
-std::array<char, 32> checksum_of(std::span<const Tensor> tensors) {
-  Checksum sum;
-  for (const Tensor& each : tensors) sum.add({each.as<const std::byte>(), each.spec.bytes()});
-  std::array<char, 32> digits = {};
-  std::ranges::copy(sum.finish(), digits.begin());
-  return digits;
+std::uint64_t checksum_of(std::span<const Tensor> tensors) {
+  std::uint64_t sum = 0;
+  for (const Tensor& each : tensors) {
+    sum = checksum_64({each.as<const std::byte>(), each.spec.bytes()}, sum);
+  }
+  return sum;
 }
 
 constexpr std::int64_t kAnyNumber = -1;  // of samples: there are no tensors

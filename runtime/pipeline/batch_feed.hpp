@@ -77,8 +77,8 @@ class BatchFeed {
     std::int64_t argument = 0;
     UnitShape inputs = {};
     std::int64_t targets = 0;  // samples
-    // Of what ranks that share a stage pass alike, else of no bytes.
-    std::array<char, 32> inputs_checksum = {}, targets_checksum = {};
+    // Of what ranks that share a stage pass alike; else 0.
+    std::uint64_t inputs_checksum = 0, targets_checksum = 0;
     double counted = 0;  // Asked::targets
   };
   // What `tensors` have, which need to be like the shapes'; throws Error(kUsage). `fewer`: they may
