@@ -48,6 +48,7 @@ bool has_batch(Call call) {
          call == Call::kEvaluate || call == Call::kInfer;
 }
 bool has_targets(Call call) { return has_batch(call) && call != Call::kInfer; }
+
 std::uint64_t checksum_of(std::span<const Tensor> tensors) {
   std::uint64_t sum = 0;
   for (const Tensor& each : tensors) {
