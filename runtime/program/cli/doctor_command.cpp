@@ -244,9 +244,9 @@ void print_tensor_groups(std::vector<TensorGroup> groups) {
     return fmt::format("{:>6.0f} us  {:>11}", of.latency * 1e6, bandwidth_text(of.bandwidth));
   };
   fmt::print(
-      "\nCollectives over MPI of the ranks that share a stage, between products of CPUs, with waits "
-      "for later ranks,\nall stages at once: a small one, bytes per second that a rank passes in "
-      "large ones, and a sum of 1 MiB\n{:>22}  {:>22}  {:>22}  {:>9}  ranks\n",
+      "\nCollectives over MPI of the ranks that share a stage, between products of CPUs, with "
+      "waits for later\nranks, all stages at once: a small one, bytes per second that a rank "
+      "passes in large ones, and a sum of 1 MiB\n{:>22}  {:>22}  {:>22}  {:>9}  ranks\n",
       "sum", "reduce-scatter", "all-gather", "1 MiB");
   const std::size_t all = groups.size();
   if (all > kMostShown) {
