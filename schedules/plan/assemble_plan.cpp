@@ -13,11 +13,11 @@
 namespace sluice {
 namespace {
 
-constexpr std::array<std::string_view, 10> kOpNames = {
-    "post",    "wait", "send",        "wait-sent",   "compute",
-    "release", "fold", "reduce-grad", "reduce-tied", "optimizer"};
+constexpr std::array<std::string_view, 12> kOpNames = {
+    "post", "wait",        "send",        "wait-sent", "compute", "release",
+    "fold", "reduce-grad", "reduce-tied", "optimizer", "move",    "wait-moved"};
 constexpr std::array<std::string_view, kBufferKinds> kBufferNames = {
-    "input", "output", "grad-output", "grad-input", "state"};
+    "input", "output", "grad-output", "grad-input", "state", "stored"};
 
 void add_channel(const Placement& placement, ActionKind kind, int from, int to,
                  PlanMessages& messages, std::map<std::pair<int, int>, int>& tags) {

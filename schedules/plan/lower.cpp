@@ -7,6 +7,7 @@
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
+#include "schedules/plan/moves.hpp"
 
 namespace sluice {
 namespace {
@@ -114,16 +115,29 @@ std::vector<Step> kept_steps(const std::vector<Step>& all, const LowerOptions& o
   return steps;
 }
 
+// Throws Error(kUsage) where the list says something of some stages alone.
+void require_entries(std::size_t entries, std::size_t stages, const char* what) {
+  if (entries == 0 || entries == stages) return;
+  refuse("lower: ", entries, " entries say ", what, "; legal are 0 and ", stages,
+         ", one per stage");
+}
+
+// Those of the places that are at this step, which come in order.
+void append_moves(const std::vector<MovePlace>& places, std::size_t step, std::size_t& next,
+                  std::vector<Step>& out) {
+  for (; next < places.size() && places[next].step == step; ++next) {
+    out.push_back({places[next].action});
+  }
+}
+
 }  // namespace
 
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   require_tied_groups(options.tied, schedule.placement.stages());
   const auto stages = at(schedule.placement.stages());
-  if (!options.overlapped_grad_sums.empty() && options.overlapped_grad_sums.size() != stages) {
-    refuse("lower: ", options.overlapped_grad_sums.size(),
-           " entries say which sums overlap with computation; legal are 0 and ", stages,
-           ", one per stage");
-  }
+  require_entries(options.overlapped_grad_sums.size(), stages,
+                  "which sums overlap with computation");
+  require_entries(options.resident.size(), stages, "how many states stay");
   Schedule lowered = empty_schedule(schedule.name, schedule.placement, schedule.micro_batches);
   lowered.forward_only = schedule.forward_only;
   lowered.ranks.resize(schedule.ranks.size());
@@ -132,8 +146,9 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
     const std::vector<int>& own = schedule.placement.stages_of(static_cast<int>(rank));
     std::size_t size = steps.size() + options.tied.size() + 1 + own.size();
     for_each_action(steps, [&](const Action& action) {
-      if (is_message(action.kind)) {
-        refuse("schedule '", schedule.name, "' already has messages (", action, " on rank ", rank,
+      if (is_message(action.kind) || is_move(action.kind)) {
+        refuse("schedule '", schedule.name, "' already has ",
+               is_move(action.kind) ? "moves" : "messages", " (", action, " on rank ", rank,
                "); lower takes compute actions only");
       }
       if (action.kind == ActionKind::kBackwardWeight) return;
@@ -143,8 +158,15 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
     std::vector<Step>& out = lowered.ranks[rank];
     out.reserve(size);
     std::map<int, std::size_t> last = last_steps(steps, options);
+    RankMoves moves;
+    if (!options.resident.empty() && !schedule.forward_only) {
+      moves = choose_moves(steps, own, options.resident);
+    }
+    std::size_t offloads = 0, fetches = 0;
     for (std::size_t i = 0; i < steps.size(); ++i) {
+      append_moves(moves.fetches, i, fetches, out);
       append_step(schedule.placement, steps[i], i, last, out);
+      append_moves(moves.offloads, i, offloads, out);
     }
     if (!schedule.forward_only) {
       append_reductions(schedule.placement, static_cast<int>(rank), options, out);

@@ -16,9 +16,9 @@ namespace sluice {
 
 class CollectiveLists;  // schedules/plan/collectives.hpp
 
-inline constexpr std::array kAllBuffers = {BufferKind::kInput, BufferKind::kOutput,
+inline constexpr std::array kAllBuffers = {BufferKind::kInput,      BufferKind::kOutput,
                                            BufferKind::kGradOutput, BufferKind::kGradInput,
-                                           BufferKind::kState};
+                                           BufferKind::kState,      BufferKind::kStored};
 
 // A rank's side of a message, at its place in the order kGlobal.
 struct Issue {

@@ -114,7 +114,7 @@ class ReceiveFinder {
   // What the action asks of the pools, and how many ops it becomes: a receive is posted and waited
   // for, a send started and waited for, each micro-batch's buffers are released once.
   void count(const Action& action) {
-    result_.ops += is_message(action.kind) ? 2 : 1;
+    result_.ops += is_message(action.kind) || is_move(action.kind) ? 2 : 1;
     if (is_receive(action.kind)) {
       for (Inbound& inbound : result_.inbound) {
         if (inbound.stage != action.stage || inbound.action != action.kind) continue;
@@ -399,6 +399,113 @@ class Issuer {
   std::size_t issued_ = 0;  // of issues_
 };
 
+// The states of a rank's stages that are away from its device, or on their way.
+class OpenMoves {
+ public:
+  // Both outlive this.
+  OpenMoves(RankBuffers& buffers, std::vector<PlanOp>& ops) : buffers_(buffers), ops_(ops) {}
+
+  void computed() { ++computed_; }
+
+  // A slot for the state of an F. One whose state has left during an earlier action of the rank is
+  // free once that is waited for.
+  std::int32_t acquire(const RankBuffers::StageView& own, int stage) {
+    Pool& pool = own.pool(BufferKind::kState);
+    const auto oldest = find(stage);
+    if (!pool.free.empty() || oldest == leaving_.end() || oldest->after == computed_) {
+      return pool.acquire_or_grow();
+    }
+    return end(oldest);
+  }
+
+  void offload(const RankBuffers::StageView& own, const Action& action) {
+    std::int32_t& from = own.slot(BufferKind::kState, action.micro_batch);
+    std::int32_t& to = own.slot(BufferKind::kStored, action.micro_batch);
+    to = own.pool(BufferKind::kStored).acquire_or_grow();
+    emit_start(action, from, to);
+    leaving_.push_back({action, from, computed_});
+    from = -1;
+  }
+
+  // Into the slot that the last action's state leaves, which no F could take yet; else into one
+  // that is free, or that an earlier state leaves.
+  void fetch(const RankBuffers::StageView& own, const Action& action) {
+    std::int32_t& to = own.slot(BufferKind::kState, action.micro_batch);
+    std::int32_t& from = own.slot(BufferKind::kStored, action.micro_batch);
+    Pool& pool = own.pool(BufferKind::kState);
+    auto leaving = find(action.stage);
+    if (!leaving_.empty() && leaving_.back().action.stage == action.stage &&
+        leaving_.back().after == computed_) {
+      leaving = std::prev(leaving_.end());
+    } else if (!pool.free.empty()) {
+      leaving = leaving_.end();
+    }
+    if (leaving == leaving_.end()) {
+      to = pool.acquire_or_grow();
+    } else {
+      to = leaving->slot;
+      leaving_.erase(leaving);
+    }
+    emit_start(action, to, from);
+    own.pool(BufferKind::kStored).free.push_back(std::exchange(from, -1));
+    coming_.push_back({action, to, computed_});
+  }
+
+  // Before an action that reads the micro-batch's state.
+  void await(const Action& action) {
+    const auto found = std::find_if(coming_.begin(), coming_.end(), [&](const Move& move) {
+      return move.action.stage == action.stage && move.action.micro_batch == action.micro_batch;
+    });
+    if (found == coming_.end()) return;
+    emit_end(*found);
+    coming_.erase(found);
+  }
+
+  void await_all() {
+    while (!leaving_.empty()) {
+      const int stage = leaving_.front().action.stage;
+      const std::int32_t slot = end(leaving_.begin());
+      buffers_.pool(stage, BufferKind::kState).free.push_back(slot);
+    }
+  }
+
+ private:
+  struct Move {
+    Action action;
+    std::int32_t slot = -1;  // of kState
+    std::int64_t after = 0;  // actions that the rank has computed before
+  };
+  using Moves = std::deque<Move>;
+
+  // The oldest that leaves a slot of the stage.
+  Moves::iterator find(int stage) {
+    return std::find_if(leaving_.begin(), leaving_.end(),
+                        [&](const Move& move) { return move.action.stage == stage; });
+  }
+
+  std::int32_t end(Moves::iterator move) {
+    emit_end(*move);
+    const std::int32_t slot = move->slot;
+    leaving_.erase(move);
+    return slot;
+  }
+
+  void emit_start(const Action& action, std::int32_t state, std::int32_t stored) {
+    PlanOp& op = emit(ops_, OpKind::kStartMove, action);
+    name_slot(op, BufferKind::kState, state);
+    name_slot(op, BufferKind::kStored, stored);
+  }
+
+  void emit_end(const Move& move) {
+    name_slot(emit(ops_, OpKind::kWaitMove, move.action), BufferKind::kState, move.slot);
+  }
+
+  RankBuffers& buffers_;
+  std::vector<PlanOp>& ops_;
+  Moves leaving_, coming_;  // started and not waited for, oldest first
+  std::int64_t computed_ = 0;
+};
+
 class RankPlanner {
  public:
   RankPlanner(const Schedule& lowered, const PlanMessages& messages,
@@ -413,6 +520,7 @@ class RankPlanner {
         rank_(rank),
         buffers_(placement_.stages_of(rank), lowered.micro_batches),
         sends_(placement_.stages_of(rank), options.send_slots, buffers_, plan_.ops),
+        moves_(buffers_, plan_.ops),
         issuer_(std::move(receives.inbound),
                 messages.issues.empty() ? nullptr : &messages.issues[at(rank)], messages.channels,
                 buffers_, sends_, plan_.ops),
@@ -447,6 +555,7 @@ class RankPlanner {
     release_kept();
     fold();
     sends_.wait_for_all();
+    moves_.await_all();
   }
 
   void add(const Action& action) {
@@ -469,6 +578,10 @@ class RankPlanner {
         return add_send(action, messages_.forward);
       case ActionKind::kSendBackward:
         return add_send(action, messages_.backward);
+      case ActionKind::kOffload:
+        return moves_.offload(buffers_.view(action.stage), action);
+      case ActionKind::kFetch:
+        return moves_.fetch(buffers_.view(action.stage), action);
       case ActionKind::kReduceGrad:
         emit(plan_.ops, OpKind::kReduceGrad, action);
         return;
@@ -480,8 +593,8 @@ class RankPlanner {
         return;
       default:
         refuse("plan of '", schedule_.name, "': rank ", rank_, " lists ", action,
-               ", which plans do not carry; legal are F, B, I, W, messages, "
-               "REDUCE_GRAD, REDUCE_TIED and OPTIMIZER");
+               ", which plans do not carry; legal are F, B, I, W, messages, OFFLOAD, "
+               "FETCH, REDUCE_GRAD, REDUCE_TIED and OPTIMIZER");
     }
   }
 
@@ -516,7 +629,9 @@ class RankPlanner {
     const bool last = is_last(stage);
     const RankBuffers::StageView own = buffers_.view(stage);
     if (forward) {
-      own.slot(BufferKind::kState, micro_batch) = own.pool(BufferKind::kState).acquire_or_grow();
+      own.slot(BufferKind::kState, micro_batch) = moves_.acquire(own, stage);
+    } else {
+      moves_.await(action);
     }
     std::int32_t output = -1, grad_input = -1;
     if (forward && !last) {
@@ -539,6 +654,7 @@ class RankPlanner {
     name_slot(op, BufferKind::kGradInput, grad_input);
     name_slot(op, BufferKind::kState, own.slot(BufferKind::kState, micro_batch));
     collectives_.name(op);
+    moves_.computed();
     count_for_fold(action);
     if (!ends_use(action.kind, schedule_.forward_only)) return;
     if (!forward) {
@@ -607,6 +723,7 @@ class RankPlanner {
   RankPlan plan_;
   RankBuffers buffers_;
   OpenSends sends_;
+  OpenMoves moves_;
   Issuer issuer_;
   std::vector<std::int32_t> last_weight_;              // [own stage] micro-batch, -1: none yet
   std::vector<std::array<std::int32_t, 2>> computed_;  // [own stage] F; W or B

@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include <sluice/simulate.hpp>
 
@@ -37,6 +39,16 @@ class MemoryRecorder {
     const bool forward = action.kind == ActionKind::kForward;
     if (forward) take(rank, start, held);
     if (!forward || schedule_.forward_only) release(rank, end, held, end > start);
+  }
+  // What the micro-batch's state gives back when it has left, or takes when it comes.
+  void move(int rank, const Action& action, double start, double end) {
+    const std::int64_t held = held_in(action.stage);
+    if (action.kind == ActionKind::kFetch) return take(rank, start, held);
+    release(rank, end, held, end > start);
+  }
+  [[nodiscard]] std::int64_t held_in(int stage) const {
+    const StageBytes& bytes = of_stage(times_.bytes, stage);
+    return bytes.until_input + bytes.until_weight;
   }
   // The tensor that the action from `start` on produces and whose bytes leave from `leaves` to
   // `left`; on a shared rank, which keeps it until received(), nothing leaves.
@@ -150,8 +162,11 @@ class Simulator {
 
  private:
   struct RankState {
-    double first = -1;  // start of its first action; negative: none yet
-    double free = 0;    // end of its last one so far, reductions at the end too
+    double first = -1;      // start of its first action; negative: none yet
+    double free = 0;        // end of its last one so far, reductions at the end too
+    double store_free = 0;  // end of its last move so far
+    // Ends of what it offloaded before the last action, and since.
+    double left_before = 0, left_since = 0;
   };
 
   // Room that is not used is never touched, so that it takes no memory.
@@ -230,6 +245,7 @@ class Simulator {
   }
 
   void visit(std::size_t rank, const Step& step) {
+    if (is_move(step.action.kind)) return move(rank, step.action);
     if (!is_compute(step.action.kind)) return;
     const auto together = step.overlapped && !lanes_
                               ? pair_time(times_, step.action, *step.overlapped)
@@ -242,13 +258,41 @@ class Simulator {
     if (step.overlapped) compute(rank, *step.overlapped);
   }
 
+  // Beside the rank's actions, after its other moves.
+  void move(std::size_t rank, const Action& action) {
+    RankState& state = ranks_[rank];
+    const double start = std::max(state.store_free, state.free);
+    double time = 0;
+    if (!lanes_) {
+      const std::int64_t bytes = memory_ ? memory_->held_in(action.stage) : 0;
+      time = times_.move_link.latency + transfer_seconds(times_.move_link, bytes);
+    }
+    state.store_free = start + time;
+    if (memory_) memory_->move(static_cast<int>(rank), action, start, state.store_free);
+    if (action.kind == ActionKind::kOffload) {
+      state.left_since = state.store_free;
+    } else {
+      fetched_[{action.stage, action.micro_batch}] = state.store_free;
+    }
+  }
+
+  // When the moves that the action needs have ended.
+  double moved(RankState& state, const Action& action) {
+    if (action.kind == ActionKind::kForward) return state.left_before;
+    const auto found = fetched_.find({action.stage, action.micro_batch});
+    return found == fetched_.end() ? 0 : found->second;
+  }
+
   void compute(std::size_t rank, const Action& action) {
-    const double start =
-        begin(rank, lanes_ ? lanes_->starts_of(action.kind).at(action.stage, action.micro_batch)
-                           : arrival(action));
+    RankState& state = ranks_[rank];
+    const double there = lanes_
+                             ? lanes_->starts_of(action.kind).at(action.stage, action.micro_batch)
+                             : arrival(action);
+    const double start = begin(rank, std::max(there, moved(state, action)));
+    state.left_before = state.left_since;
     const double end = place(rank, action, start, duration_of(times_, action));
     finish(rank, action, start, end);
-    ranks_[rank].free = end;
+    state.free = end;
   }
 
   // Both fill the pair's time, which counts as busy once.
@@ -340,7 +384,8 @@ class Simulator {
   std::vector<RankState> ranks_;
   std::vector<double> weights_done_;  // [stage] end of its last W or B so far
   std::optional<MemoryRecorder> memory_;
-  std::optional<LaneTimes> lanes_;  // with in-order queues
+  std::optional<LaneTimes> lanes_;                 // with in-order queues
+  std::map<std::pair<int, int>, double> fetched_;  // by stage and micro-batch
   Simulation result_;
 };
 

@@ -71,6 +71,7 @@ void require_valid(const SimulationTimes& times, int stages) {
   require_link("a link", {times.message, times.bandwidth});
   require_link("a link between nodes", times.between_nodes);
   require_link("the link for reductions", times.reduce_link);
+  require_link("the link for moves", times.move_link);
   if (times.ranks_per_node < 0) {
     refuse("simulation: ", times.ranks_per_node,
            " ranks per node; legal is 1 or more, or 0 for a single node");

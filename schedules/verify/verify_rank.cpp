@@ -485,6 +485,10 @@ class RankReplay {
         return check_micro_batch(op) && buffers_.check_named(op, 0) && progress_.fold(op, own);
       case OpKind::kReduceGrad:
         return progress_.reduce_grad(own);
+      case OpKind::kStartMove:
+        return replay_start_of_move(op, own);
+      case OpKind::kWaitMove:
+        return replay_end_of_move(op, own);
       case OpKind::kReduceTied:
         if (!progress_.reduce_tied(op.channel)) return false;
         events_.emplace_back(op, op.channel, 0);
@@ -494,6 +498,49 @@ class RankReplay {
         events_.emplace_back(op, 0, 0);
         return true;
     }
+  }
+
+  // A rank's moves are made in the order of their starts.
+  bool replay_start_of_move(const PlanOp& op, int own) {
+    if (!is_move(op.action)) return refusal_.object(name_of(op.action), " moves nothing");
+    const auto mask = [](BufferKind kind) { return BufferReplay::mask(kind); };
+    if (!check_micro_batch(op) ||
+        !buffers_.check_named(op, mask(BufferKind::kState) | mask(BufferKind::kStored))) {
+      return false;
+    }
+    if (op.action == ActionKind::kOffload) {
+      ReplaySlot* const from = buffers_.read(op, own, BufferKind::kState, " leaves: ");
+      if (from == nullptr || !buffers_.write(op, own, BufferKind::kStored)) return false;
+      from->state = ReplayState::kSending;
+      return true;
+    }
+    ReplaySlot* const from = buffers_.read(op, own, BufferKind::kStored, " comes back: ");
+    ReplaySlot* const to = buffers_.find(op, own, BufferKind::kState);
+    if (from == nullptr || to == nullptr) return false;
+    if (to->state != ReplayState::kFree && to->state != ReplayState::kSending) {
+      return refusal_.object("state is written: ", not_in(*to, ReplayState::kFree, -1));
+    }
+    *from = ReplaySlot{};
+    *to = ReplaySlot{ReplayState::kPosted, op.micro_batch};
+    return true;
+  }
+
+  bool replay_end_of_move(const PlanOp& op, int own) {
+    if (!is_move(op.action)) return refusal_.object(name_of(op.action), " moves nothing");
+    if (!check_micro_batch(op) ||
+        !buffers_.check_named(op, BufferReplay::mask(BufferKind::kState))) {
+      return false;
+    }
+    ReplaySlot* const slot = buffers_.find(op, own, BufferKind::kState);
+    if (slot == nullptr) return false;
+    const bool leaves = op.action == ActionKind::kOffload;
+    const ReplayState needed = leaves ? ReplayState::kSending : ReplayState::kPosted;
+    if (!holds(*slot, needed, op)) {
+      return refusal_.object("no such move is started before the wait; ",
+                             not_in(*slot, needed, op.micro_batch));
+    }
+    *slot = leaves ? ReplaySlot{} : ReplaySlot{ReplayState::kFilled, op.micro_batch};
+    return true;
   }
 
   // The message's channel, buffer kind and named slot, then the op's own step.

@@ -32,7 +32,7 @@ struct ProgressEvent {
 // of every replica, whose lists are equal.
 [[nodiscard]] constexpr bool leaves_event(OpKind kind) {
   return kind != OpKind::kCompute && kind != OpKind::kRelease && kind != OpKind::kFold &&
-         kind != OpKind::kReduceGrad;
+         kind != OpKind::kReduceGrad && kind != OpKind::kStartMove && kind != OpKind::kWaitMove;
 }
 
 // The order in which one end of a channel lists its messages: a table only where micro-batches do

@@ -17,10 +17,16 @@
 //                W (or B) is done. The last stage has none.
 //   kGradInput   gradients on their way to the previous stage: held until the send is done.
 //   kState       what the stage keeps of the micro-batch between F and W (or B).
+//   kStored      what it keeps while that is away from the device (OFFLOAD, FETCH).
 // Slots named by a compute op: kInput, kState, kGradOutput are the stage's own pools; kOutput means
 // the stage's own kOutput pool or, at a local hand-over, stage + 1's kInput pool; kGradInput its
 // own kGradInput pool or, at a local hand-over, stage - 1's kGradOutput pool. Message and release
 // ops always name the stage's own pools.
+//
+// Moves. OFFLOAD takes a micro-batch's state to a slot of kStored, FETCH brings it to a slot of
+// kState, which may be another one. A rank's moves are made one after the other, in the order of
+// their starts. So a FETCH may start into the slot that an OFFLOAD before it leaves, and from one
+// that it fills. A compute op needs the end of both.
 #pragma once
 
 #include <array>
@@ -45,6 +51,10 @@ struct LowerOptions {
   // The schedule's own UNSHARD, RESHARD and REDUCE_GRAD stay in it, for a file that is written of
   // it. A plan has no op for them.
   bool keep_sharding = false;
+  // [stage] How many micro-batches' states the stage should have on its device at once: a rank
+  // offloads those that wait longest for their backward, as few as that takes. Below 2: any number.
+  // Empty: no stage offloads. Not of a forward-only schedule.
+  std::vector<int> resident = {};
   // Overlapped pairs stay pairs, with the messages of both around them. Else their actions become
   // steps of their own, in order, as the engine runs them: the first hands over while the second
   // runs, and waits for its own input alone.
@@ -55,14 +65,19 @@ struct LowerOptions {
 // the neighbouring stage is on another rank; then
 // reductions and the optimizer, except for a forward-only schedule. Where the sum
 // overlaps with computation, REDUCE_GRAD comes right after the last B or W of its stage, before the
-// messages that follow. Otherwise it comes at the list's end, where it holds up no other rank. A
-// REDUCE_TIED names the first stage of its group on that rank; groups come in the order of `tied`.
-// Requires: check() found nothing. Throws Error(kUsage) for schedules with messages, for
-// illegal groups and where `overlapped_grad_sums` has not one entry per stage.
+// messages that follow. Otherwise it comes at the list's end, where it holds up no other rank.
+// OFFLOAD comes after the F and its message, FETCH one compute action ahead of the B or I and
+// before the messages of that action (after PipeOffload, Wan et al. 2025, arXiv 2503.01328). A
+// state that leaves takes its slot during the rank's next action, one that comes back during the
+// action before its own. A bound that no choice of micro-batches reaches is missed by as little as
+// that takes. A REDUCE_TIED names the first stage of its group on that rank; groups come in the
+// order of `tied`. Requires: check() found nothing. Throws Error(kUsage) for schedules with
+// messages or moves, for illegal groups and where `overlapped_grad_sums` or `resident` has not one
+// entry per stage.
 [[nodiscard]] Schedule lower(const Schedule& schedule, const LowerOptions& options);
 
-enum class BufferKind : std::uint8_t { kInput, kOutput, kGradOutput, kGradInput, kState };
-inline constexpr int kBufferKinds = 5;
+enum class BufferKind : std::uint8_t { kInput, kOutput, kGradOutput, kGradInput, kState, kStored };
+inline constexpr int kBufferKinds = 6;
 [[nodiscard]] std::string_view name_of(BufferKind kind);  // "input", "grad-output", ...
 
 enum class OpKind : std::uint8_t {
@@ -79,6 +94,8 @@ enum class OpKind : std::uint8_t {
                 // kOptimizer waits for its end, nothing else
   kReduceTied,  // collective over the ranks that own a use of tied parameter group `channel`
   kOptimizer,   // collective over the job: norm, guard, clip, update
+  kStartMove,   // action OFFLOAD | FETCH: between the slots of kState and kStored
+  kWaitMove,    // block until that OFFLOAD has left, or that FETCH has filled, the slot of kState
 };
 
 struct PlanOp {
@@ -94,7 +111,7 @@ struct PlanOp {
   // waits for the same op of all ranks of its group.
   std::int32_t first_collective = 0, collectives = 0;
   // By BufferKind.
-  std::array<std::int32_t, kBufferKinds> slots = {-1, -1, -1, -1, -1};
+  std::array<std::int32_t, kBufferKinds> slots = {-1, -1, -1, -1, -1, -1};
 
   [[nodiscard]] std::int32_t slot(BufferKind kind_of) const {
     return slots[static_cast<size_t>(kind_of)];
@@ -231,20 +248,21 @@ struct Verification {
 // Every F, and B or I then W, of every stage and micro-batch happens once, on the stage's own rank.
 // Where a plan folds, a stage has run all F of a group of micro-batches, and its fold, before any F
 // of a later group, and likewise all W or B; all folds come before the stage's reductions.
-// Nothing is posted or held at the end. Reductions come after all backwards of their stage, over
-// replicas before over tied uses; the optimizer comes after all of them and last. A broken rule
-// ends the search (the other fields are then empty).
-// Then replays it under every model; REDUCE_TIED and OPTIMIZER wait for every rank that takes part.
-// A wait ends once several things have happened, and nothing that happened is undone. A model that
-// a stricter one implies is therefore not replayed (kNccl before kNcclEdges before kRendezvous
-// before kEager, kBounded before kRendezvous). An engine that issues earlier than its list says,
-// from a host that runs ahead of its device, ends too.
-// Collectives within actions: every micro-batch of a stage makes the same list in F, in I and in W,
-// and those of I and W in B; none is outside an action, or within a group of messages; none is over
-// replicas in a forward-only plan. So replicas, and the ranks that share a stage, make the same
-// ones at equal positions. They hold nobody up for ever: all of these pipelines follow this one
-// plan, so what one of them can do next, with its messages of the same pipeline, all can, and each
-// reaches every collective. Nearly linear in the number of ops.
+// What is offloaded is fetched before it is read; a slot that it leaves, or comes back to, is
+// written or read after the wait alone. Nothing is posted, held or away at the end. Reductions come
+// after all backwards of their stage, over replicas before over tied uses; the optimizer comes
+// after all of them and last. A broken rule ends the search (the other fields are then empty). Then
+// replays it under every model; REDUCE_TIED and OPTIMIZER wait for every rank that takes part. A
+// wait ends once several things have happened, and nothing that happened is undone. A model that a
+// stricter one implies is therefore not replayed (kNccl before kNcclEdges before kRendezvous before
+// kEager, kBounded before kRendezvous). An engine that issues earlier than its list says, from a
+// host that runs ahead of its device, ends too. Collectives within actions: every micro-batch of a
+// stage makes the same list in F, in I and in W, and those of I and W in B; none is outside an
+// action, or within a group of messages; none is over replicas in a forward-only plan. So replicas,
+// and the ranks that share a stage, make the same ones at equal positions. They hold nobody up for
+// ever: all of these pipelines follow this one plan, so what one of them can do next, with its
+// messages of the same pipeline, all can, and each reaches every collective. Nearly linear in the
+// number of ops.
 [[nodiscard]] Verification verify(const Plan& plan);
 
 // assemble_plan() with the options. Under kReceivesAhead, where ranks own several stages and

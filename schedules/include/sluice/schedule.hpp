@@ -40,6 +40,8 @@ enum class ActionKind : std::uint8_t {
   kUnshard,         // UNSHARD
   kReshard,         // RESHARD
   kOptimizer,       // OPTIMIZER: norm, guard, clip, update; once per rank
+  kOffload,         // OFFLOAD: what the stage keeps of the micro-batch leaves its device
+  kFetch,           // FETCH: it comes back
 };
 
 // True for F, B, I and W.
@@ -57,9 +59,13 @@ enum class ActionKind : std::uint8_t {
 [[nodiscard]] constexpr bool is_message(ActionKind kind) {
   return kind >= ActionKind::kSendForward && kind <= ActionKind::kRecvBackward;
 }
-// True where the text form carries a micro-batch: compute and message kinds.
+// True for OFFLOAD and FETCH.
+[[nodiscard]] constexpr bool is_move(ActionKind kind) {
+  return kind == ActionKind::kOffload || kind == ActionKind::kFetch;
+}
+// True where the text form carries a micro-batch: compute, message and move kinds.
 [[nodiscard]] constexpr bool has_micro_batch(ActionKind kind) {
-  return is_compute(kind) || is_message(kind);
+  return is_compute(kind) || is_message(kind) || is_move(kind);
 }
 // "F", "SEND_B", ..., and "?" for a number that is no kind.
 [[nodiscard]] std::string_view name_of(ActionKind kind);

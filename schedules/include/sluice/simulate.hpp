@@ -24,6 +24,11 @@
 // stage order; with overlap concurrently with its compute, each stage once its last W or B has
 // ended and earlier reductions have finished.
 //
+// Moves (OFFLOAD, FETCH) of a rank are made one after the other, beside its actions, in list order:
+// each takes what StageBytes::until_input and until_weight take on `move_link`. A backward waits
+// for its FETCH, an F for all that was offloaded before the action before it. Where messages have
+// in-order queues, moves take no time.
+//
 // The collectives within an action make it longer by their costs, one after the other, and count as
 // busy. A forward-only schedule makes none over replicas.
 //
@@ -94,6 +99,7 @@ struct SimulationTimes {
   LinkCost between_nodes = {};
   std::vector<RankLink> links = {};  // links that differ from all that; of equal ones the last
   LinkCost reduce_link = {};         // for StageBytes::reduced
+  LinkCost move_link = {};           // of a rank, for what it offloads and fetches
   std::vector<StageCollectives> collectives = {};  // within actions; empty: none; else as `stages`
   // [CollectiveAxis][CollectiveKind] What one takes, for PlannedCollective::bytes.
   std::array<std::array<LinkCost, kCollectiveKinds>, kCollectiveAxes> collective_costs = {};

@@ -129,6 +129,8 @@ class Job {
         break;
       case OpKind::kRelease:
       case OpKind::kFold:
+      case OpKind::kStartMove:
+      case OpKind::kWaitMove:
         break;
       case OpKind::kReduceGrad:
         issue_sums(rank, op.stage, kPieces - 1, 1);
