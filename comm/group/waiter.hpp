@@ -30,6 +30,7 @@ struct WaitSubject {
     kCollectiveSend,
     kDevice,  // work on a GPU
     kNccl,    // operations of NCCL
+    kStore,   // what the rank offloads or fetches
   };
   What what = What::kDevice;
   std::int32_t peer = -1;  // rank of the group that the interrupt serves; -1: none, or several

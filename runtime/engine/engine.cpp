@@ -23,6 +23,7 @@
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
+#include "runtime/engine/state_store.hpp"
 #include "runtime/group/activity.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/group/host_mirror.hpp"
@@ -148,6 +149,8 @@ struct Engine::Impl final : DeviceWait {
     const PlanOp* const next = &op + 1;
     if (next == mine.ops.data() + mine.ops.size() || !next->with_previous) over.flush();
   }
+  void start_move(const PlanOp& op);
+  void wait_move(const PlanOp& op);
   void release(const PlanOp& op);
   [[nodiscard]] StageContext context_of(const PlanOp& op);
   void compute(const PlanOp& op, StepActions* actions);
@@ -408,6 +411,10 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
       return compute(op, actions);
     case OpKind::kRelease:
       return release(op);
+    case OpKind::kStartMove:
+      return start_move(op);
+    case OpKind::kWaitMove:
+      return wait_move(op);
     case OpKind::kFold:
       return fold(op, *actions);
     case OpKind::kReduceGrad:
@@ -474,6 +481,34 @@ void Engine::Impl::wait_send(const PlanOp& op) {
   wait(op, slot);
   slot.state = SlotState::kFree;
   if (config.trace_events > 0) record(TraceTrack::kSends, op, slot.started, steady_seconds());
+}
+
+// Moves are made in this order: a state may come into the slot that another one leaves, from a
+// place that it has yet to reach.
+void Engine::Impl::start_move(const PlanOp& op) {
+  if (config.store == nullptr) refuse(op, "there is no store");
+  const bool leaves = op.action == ActionKind::kOffload;
+  Slot& stored = expect(op, BufferKind::kStored, leaves ? SlotState::kFree : SlotState::kFilled);
+  Slot* const slot = table.slot(op, BufferKind::kState);
+  if (slot == nullptr) refuse(op, "it names no slot of a state");
+  const bool open = slot->state == SlotState::kFree || slot->state == SlotState::kSending;
+  if (leaves ? slot->state != SlotState::kFilled : !open) {
+    refuse(op, leaves ? SlotState::kFilled : SlotState::kFree, slot->state);
+  }
+  slot->move = config.store->start({.leaves = leaves,
+                                    .stage = op.stage,
+                                    .place = op.slot(BufferKind::kStored),
+                                    .state = slot->whole});
+  slot->state = leaves ? SlotState::kSending : SlotState::kPosted;
+  stored.state = leaves ? SlotState::kFilled : SlotState::kFree;
+}
+
+void Engine::Impl::wait_move(const PlanOp& op) {
+  const bool leaves = op.action == ActionKind::kOffload;
+  Slot& slot = expect(op, BufferKind::kState, leaves ? SlotState::kSending : SlotState::kPosted);
+  if (on_gpu) computed_until = 0;  // the stream may wait
+  wait_until({.what = WaitSubject::What::kStore}, [&] { return config.store->done(slot.move); });
+  slot.state = leaves ? SlotState::kFree : SlotState::kFilled;
 }
 
 void Engine::Impl::release(const PlanOp& op) {

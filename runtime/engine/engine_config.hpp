@@ -22,6 +22,7 @@ namespace sluice {
 class ActivityBoard;  // runtime/group/activity.hpp
 class DeviceBatch;    // runtime/engine/device_batch.hpp
 class SlotStore;      // runtime/engine/slots.hpp
+class StateStore;     // runtime/engine/state_store.hpp
 
 // Seconds in the compute actions of a stage: forward, whole backward, input half and weight half,
 // each summed over `count` actions.
@@ -62,6 +63,7 @@ struct EngineConfig {
   bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Expert
   // Shared with engines that never run at the same time; null: the engine's own.
   std::shared_ptr<SlotStore> slots = nullptr;
+  StateStore* store = nullptr;   // of what the plan moves; null: it moves nothing
   HostBuffer* staged = nullptr;  // likewise, for collectives of a GPU's values
   DeviceBatch* batch = nullptr;
   bool cuda_graphs = false;      // record and replay stages' calls on a GPU

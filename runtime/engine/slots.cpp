@@ -51,7 +51,7 @@ int SlotPool::edge_of(const BufferPool& pool) {
 }
 
 std::size_t SlotPool::bytes(const BufferPool& pool, const EdgeTable& edges) {
-  if (pool.kind == BufferKind::kState) return 0;
+  if (!has_tensors(pool.kind)) return 0;
   std::size_t slot_bytes = 0;
   for (const EdgeTensor& tensor : edges.inputs(edges.largest(), edge_of(pool))) {
     if (!is_gradient(pool.kind) || tensor.wants_gradient)
@@ -75,7 +75,7 @@ const SlotStore::Memory& SlotStore::take(const BufferPool& pool, const DeviceMem
 std::vector<std::span<std::byte>> SlotStore::message_memory() const {
   std::vector<std::span<std::byte>> all;
   for (const auto& [pool, taken] : memory_) {
-    if (pool.second == BufferKind::kState) continue;
+    if (!SlotPool::has_tensors(pool.second)) continue;
     for (const Memory& memory : taken) {
       if (memory.device.size() > 0) all.emplace_back(memory.device.data(), memory.device.size());
     }
@@ -90,11 +90,14 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
       slots_(static_cast<std::size_t>(pool.count)) {
   for (Slot& slot : slots_) slot.pool = this;
   if (pool.kind == BufferKind::kState) {
-    const std::size_t bytes = multiply_bytes(place.state.slot(), slots_.size());
+    const std::size_t bytes = place.state.memory(slots_.size());
     std::byte* const states = place.store.take(pool, place.memory, bytes, 0, {}).device.data();
-    for (std::size_t i = 0; i < slots_.size(); ++i) slots_[i].memory = place.state.cut(states, i);
-    return;
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      slots_[i].memory = place.state.cut(states, i);
+      slots_[i].whole = {place.state.place(states, i), place.state.slot()};
+    }
   }
+  if (!has_tensors(pool.kind)) return;
   const bool staged = route_ == RouteKind::kStaged, direct = route_ == RouteKind::kDirect;
   const bool nccl = route_ == RouteKind::kNccl, headers_alone = direct || nccl;
   const bool from_device = staged || headers_alone;

@@ -26,7 +26,7 @@ class SlotPool;
 
 // One message buffer per tensor of an edge. tensors[i] is a view of buffers[i]'s payload, on the
 // device, in the shape of its micro-batch. Its data are null where the edge has no gradient. A slot
-// of kState has `memory` instead.
+// of kState has `memory` instead, one of kStored nothing.
 struct Slot {
   SlotState state = SlotState::kFree;
   UnitShape shape = {.samples = -1};   // of the tensors; -1: none, or as received
@@ -39,6 +39,8 @@ struct Slot {
   std::vector<Ticket> tickets;         // [tensor] of the last message
   double started = 0;                  // when the open operation began, for traces
   StageContext::State memory;
+  std::uint64_t move = 0;      // likewise: StateStore::Number of the last one
+  std::span<std::byte> whole;  // likewise: all of `memory`
 };
 
 // The header of the message that carries tensor `index` of the slot for a message op.
@@ -105,6 +107,9 @@ class SlotPool {
 
   // Index of the edge (as EdgeTable::inputs counts) that this pool's tensors belong to.
   [[nodiscard]] static int edge_of(const BufferPool& pool);
+  [[nodiscard]] static bool has_tensors(BufferKind kind) {
+    return kind != BufferKind::kState && kind != BufferKind::kStored;
+  }
   [[nodiscard]] static bool is_gradient(BufferKind kind) {
     return kind == BufferKind::kGradOutput || kind == BufferKind::kGradInput;
   }

@@ -44,7 +44,7 @@ StageTable::StageTable(const EngineConfig& config)
         pool, *config.edges,
         SlotPool::Place{memory, *store_, end_of(route_of(pool, config), memory.device()),
                         find(pool.stage)->binding.state});
-    if (pool.kind != BufferKind::kState) {
+    if (SlotPool::has_tensors(pool.kind)) {
       const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
       tensors_ += static_cast<std::size_t>(pool.count) * edge.size();
     }

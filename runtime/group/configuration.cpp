@@ -143,6 +143,15 @@ void require_sensible_shards(const PipelineOptions& options) {
   }
 }
 
+void require_sensible_offload(const PipelineOptions::Offload& offload) {
+  using To = PipelineOptions::Offload::To;
+  const bool file = offload.activations == To::kDisk || offload.activations == To::kCachedDisk;
+  if (file != offload.directory.empty()) return;
+  throw_usage("options.offload {}; legal: a directory with a disk alone",
+              file ? "names a disk and no directory"
+                   : fmt::format("names the directory '{}' and no disk", offload.directory));
+}
+
 }  // namespace
 
 const char* name_of(ShardLevel level) { return level == ShardLevel::kNone ? "none" : "optimizer"; }
@@ -166,6 +175,7 @@ void require_sensible(const PipelineOptions& options) {
   }
   require_sensible_training(options.training);
   require_sensible_shards(options);
+  require_sensible_offload(options.offload);
   const int replicas = options.shape.replicas, parts = options.shape.virtual_replicas;
   if (options.devices.all_reduce && parts != 0 && parts != replicas) {
     throw_usage(
@@ -200,7 +210,7 @@ void require_sensible_at(std::uint64_t step, const LearningRate& rate,
 
 // The bindings name every field: a new one does not compile before it stands here.
 Facts agreed_values(const PipelineOptions& options) {
-  const auto& [shape, order, devices, training, checks, watch, expert] = options;
+  const auto& [shape, order, devices, offload, training, checks, watch, expert] = options;
   const auto& [edge_bytes, gradient_bytes, progress, bucket_bytes, evaluations, save_copy,
                configuration] = expert;
   Facts values = configuration;
@@ -223,6 +233,8 @@ Facts agreed_values(const PipelineOptions& options) {
   const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs] = devices;
   add(values, {"device", "transport", "threads", "tf32", "all-reduce", "cuda-graphs"}, choices,
       transport, threads, tf32, all_reduce, cuda_graphs);
+  const auto& [activations, scratch] = offload;
+  add(values, {"offload of activations", "directory of what is offloaded"}, activations, scratch);
   add_training(training, values);
   const auto& [on, timeout, action_timeout, directory, ends_process, first_port, last_port] = watch;
   add(values,

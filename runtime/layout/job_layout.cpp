@@ -62,18 +62,20 @@ std::string to_string(const RankMemory& memory) {
           : "");
 }
 
-int StepPlans::slots_of(const Plan& plan, int stage) {
-  int slots = 1;
+StepPlans::States StepPlans::states_of(const Plan& plan, int stage) {
+  States states;
   for (const BufferPool& pool : plan.ranks[at(plan.placement.rank_of(stage))].pools) {
-    if (pool.stage == stage && pool.kind == BufferKind::kState) slots = std::max(slots, pool.count);
+    if (pool.stage != stage) continue;
+    if (pool.kind == BufferKind::kState) states.slots = std::max(states.slots, pool.count);
+    if (pool.kind == BufferKind::kStored) states.stored = pool.count;
   }
-  return slots;
+  return states;
 }
 
-int StepPlans::slots_of(int stage) const {
-  int slots = smaller_slots.empty() ? 1 : smaller_slots[at(stage)];
-  for_each_plan([&](const Plan& plan) { slots = std::max(slots, slots_of(plan, stage)); });
-  return slots;
+StepPlans::States StepPlans::states_of(int stage) const {
+  States states = smaller.empty() ? States() : smaller[at(stage)];
+  for_each_plan([&](const Plan& plan) { states.raise(states_of(plan, stage)); });
+  return states;
 }
 
 bool StepPlans::splits_backward() const {

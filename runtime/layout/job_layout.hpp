@@ -71,6 +71,7 @@ struct StageEntry {
   std::size_t operator_bytes = 0;  // of the scratch that a rank's operators share
   std::size_t table_bytes = 0;     // of operators' constants, also shared
   bool own_memory = false;         // StageDescription::own_memory
+  bool state_moves = false;        // StageDescription::state_moves
   std::string note;                // StageDescription::note
   StageCollectives collectives;    // of the largest micro-batch
 
@@ -107,12 +108,16 @@ struct RankMemory {
   std::size_t save_copy = 0;      // in host memory: PipelineOptions' save_copy
   std::size_t collectives = 0;    // in host memory: of sums and collectives over ranks
   std::size_t disk = 0;           // of each save, at most: f32 values and optimizer state
+  // Activations that are away from the device, in host memory and on the disk.
+  std::size_t offloaded_host = 0, offloaded_disk = 0;
   [[nodiscard]] std::size_t total() const {
     return sum_of_bytes(
         {parameters, gradients, optimizer, activations, buffers, workspace, operators, libraries});
   }
   // In host memory, besides total() where that is the device's.
-  [[nodiscard]] std::size_t host() const { return sum_of_bytes({save_copy, collectives}); }
+  [[nodiscard]] std::size_t host() const {
+    return sum_of_bytes({save_copy, collectives, offloaded_host});
+  }
   // What a GPU's rank takes in one piece before the first step (DeviceMemory).
   [[nodiscard]] std::size_t arena() const { return total() - outside_arena; }
 };
@@ -158,9 +163,22 @@ struct StepPlans {
   Schedule order;                          // compute actions of `train`
   Plan train;                              // forward only in inference
   Plan forward;  // forward only; without ranks where the options announce no evaluation
-  // [stage] micro-batches in flight in smaller steps, where a stage may have more of them then;
-  // empty: not known.
-  std::vector<int> smaller_slots;
+  // States of micro-batches in flight, at once.
+  struct States {
+    int slots = 1;   // on the device
+    int stored = 0;  // away from it
+    void raise(const States& other) {
+      slots = std::max(slots, other.slots);
+      stored = std::max(stored, other.stored);
+    }
+    [[nodiscard]] bool has_room_for(const States& other) const {
+      return other.slots <= slots && other.stored <= stored;
+    }
+  };
+  // [stage] LowerOptions::resident; empty: nothing is offloaded.
+  std::vector<int> resident;
+  // [stage] Those of smaller steps, where a stage may have more of them then; empty: not known.
+  std::vector<States> smaller;
   double bubble_ideal = 0;  // simulated share of a step in which ranks are idle
   bool cuda_graphs = false;
 
@@ -174,10 +192,9 @@ struct StepPlans {
     visit(train);
     if (!forward.ranks.empty()) visit(forward);
   }
-  // The largest number of micro-batches of `stage` that are in flight at once: in a plan, and over
-  // all of this.
-  [[nodiscard]] static int slots_of(const Plan& plan, int stage);
-  [[nodiscard]] int slots_of(int stage) const;
+  // The most of `stage`: in a plan, and over all of this.
+  [[nodiscard]] static States states_of(const Plan& plan, int stage);
+  [[nodiscard]] States states_of(int stage) const;
   // Whether the training plan splits backward into I and W.
   [[nodiscard]] bool splits_backward() const;
 };

@@ -113,6 +113,7 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
       tied = std::make_unique<TiedUses>(job, layout.plans, layout.parameters, *compute, nccl.get(),
                                         *mirror, bindings);
     });
+    rethrow_oom_with_plan("offloaded activations", [&] { make_store(); });
     rethrow_oom_with_plan("messages", [&] {
       device_batch = std::make_unique<DeviceBatch>(*compute, batch_capacity());
       if (!options.training.inference) engine = &training.add(layout.plans.train);
@@ -230,7 +231,7 @@ void PipelineParts::prepare_stages() {
     const int index = mine[i];
     StageBinding binding = bind(*stages[i], index);
     StageSetup setup{.compute = compute.get(),
-                     .slots = layout.plans.slots_of(index),
+                     .slots = layout.plans.states_of(index).slots,
                      .split_backward = splits,
                      .trains = !options.training.inference,
                      .seed = options.training.seed,
@@ -253,7 +254,7 @@ void PipelineParts::prepare_stages() {
                 [&] { binding.parameters->allocate(compute->memory(), setup.seed, setup.trains); });
       }
       // As many slots as any plan has. Touches every page before the first step.
-      const std::size_t bytes = multiply_bytes(binding.state.slot(), at(setup.slots));
+      const std::size_t bytes = binding.state.memory(at(setup.slots));
       const Buffer& states =
           slots->take({index, BufferKind::kState, setup.slots}, compute->memory(), bytes, 0, {})
               .device;
@@ -267,6 +268,16 @@ void PipelineParts::prepare_stages() {
     require_prepared(binding, entry);
     bindings.push_back(binding);
   }
+}
+
+void PipelineParts::make_store() {
+  std::vector<StateStore::Shelf> shelves;
+  for (const StageBinding& binding : bindings) {
+    shelves.push_back({.stage = binding.index,
+                       .places = layout.plans.states_of(binding.index).stored,
+                       .bytes = binding.state.kept()});
+  }
+  store = StateStore::make(options.offload, shelves, *compute);
 }
 
 std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains) {
@@ -296,6 +307,7 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
                    .sums = plan.forward_only ? nullptr : &replicas.sums(),
                    .progress_in_actions = options.expert.progress_in_actions,
                    .slots = slots,
+                   .store = store.get(),
                    .staged = &staged,
                    .batch = device_batch.get(),
                    .cuda_graphs = trains && options.devices.cuda_graphs,
@@ -305,12 +317,14 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
 Plan PipelineParts::plan_smaller(int micro_batches) const {
   Plan plan = plan_step(layout, options, micro_batches);
   for (int stage = 0; stage < layout.plans.num_stages(); ++stage) {
-    const int needed = StepPlans::slots_of(plan, stage), there = layout.plans.slots_of(stage);
-    if (needed <= there) continue;
+    const StepPlans::States needed = StepPlans::states_of(plan, stage);
+    const StepPlans::States there = layout.plans.states_of(stage);
+    if (there.has_room_for(needed)) continue;
     throw_usage(
         "schedule '{}' keeps {} micro-batches of stage {} in flight for a step of {}, but {} for "
         "the largest, of {}; take another number of micro-batches, or another schedule",
-        plan.schedule_name, needed, stage, micro_batches, there, layout.plans.train.micro_batches);
+        plan.schedule_name, needed.slots + needed.stored, stage, micro_batches,
+        there.slots + there.stored, layout.plans.train.micro_batches);
   }
   return plan;
 }

@@ -17,6 +17,7 @@
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/engine.hpp"
 #include "runtime/engine/slots.hpp"
+#include "runtime/engine/state_store.hpp"
 #include "runtime/gradients/step_record.hpp"
 #include "runtime/gradients/tied_uses.hpp"
 #include "runtime/group/group_collective.hpp"
@@ -93,7 +94,8 @@ struct PipelineParts {
   std::unique_ptr<GroupCollective> over_replicas, over_tensor_ranks;
   std::unique_ptr<NcclRoutes> nccl;
   std::unique_ptr<DeviceBatch> device_batch;
-  HostBuffer staged;  // of all engines
+  HostBuffer staged;                  // of all engines
+  std::unique_ptr<StateStore> store;  // likewise; null: nothing is offloaded
   Batches batches;
   PlanCache training{job.place.here.pipeline, [this](int n) { return plan_smaller(n); },
                      [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};
@@ -113,6 +115,7 @@ struct PipelineParts {
   StageBinding bind(Stage& stage, int index);
   void prepare_stages();
   void make_nccl();
+  void make_store();
   [[nodiscard]] DeviceBatch::Capacity batch_capacity() const;
   // Only a training engine records traces and CUDA graphs.
   std::unique_ptr<Engine> make_engine(const Plan& plan, bool trains);

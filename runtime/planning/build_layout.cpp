@@ -22,6 +22,7 @@
 #include "comm/group/topology.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/sample_specs.hpp"
+#include "runtime/engine/state_store.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/layout/parameter_cut.hpp"
 #include "runtime/planning/memory_plan.hpp"
@@ -450,7 +451,7 @@ MemoryTable memory_of_places(const JobContext& job, const PipelineOptions& optio
 // What lower() needs to know of the training step.
 LowerOptions lowering_of(const JobLayout& layout, bool inference) {
   const Placement& placement = layout.plans.order.placement;
-  LowerOptions lowering{.reduce_grad = !inference, .tied = {}};
+  LowerOptions lowering{.reduce_grad = !inference, .tied = {}, .resident = layout.plans.resident};
   for (int s = 0; s < placement.stages(); ++s) {
     lowering.overlapped_grad_sums.push_back(layout.wires.sums_overlap(placement.rank_of(s)) &&
                                             !layout.parameters.stages[at(s)].has_shares());
@@ -472,32 +473,76 @@ std::vector<StageCollectives> collectives_of(const JobLayout& layout) {
   return all;
 }
 
-// The most micro-batches in flight per stage in steps of fewer micro-batches. Some schedules keep
-// more than in a long step, where it has a few rounds over the stages at most.
-std::vector<int> slots_of_smaller_steps(const PipelineOptions& options, const RankPlace& place) {
-  if (options.order.given != nullptr || options.training.inference) return {};
-  std::vector<int> most;
-  for (int n = 1; n < options.shape.micro_batches; ++n) {
-    const int stages = static_cast<int>(most.size());
-    if (stages > 0 && n > 4 * stages) break;
-    const Schedule order =
-        order_of(options, {place.topology.size.pipeline, n * place.shares, options.order.chunks});
-    most.resize(at(order.placement.stages()), 1);
-    std::vector<int> in_flight(most.size());
-    const auto count = [&](const Action& action) {
-      int& now = in_flight[at(action.stage)];
-      int& peak = most[at(action.stage)];
-      if (action.kind == ActionKind::kForward) peak = std::max(peak, ++now);
-      if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardWeight) --now;
-    };
-    for (const std::vector<Step>& steps : order.ranks) {
-      for (const Step& step : steps) {
-        count(step.action);
-        if (step.overlapped) count(*step.overlapped);
-      }
+// [stage] The most micro-batches in flight.
+std::vector<int> most_in_flight(const Schedule& order) {
+  std::vector<int> most(at(order.placement.stages()), 1), in_flight(most.size());
+  const auto count = [&](const Action& action) {
+    int& now = in_flight[at(action.stage)];
+    int& peak = most[at(action.stage)];
+    if (action.kind == ActionKind::kForward) peak = std::max(peak, ++now);
+    if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardWeight) --now;
+  };
+  for (const std::vector<Step>& steps : order.ranks) {
+    for (const Step& step : steps) {
+      count(step.action);
+      if (step.overlapped) count(*step.overlapped);
     }
   }
   return most;
+}
+
+// The most states per stage in steps of fewer micro-batches. Some schedules keep more than in a
+// long step, where it has a few rounds over the stages at most.
+std::vector<StepPlans::States> states_of_smaller_steps(const PipelineOptions& options,
+                                                       const JobLayout& layout) {
+  if (options.order.given != nullptr || options.training.inference) return {};
+  std::vector<StepPlans::States> most;
+  for (int n = 1; n < options.shape.micro_batches; ++n) {
+    const int stages = static_cast<int>(most.size());
+    if (stages > 0 && n > 4 * stages) break;
+    const Schedule order = order_of(options, {layout.place.topology.size.pipeline,
+                                              n * layout.place.shares, options.order.chunks});
+    most.resize(at(order.placement.stages()));
+    if (layout.plans.resident.empty()) {
+      const std::vector<int> in_flight = most_in_flight(order);
+      for (std::size_t s = 0; s < most.size(); ++s) most[s].raise({.slots = in_flight[s]});
+      continue;
+    }
+    const LowerOptions lowering = lowering_of(layout, /*inference=*/false);
+    const Plan plan = assemble_plan(lower(order, lowering), lowering.tied);
+    for (std::size_t s = 0; s < most.size(); ++s) {
+      most[s].raise(StepPlans::states_of(plan, static_cast<int>(s)));
+    }
+  }
+  return most;
+}
+
+// What stages keep on their device; refuses those whose states cannot leave it.
+void plan_offload(const PipelineOptions& options, JobLayout& layout) {
+  using To = PipelineOptions::Offload::To;
+  if (options.offload.activations == To::kNowhere || options.training.inference) return;
+  for (const RankDevice& rank : layout.place.devices) {
+    if (options.offload.activations != To::kHost || rank.device.kind != DeviceKind::kCpu) continue;
+    throw_usage(
+        "activations that are offloaded to the host are there already on {}, a rank on a CPU; "
+        "legal: a disk, or GPUs alone",
+        rank.host);
+  }
+  layout.plans.resident = most_in_flight(layout.plans.order);
+  for (std::size_t s = 0; s < layout.plans.resident.size(); ++s) {
+    int& resident = layout.plans.resident[s];
+    const bool waits = resident > 2;
+    resident = std::max(2, (resident + 1) / 2);
+    layout.parameters.stages[s].state.alignment = StateStore::alignment(options.offload);
+    for (ParameterTable& table : layout.tensor_parameters) {
+      table.stages[s].state.alignment = layout.parameters.stages[s].state.alignment;
+    }
+    if (!waits || layout.parameters.stages[s].state_moves) continue;
+    throw_usage(
+        "stage {} keeps what it needs of a micro-batch where it cannot be offloaded; legal: stages "
+        "that say it may move (StageDescription::state_moves), as those of Sluice's layers do",
+        s);
+  }
 }
 
 // Whether the memory that `needed` describes is within what was planned.
@@ -583,8 +628,9 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   if (tables.size() > 1) layout.tensor_parameters = std::move(tables);
   // The order that NCCL's queues need suits tagged messages too.
   layout.wires.carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();
+  plan_offload(options, layout);
   plans.train = plan_step(layout, options, micro_batches);
-  if (any_size) plans.smaller_slots = slots_of_smaller_steps(options, layout.place);
+  if (any_size) plans.smaller = states_of_smaller_steps(options, layout);
   if (division.round > 0) plans.forward = plan_forward(layout, static_cast<int>(division.round));
   plans.bubble_ideal =
       simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;

@@ -120,13 +120,17 @@ class MemorySum {
         add_bytes(buffers, parameter_bytes(buffer.elements));
       add_bytes(memory_.parameters, multiply_bytes(buffers, training.inference ? 1 : 2 + sums));
       const bool splits = layout_.plans.splits_backward();
-      const std::size_t activations =
-          multiply_bytes(entry.state.in_plan(splits).slot(), at(layout_.plans.slots_of(stage)));
+      const StepPlans::States states = layout_.plans.states_of(stage);
+      const std::size_t activations = entry.state.in_plan(splits).memory(at(states.slots));
       const std::size_t workspace = sum_of_bytes(
           {padded(entry.workspace_bytes), splits ? 0 : padded(entry.shared_gradient_bytes)});
       add_bytes(memory_.parameters, padded(entry.copy_bytes));
       add_bytes(memory_.activations, activations);
       add_bytes(memory_.workspace, workspace);
+      add_bytes(options_.offload.activations == PipelineOptions::Offload::To::kHost
+                    ? memory_.offloaded_host
+                    : memory_.offloaded_disk,
+                multiply_bytes(entry.state.kept(), at(states.stored)));
       if (entry.own_memory)
         add_bytes(memory_.outside_arena,
                   sum_of_bytes({padded(entry.copy_bytes), activations, workspace}));

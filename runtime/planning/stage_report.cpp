@@ -43,10 +43,10 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageCollectives, forward, loss, answer, back
                                    backward_weight)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit, slice, parts,
                                    shares, whole_elements)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients, alignment)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
-                                   own_memory, note, collectives)
+                                   own_memory, state_moves, note, collectives)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients, answers,
                                    gives_answers)
 
@@ -229,6 +229,7 @@ void raise(StageEntry& entry, const StageDescription& description) {
   raise_to(entry.operator_bytes, description.operator_bytes);
   raise_to(entry.table_bytes, description.table_bytes);
   entry.own_memory = entry.own_memory || description.own_memory;
+  entry.state_moves = description.state_moves && !description.own_memory;
 }
 
 }  // namespace

@@ -110,6 +110,27 @@ std::string describe_saves(const JobLayout& layout) {
       mebi(most), mebi(layout.memory.save_bytes));
 }
 
+// What leaves the devices between forward and backward; empty where nothing does.
+std::string describe_offload(const JobLayout& layout) {
+  if (layout.plans.resident.empty()) return "";
+  std::string stages;
+  std::size_t host = 0, disk = 0;
+  for (int stage = 0; stage < layout.plans.num_stages(); ++stage) {
+    const StepPlans::States states = StepPlans::states_of(layout.plans.train, stage);
+    if (states.stored == 0) continue;
+    stages += fmt::format("{}{} on the device and {} away in stage {}", stages.empty() ? "" : ", ",
+                          states.slots, states.stored, stage);
+  }
+  if (stages.empty()) return "  offload: no micro-batch waits long enough to leave\n";
+  for (const RankMemory& memory : layout.memory.ranks) {
+    host = std::max(host, memory.offloaded_host);
+    disk = std::max(disk, memory.offloaded_disk);
+  }
+  return fmt::format("  offload: activations of micro-batches at once: {}; at most {:.1f} MiB {}\n",
+                     stages, mebi(std::max(host, disk)),
+                     host > 0 ? "of host memory on each rank" : "on the disk of each rank");
+}
+
 // The memory of sums and collectives over ranks; empty without them.
 std::string describe_collectives(const JobLayout& layout) {
   std::size_t most = 0;
@@ -282,7 +303,8 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
           : "each replica holds the same");
   return text + describe_empty_stages(partition) + describe_spread_ranks(layout) +
          describe_connections(layout) + describe_arithmetic(layout) + describe_notes(layout) +
-         describe_saves(layout) + describe_collectives(layout) + describe_graphs(layout);
+         describe_offload(layout) + describe_saves(layout) + describe_collectives(layout) +
+         describe_graphs(layout);
 }
 
 std::string rank_table(const std::vector<RankRow>& ranks, std::string_view indent) {

@@ -106,6 +106,8 @@ std::string wait_text(const WatchView& view, int rank) {
       return fmt::format("its device, in {}", doing);
     case WaitSubject::What::kNccl:
       return fmt::format("NCCL, in {}", doing);
+    case WaitSubject::What::kStore:
+      return fmt::format("what it offloads or fetches, in {}", doing);
   }
   return std::string(doing);
 }

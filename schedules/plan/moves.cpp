@@ -47,10 +47,15 @@ class StageWalk {
     while (!waiting_.empty() && waiting_.begin()->first < place + 2) {
       waiting_.erase(waiting_.begin());
     }
-    while (held_ + std::max(leaves_, arrives_) > bound_ && move_one()) continue;
+    while (slots() > bound_ && move_one()) continue;
+    most_ = std::max(most_, slots());
   }
+  // That the actions so far need.
+  [[nodiscard]] int most_slots() const { return most_; }
 
  private:
+  [[nodiscard]] int slots() const { return held_ + std::max(leaves_, arrives_); }
+
   // Of those that wait, the one whose backward is last; else the one that leaves where another
   // comes. False: there is none.
   bool move_one() {
@@ -69,6 +74,7 @@ class StageWalk {
   }
 
   const int bound_;
+  int most_ = 0;
   // States that take a slot all the time; that leave and come back during this action; that end
   // with it.
   int held_ = 0, leaves_ = 0, arrives_ = 0, ends_ = 0;
@@ -102,13 +108,21 @@ RankMoves choose_moves(const std::vector<Step>& steps, const std::vector<int>& o
   }
   for (const int stage : own) {
     if (resident[at(stage)] < 2) continue;
-    StageWalk walk(resident[at(stage)]);
     const auto life_at = [&](std::size_t place) -> Life* {
       if (place == actions.size() || actions[place].action.stage != stage) return nullptr;
       return &lives.at({stage, actions[place].action.micro_batch});
     };
-    for (std::size_t i = 0; i < actions.size(); ++i) {
-      walk.visit(static_cast<std::ptrdiff_t>(i), life_at(i), life_at(i + 1));
+    // Once more with what it comes to where the bound cannot be reached: then fewer move.
+    for (int bound = resident[at(stage)];;) {
+      StageWalk walk(bound);
+      for (std::size_t i = 0; i < actions.size(); ++i) {
+        if (Life* const life = life_at(i); life != nullptr) life->moves = false;
+      }
+      for (std::size_t i = 0; i < actions.size(); ++i) {
+        walk.visit(static_cast<std::ptrdiff_t>(i), life_at(i), life_at(i + 1));
+      }
+      if (walk.most_slots() <= bound) break;
+      bound = walk.most_slots();
     }
   }
   RankMoves moves;

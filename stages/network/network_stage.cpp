@@ -61,6 +61,7 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
   description.shared_gradient_bytes = plan.shared_gradients;
   description.workspace_bytes =
       std::max(needs.memory.scratch, other_scratch(description.outputs[0], compute));
+  description.state_moves = true;
   description.copy_bytes = parameters_.bf16_copy_bytes(compute.device().kind);
   description.operator_bytes = needs.operator_bytes;
   description.table_bytes = needs.table_bytes;

@@ -158,6 +158,20 @@ struct PipelineOptions {
     bool cuda_graphs = false;
   };
 
+  // What leaves a rank's device between its uses. No bit of a training changes.
+  struct Offload {
+    // kHost: page-locked host memory, of a rank on a GPU. kDisk: a file without a name in
+    // `directory`, past the system's page cache; kCachedDisk: through it. Both take the room on the
+    // disk when the pipeline is made.
+    enum class To { kNowhere, kHost, kDisk, kCachedDisk };
+    // What stages keep of micro-batches between forward and backward: a stage has half of what it
+    // would keep at once on its device, rounded up, and at least two or three micro-batches. Those
+    // that wait longest for their backward leave. Every stage that keeps more has to say that this
+    // may move (StageDescription::state_moves).
+    To activations = To::kNowhere;
+    std::string directory = {};
+  };
+
   struct Training {
     std::uint64_t seed = 1;
     OptimizerConfig optimizer = {};
@@ -221,6 +235,7 @@ struct PipelineOptions {
   Shape shape = {};
   Order order = {};
   Devices devices = {};
+  Offload offload = {};
   Training training = {};
   Checks checks = {};
   Watch watch = {};

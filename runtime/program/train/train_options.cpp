@@ -259,8 +259,43 @@ void add_costs(OptionTable& table, TrainOptions& options) {
       .mark(kOneRun);
 }
 
+PipelineOptions::Offload parse_offload(const std::string& text) {
+  using To = PipelineOptions::Offload::To;
+  if (text == "none") return {};
+  if (text == "activations:host") return {.activations = To::kHost};
+  for (const auto& [begin, to] : {std::pair("activations:disk=", To::kDisk),
+                                  std::pair("activations:disk-cached=", To::kCachedDisk)}) {
+    const std::string_view place = begin;
+    if (text.starts_with(place) && text.size() > place.size()) {
+      return {.activations = to, .directory = text.substr(place.size())};
+    }
+  }
+  throw_usage(
+      "option --offload: '{}' is not legal; legal are none, activations:host on GPUs, and "
+      "activations:disk=DIR or activations:disk-cached=DIR",
+      text);
+}
+
+std::string text_of(const PipelineOptions::Offload& offload) {
+  constexpr const char* kTexts[] = {"none", "activations:host",
+                                    "activations:disk=", "activations:disk-cached="};
+  return kTexts[static_cast<int>(offload.activations)] + offload.directory;
+}
+
+void add_offload(OptionTable& table, PipelineOptions::Offload& offload) {
+  table
+      .add_parsed(
+          "offload", "WHAT:WHERE",
+          "what leaves the device between its uses: none, or activations, of which each stage then "
+          "keeps half; to host (of a GPU), disk=DIR, or disk-cached=DIR through the page cache; "
+          "changes no bit",
+          [&](const std::string& text) { offload = parse_offload(text); },
+          [&] { return text_of(offload); })
+      .mark(kLayout | kListedLater);
+}
+
 void add_layout_options(OptionTable& table, TrainOptions& options) {
-  auto& [shape, order, devices, training, checks, watch, expert] = options.pipeline;
+  auto& [shape, order, devices, offload, training, checks, watch, expert] = options.pipeline;
   table.heading("Layout");
   table
       .add_integer("pipeline", shape.pipeline, 1, kMaxInt,
@@ -280,6 +315,7 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
                   "what replicas divide: optimizer: each keeps the state of a part of the "
                   "parameters and updates it; the results are the same")
       .mark(kListedLater);
+  add_offload(table, offload);
   add_rank_order(table, shape.rank_order);
   table.add_choice("schedule", order.schedule, training_schedules(),
                    "order of micro-batches; see 'sluice schedule'; auto: searched for this model");
@@ -702,7 +738,7 @@ void yield_to_higher_source(const OptionTable& table, Source replicas, bool fixe
 // The file fixes schedule, chunks, micro-batches and pipeline. A saved configuration names them
 // all, so only a source that wins over the file's can contradict the file.
 void resolve_schedule(const OptionTable& table, TrainOptions& options) {
-  auto& [shape, order, devices, training, checks, watch, expert] = options.pipeline;
+  auto& [shape, order, devices, offload, training, checks, watch, expert] = options.pipeline;
   const std::string& file = options.schedule_file;
   for (const char* name : {"profile", "cluster"}) {
     if (!table.given(name) || (file.empty() && order.schedule == "auto")) continue;

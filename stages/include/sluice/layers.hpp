@@ -124,7 +124,8 @@ enum class Edges {
 };
 
 // A layer of one input and one output. It keeps no state of a micro-batch but in the memory of the
-// call. All work is in order of call.compute().stream().
+// call, which may lie elsewhere in backward: it holds no addresses. All work is in order of
+// call.compute().stream().
 class Layer {
  public:
   virtual ~Layer() = default;

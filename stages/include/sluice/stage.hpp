@@ -95,6 +95,10 @@ struct StageDescription {
   // framework's. It counts in the memory table, but not in the rank's arena.
   // StageContext::state is empty then.
   bool own_memory = false;
+  // What it keeps of a micro-batch is in StageContext::state alone, which may lie elsewhere, and in
+  // another slot, after forward(): while the micro-batch waits for its backward, others use the
+  // memory (PipelineOptions::Offload). There are no addresses in it.
+  bool state_moves = false;
   // Calls of ctx.collective and ctx.tensor, which become part of the plan. For every size of
   // micro-batch the same axes, kinds and types in the same order; for smaller ones no more bytes.
   StageCollectives collectives = {};
@@ -219,8 +223,9 @@ struct StageContext {
   int micro_batch = 0;
   int micro_batches = 1;
   // The micro-batch's own from forward() to the end of backward() or backward_weight(), at the same
-  // address in all of its calls. Other micro-batches have it before and after: forward() finds any
-  // content. In evaluation it lasts for forward() and loss().
+  // address in all of its calls, unless it may move (StageDescription::state_moves). Other
+  // micro-batches have it before and after: forward() finds any content. In evaluation it lasts for
+  // forward() and loss().
   State state = {};
   // Where `state` lies, for a stage that keeps something else: 0 <= slot < StageSetup::slots.
   int slot = 0;
