@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <condition_variable>
-#include <deque>
 #include <exception>
+#include <list>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -76,12 +76,11 @@ class DiskStore final : public StateStore {
 
   Number start(const Move& move) override {
     const std::unique_lock lock(mutex_);
-    Item& item = items_.emplace_back();
+    if (free_.empty()) free_.emplace_back().ready = Event(compute_.device());
+    Item& item = free_.front();
     item.move = move;
-    if (on_gpu()) {
-      item.ready = Event(compute_.device());
-      item.ready.record(compute_.stream());
-    }
+    item.ready.record(compute_.stream());
+    items_.splice(items_.end(), free_, free_.begin());
     more_.notify_one();
     return ++started_;
   }
@@ -110,7 +109,7 @@ class DiskStore final : public StateStore {
         lock.unlock();
         make(item);
         lock.lock();
-        items_.pop_front();
+        free_.splice(free_.end(), items_, items_.begin());
         ++ended_;
       }
     } catch (...) {
@@ -152,7 +151,7 @@ class DiskStore final : public StateStore {
   HostBuffer staged_;             // likewise
   std::mutex mutex_;
   std::condition_variable_any more_;
-  std::deque<Item> items_;  // started and not ended
+  std::list<Item> items_, free_;  // started and not ended; to be used again
   Number started_ = 0, ended_ = 0;
   std::exception_ptr failure_;
   std::jthread thread_;  // last: it stops before what it uses goes

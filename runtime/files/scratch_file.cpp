@@ -47,13 +47,16 @@ ssize_t move_all(std::size_t bytes, const Call& call) {
 }  // namespace
 
 ScratchFile::ScratchFile(std::filesystem::path directory, bool cached, std::size_t bytes)
-    : directory_(std::move(directory)), checksums_(bytes / kAlignment) {
+    : directory_(std::move(directory)) {
   std::error_code error;
   std::filesystem::create_directories(directory_, error);
   if (error) fail("cannot make the directory", error.value());
   open(cached);
   const int full = bytes == 0 ? 0 : ::posix_fallocate(fd_, 0, static_cast<off_t>(bytes));
-  if (full == 0) return;
+  if (full == 0) {
+    checksums_.resize(bytes / kAlignment);
+    return;
+  }
   ::close(fd_);
   fail(fmt::format("cannot take {:.1f} MiB", static_cast<double>(bytes) / (1 << 20)), full);
 }

@@ -537,7 +537,9 @@ void plan_offload(const PipelineOptions& options, JobLayout& layout) {
     for (ParameterTable& table : layout.tensor_parameters) {
       table.stages[s].state.alignment = layout.parameters.stages[s].state.alignment;
     }
-    if (!waits || layout.parameters.stages[s].state_moves) continue;
+    const StageEntry& entry = layout.parameters.stages[s];
+    if (!entry.own_memory && entry.state.kept() == 0) resident = 0;  // nothing to offload
+    if (!waits || resident == 0 || entry.state_moves) continue;
     throw_usage(
         "stage {} keeps what it needs of a micro-batch where it cannot be offloaded; legal: stages "
         "that say it may move (StageDescription::state_moves), as those of Sluice's layers do",

@@ -8,6 +8,7 @@ of an undisturbed run. Cases that mount run in a mount namespace of their own, a
 namespace, and are skipped where the system allows neither. Those of --full take longer or need more.
 """
 
+import errno
 import functools
 import json
 import os
@@ -26,6 +27,7 @@ EVERY = 4
 INSIDE = "SLUICE_FAULTS_NAMESPACE"
 SPLIT = ("--pipeline", "2", "--replicas", "2")
 SHARED = ("--pipeline", "2", "--tensor", "2")
+DEEP = ("--pipeline", "4", "--partition", "1,1,0,0")
 RANKS = 4
 
 
@@ -201,6 +203,38 @@ def slow_writer(setup):
     return waits[0]
 
 
+# --- what is offloaded ---
+
+def offloaded(setup, call, action, split=DEEP):
+    """A disk that fails in the middle of a step: named on all ranks, nothing moved, and resumed from the last save."""
+    case = Case(setup, f"offloaded_{call}", split)
+    scratch = case.folder / "scratch"
+    options = ["--micro-batches", 6, "--offload", f"activations:disk={scratch}"]
+    job = setup.train(RANKS, *case.options(), *options,
+                      fault={"directory": scratch, "log": case.log, "call": call, "rank": 0, "nth": 60, "times": 0,
+                             "action": action})
+    output = job.expect(OUTPUT, re.escape(str(scratch)), f"cannot {call} ", os.strerror(getattr(errno, action)))
+    require(case.log.exists(), f"rank 0 did not {call}\n{output}")
+    saves = case.complete()
+    require(saves and saves[-1] < STEPS, f"saves {saves} are left\n{output}")
+    require(not os.listdir(scratch), f"left: {os.listdir(scratch)}")
+    setup.train(RANKS, *case.options(), *options).expect(0)
+    whole = case.folder / "whole"
+    setup.train(RANKS, *split, "--micro-batches", 6, "--steps", STEPS, "--save", whole).expect(0)
+    require(setup.digest(case.directory) == setup.digest(whole), "the digest differs from that of a run that keeps all")
+
+
+def offloaded_without_room(setup):
+    """Refused before the first step: a disk that is full."""
+    case = Case(setup, "offloaded_without_room", DEEP)
+    scratch = case.folder / "scratch"
+    scratch.mkdir()
+    mount("-t", "tmpfs", "-o", "size=16k", "none", scratch)
+    setup.train(RANKS, *case.options(), "--micro-batches", 6, "--offload", f"activations:disk-cached={scratch}").expect(
+        OUTPUT, re.escape(str(scratch)), "cannot take .* MiB", "No space left on device")
+    require(not metrics_so_far(case.metrics), "it trained")
+
+
 # --- two jobs ---
 
 def two_jobs(setup):
@@ -312,6 +346,9 @@ CASES = {
     "read_only_mount": lambda s: enters_namespace(s, read_only_mount),
     "unwritable_from_the_start": unwritable_from_the_start,
     "slow_writer": slow_writer,
+    "offloaded_write": lambda s: offloaded(s, "write", "ENOSPC"),
+    "offloaded_read": lambda s: offloaded(s, "read", "EIO"),
+    "offloaded_without_room": lambda s: enters_namespace(s, offloaded_without_room),
     "two_jobs": two_jobs,
     "stale_lock": stale_lock,
     "unshared": lambda s: enters_namespace(s, unshared),

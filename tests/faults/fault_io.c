@@ -3,7 +3,7 @@
 // It counts the calls on paths below a directory, and acts at the n-th. Configured by environment:
 //   SLUICE_FAULT_DIRECTORY  absolute path; calls on it and on what lies below it count
 //   SLUICE_FAULT_CALL       open (to write), write, sync, rename, remove, mkdir, touch; any of these
-//                           (the default); list: open a directory to read its names
+//                           (the default); list: open a directory to read its names; read: pread
 //   SLUICE_FAULT_RANK       acts where OMPI_COMM_WORLD_RANK is this number; absent: on every rank
 //   SLUICE_FAULT_NTH        from 1 (the default)
 //   SLUICE_FAULT_TIMES      how many calls it acts on, from the n-th; 0: all; 1 is the default
@@ -211,6 +211,16 @@ ssize_t writev(int fd, const struct iovec* parts, int count) {
   }
 DEFINE_PWRITE(pwrite, off_t)
 DEFINE_PWRITE(pwrite64, off64_t)
+
+#define DEFINE_PREAD(name, offset_type)                                               \
+  ssize_t name(int fd, void* bytes, size_t count, offset_type offset) {               \
+    const int counts = strcmp(setting("SLUICE_FAULT_CALL", "any"), "read") == 0;      \
+    if (counts && fails("read", fd, "")) return -1;                                   \
+    REAL(ssize_t, #name, int, void*, size_t, offset_type);                            \
+    return real(fd, bytes, count, offset);                                            \
+  }
+DEFINE_PREAD(pread, off_t)
+DEFINE_PREAD(pread64, off64_t)
 
 #define DEFINE_ON_FILE(name, call)      \
   int name(int fd) {                    \

@@ -52,7 +52,8 @@ struct LowerOptions {
   // it. A plan has no op for them.
   bool keep_sharding = false;
   // [stage] How many micro-batches' states the stage should have on its device at once: a rank
-  // offloads those that wait longest for their backward, as few as that takes. Below 2: any number.
+  // offloads those that wait longest for their backward, as few as that takes. Below 2: any
+  // number.
   // Empty: no stage offloads. Not of a forward-only schedule.
   std::vector<int> resident = {};
   // Overlapped pairs stay pairs, with the messages of both around them. Else their actions become

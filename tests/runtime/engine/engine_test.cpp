@@ -17,6 +17,7 @@
 #include <sluice/schedule.hpp>
 
 #include "comm/group/control.hpp"
+#include "runtime/engine/state_store.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/pipeline/plan_cache.hpp"
 #include "runtime/planning/transport_plan.hpp"
@@ -76,6 +77,11 @@ class Rig {
   // From now on `tensor` sums over the ranks that share the stage.
   void sum_with(Collective& tensor) {
     config_.tensor = &tensor;
+    engine_ = engine_of(*config_.plan);
+  }
+  // From now on what the plan moves goes to this store.
+  void move_to(StateStore& store) {
+    config_.store = &store;
     engine_ = engine_of(*config_.plan);
   }
   // An engine that works with the same things.
@@ -441,6 +447,44 @@ TEST(EngineTest, StopsAtAPlanWithAnyPostRemoved) {
     }
   }
   EXPECT_EQ(broken, 6);
+}
+
+// A store of one's own: what leaves is lost.
+class EmptyStore final : public StateStore {
+ public:
+  EmptyStore() : StateStore({}) {}
+  Number start(const Move&) override { return ++started_; }
+  bool done(Number) override { return true; }
+
+ private:
+  Number started_ = 0;
+};
+
+TEST(EngineTest, StopsAtAPlanWithAnyMoveRemoved) {
+  const Plan whole = make_plan(lower(generate("1f1b", {4, 6, 1}),
+                                     {.reduce_grad = false, .tied = {}, .resident = {2, 2, 2, 2}}),
+                               {});
+  int broken = 0;
+  for (std::size_t i = 0; i < whole.ranks[0].ops.size(); ++i) {
+    const OpKind kind = whole.ranks[0].ops[i].kind;
+    if (kind != OpKind::kStartMove && kind != OpKind::kWaitMove) continue;
+    Plan plan = whole;
+    plan.ranks[0].ops.erase(plan.ranks[0].ops.begin() + static_cast<std::ptrdiff_t>(i));
+    if (verify(plan).ok()) {
+      ADD_FAILURE() << "verify() takes a plan without " << to_string(whole.ranks[0].ops[i]);
+    }
+    expect_error(ErrorCode::kPlan, {"schedule '1f1b' breaks at", "pipeline rank 0"}, [&] {
+      run_loopback(4, [&](Communicator& comm) {
+        ControlChannel control(comm);
+        EmptyStore store;
+        Rig rig(plan, comm, control);
+        rig.move_to(store);
+        guarded(control, comm.rank(), [&] { rig.run(1); });
+      });
+    });
+    ++broken;
+  }
+  EXPECT_GT(broken, 10);
 }
 
 TEST(EngineTest, NamesTheWaitWhoseReceiveWasNeverPosted) {

@@ -95,6 +95,10 @@ void expect_same(Communicator& comm, const TrainingCase& what, const Layout& lay
   testing::expect_same(comm, where, expected, actual);
 }
 
+int stages_per_rank(const std::string& schedule) {
+  return stages_of(schedule, {.ranks = 2, .micro_batches = 2}) / 2;
+}
+
 class ExactnessTest : public ::testing::TestWithParam<int> {};
 
 TEST_P(ExactnessTest, EveryDepthAndScheduleGivesTheBitsOfOneRank) {
@@ -156,6 +160,34 @@ TEST_P(ExactnessTest, RecomputationGivesTheBitsOfOneRankThatKeeps) {
           const Layout layout{.pipeline = GetParam(), .schedule = name, .chunks = chunks};
           expect_same(comm, what, layout, expected, train(comm, what, layout));
         }
+      }
+    }
+  });
+}
+
+// States come back into another slot, and while others leave.
+TEST_P(ExactnessTest, OffloadedActivationsGiveTheBitsOfOneRankThatKeeps) {
+  using To = PipelineOptions::Offload::To;
+  const std::string directory = std::filesystem::temp_directory_path();
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    TrainingCase what = named("offloaded activations");
+    what.model.layers = 4;
+    what.model.dropout = 0.2F;
+    what.micro_batches = 9;
+    what.batch_size = 17;  // the last micro-batch is smaller
+    what.steps = 2;
+    const TrainingOutcome expected = alone(comm, what);
+    for (const To to : {To::kDisk, To::kCachedDisk}) {
+      what.model.recompute = to == To::kDisk ? Recompute::kNone : Recompute::kBlock;
+      for (const std::string& name : schedule_names()) {
+        if (name == "forward-only" || name == "gpipe-lifo") continue;  // the latter: other bits
+        const int chunks = stages_per_rank(name);
+        if (!is_legal(name, {GetParam(), what.micro_batches, chunks})) continue;
+        const Layout layout{.pipeline = GetParam(),
+                            .schedule = name,
+                            .chunks = chunks,
+                            .offload = {.activations = to, .directory = directory}};
+        expect_same(comm, what, layout, expected, train(comm, what, layout));
       }
     }
   });

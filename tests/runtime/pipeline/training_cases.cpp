@@ -138,6 +138,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.devices.transport = layout.transport;
   options.devices.all_reduce = layout.all_reduce;
   options.devices.cuda_graphs = layout.cuda_graphs;
+  options.offload = layout.offload;
   options.expert.bucket_bytes = layout.bucket_bytes;
   options.shape.micro_batches = what.micro_batches;
   options.shape.micro_batch_size = what.micro_batch_size;

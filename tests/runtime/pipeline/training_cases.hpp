@@ -37,6 +37,7 @@ struct Layout {
   TransportChoice transport = TransportChoice::kAuto;
   bool all_reduce = false;
   bool cuda_graphs = false;
+  PipelineOptions::Offload offload = {};
   std::size_t bucket_bytes = std::size_t{25} << 20;
 };
 
