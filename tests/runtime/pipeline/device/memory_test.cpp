@@ -97,6 +97,12 @@ std::vector<Job> jobs() {
   all.push_back(job("bf16 stream, dropout, split", stream, 2, "zb-h1"));
   all.push_back(job("moments in bf16", model, 2, "1f1b"));
   all.back().options.training.optimizer.moments = DType::kBf16;
+  using To = PipelineOptions::Offload::To;
+  all.push_back(job("offloaded to the host", model_with(kLlama, DType::kF32), 4, "gpipe"));
+  all.back().options.offload.activations = To::kHost;
+  all.push_back(job("offloaded to a disk", model_with(kGpt2, DType::kBf16), 4, "gpipe"));
+  all.back().options.offload = {.activations = To::kDisk,
+                                .directory = std::filesystem::temp_directory_path()};
   all.push_back(job("three replicas over NCCL", model_with(kGpt2, DType::kF32), 2, "1f1b"));
   all.back().options.shape.replicas = 3;
   all.push_back(all.back());

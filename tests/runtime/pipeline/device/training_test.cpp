@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <memory>
 #include <string>
@@ -110,6 +111,24 @@ TEST_P(DeviceTrainingTest, EveryDepthAndScheduleGivesTheBitsOfOneRank) {
         expect_same(comm, what.name + ", " + schedule, expected, train(comm, what, layout));
       }
       all = false;
+    }
+  });
+}
+
+TEST_P(DeviceTrainingTest, OffloadedActivationsGiveTheBitsOfOneRankThatKeeps) {
+  using To = PipelineOptions::Offload::To;
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    TrainingCase what = short_case("offloaded activations");
+    what.micro_batches = 7;
+    const TrainingOutcome expected = alone(comm, what, {.devices = "cuda:0"});
+    for (const To to : {To::kHost, To::kDisk}) {
+      Layout layout{.pipeline = GetParam(), .devices = "cuda:0", .offload = {.activations = to}};
+      if (to == To::kDisk) layout.offload.directory = std::filesystem::temp_directory_path();
+      for (const char* schedule : {"gpipe", "1f1b"}) {
+        layout.schedule = schedule;
+        layout.cuda_graphs = to == To::kHost && layout.schedule == "gpipe";
+        expect_same(comm, what.name + ", " + schedule, expected, train(comm, what, layout));
+      }
     }
   });
 }
