@@ -473,24 +473,6 @@ std::vector<StageCollectives> collectives_of(const JobLayout& layout) {
   return all;
 }
 
-// [stage] The most micro-batches in flight.
-std::vector<int> most_in_flight(const Schedule& order) {
-  std::vector<int> most(at(order.placement.stages()), 1), in_flight(most.size());
-  const auto count = [&](const Action& action) {
-    int& now = in_flight[at(action.stage)];
-    int& peak = most[at(action.stage)];
-    if (action.kind == ActionKind::kForward) peak = std::max(peak, ++now);
-    if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardWeight) --now;
-  };
-  for (const std::vector<Step>& steps : order.ranks) {
-    for (const Step& step : steps) {
-      count(step.action);
-      if (step.overlapped) count(*step.overlapped);
-    }
-  }
-  return most;
-}
-
 // The most states per stage in steps of fewer micro-batches. Some schedules keep more than in a
 // long step, where it has a few rounds over the stages at most.
 std::vector<StepPlans::States> states_of_smaller_steps(const PipelineOptions& options,
@@ -528,18 +510,16 @@ void plan_offload(const PipelineOptions& options, JobLayout& layout) {
         "legal: a disk, or GPUs alone",
         rank.host);
   }
-  layout.plans.resident = most_in_flight(layout.plans.order);
+  layout.plans.resident = half_resident(layout.plans.order);
   for (std::size_t s = 0; s < layout.plans.resident.size(); ++s) {
     int& resident = layout.plans.resident[s];
-    const bool waits = resident > 2;
-    resident = std::max(2, (resident + 1) / 2);
     layout.parameters.stages[s].state.alignment = StateStore::alignment(options.offload);
     for (ParameterTable& table : layout.tensor_parameters) {
       table.stages[s].state.alignment = layout.parameters.stages[s].state.alignment;
     }
     const StageEntry& entry = layout.parameters.stages[s];
     if (!entry.own_memory && entry.state.kept() == 0) resident = 0;  // nothing to offload
-    if (!waits || resident == 0 || entry.state_moves) continue;
+    if (resident == 0 || entry.state_moves) continue;
     throw_usage(
         "stage {} keeps what it needs of a micro-batch where it cannot be offloaded; legal: stages "
         "that say it may move (StageDescription::state_moves), as those of Sluice's layers do",

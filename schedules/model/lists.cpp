@@ -62,4 +62,18 @@ std::vector<int> peak_in_flight(const Schedule& schedule) {
   return peaks;
 }
 
+std::vector<int> most_in_flight(const Schedule& schedule) {
+  std::vector<int> most(at(schedule.placement.stages())), held(most.size());
+  for (const std::vector<Step>& steps : schedule.ranks) {
+    for_each_action(steps, [&](const Action& action) {
+      require_stage(schedule.placement, action.stage);
+      int& now = held[at(action.stage)];
+      int& peak = most[at(action.stage)];
+      if (action.kind == ActionKind::kForward) peak = std::max(peak, ++now);
+      if (ends_backward(action.kind)) --now;
+    });
+  }
+  return most;
+}
+
 }  // namespace sluice

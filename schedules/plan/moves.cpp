@@ -5,6 +5,8 @@
 #include <map>
 #include <utility>
 
+#include <sluice/plan.hpp>
+
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 
@@ -88,6 +90,12 @@ struct PlacedAction {
 };
 
 }  // namespace
+
+std::vector<int> half_resident(const Schedule& schedule) {
+  std::vector<int> resident = most_in_flight(schedule);
+  for (int& each : resident) each = each > 2 ? (each + 1) / 2 : 0;
+  return resident;
+}
 
 RankMoves choose_moves(const std::vector<Step>& steps, const std::vector<int>& own,
                        const std::vector<int>& resident) {

@@ -152,6 +152,12 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
   add_list(table, kUntilInput, "kept from F until I or B has ended, " + of);
   add_list(table, kUntilWeight, "kept from F until W or B has ended, " + of);
   add_list(table, kResident, "held all the time (parameters, gradients, optimizer) by one rank");
+  table.add_flag(
+      "offload", offload_,
+      "what is kept of micro-batches that wait longest leaves between F and I or B: half "
+      "of what a stage has in flight stays, as with 'sluice train --offload'");
+  table.add_real("offload-bandwidth", common_.move_link.bandwidth, kFromZero,
+                 "at which it leaves and comes back; 0: without limit");
   table.add_text("memory-limit", limit_, kNumbers,
                  "bytes that a rank may hold at most; without bytes, micro-batches in flight; one "
                  "number for all ranks, or one per rank");

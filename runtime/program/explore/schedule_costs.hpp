@@ -68,6 +68,8 @@ class Costs {
   // of one. Throws Error(kUsage) where there are several, but not one per rank.
   [[nodiscard]] const std::vector<std::int64_t>& byte_limit(int ranks) const;
   [[nodiscard]] const std::vector<double>& in_flight_limit(int ranks) const;
+  // Whether activations leave their rank: half_resident().
+  [[nodiscard]] bool offloads() const { return offload_; }
   // Where tensor ranks share stages; times() and its like have their collectives.
   [[nodiscard]] const TensorCosts& tensor() const { return tensor_costs_; }
   // The profile with the assumptions about its times, and the cluster file; empty: neither.
@@ -120,6 +122,7 @@ class Costs {
   // Targets of the options. Empty texts: not given.
   std::array<std::string, kLists> texts_ = {"1", "1", "1", "0", "sum"};
   std::string links_, limit_, profile_, cluster_;
+  bool offload_ = false;
   double input_share_ = 0.5;
   int tensor_ = 0;  // 0: not given
   LinkCost tensor_link_;

@@ -93,12 +93,14 @@ void require_memory(const ScheduleReport& report, const Costs& costs) {
 
 // The names of the transports under which a plan ends: NCCL's models are asked of the plan made for
 // in-order queues, the others of the one for transports with tags.
-std::vector<std::string> prove(const Schedule& schedule, bool overlapped_grad_sums) {
+std::vector<std::string> prove(const Schedule& schedule, bool overlapped_grad_sums,
+                               const std::vector<int>& resident) {
   const auto stages = static_cast<std::size_t>(schedule.placement.stages());
   const LowerOptions options = {
       .reduce_grad = !schedule.forward_only,
       .tied = {},
-      .overlapped_grad_sums = std::vector<bool>(stages, overlapped_grad_sums)};
+      .overlapped_grad_sums = std::vector<bool>(stages, overlapped_grad_sums),
+      .resident = resident};
   const Schedule lowered = lower(schedule, options);
   const auto proven = [&](MessageOrder order) {
     Verification verification = verify(make_plan(lowered, options.tied, {.order = order}));
@@ -117,7 +119,8 @@ std::vector<std::string> prove(const Schedule& schedule, bool overlapped_grad_su
 }
 
 OrderedJson to_json(const Schedule& schedule, const Simulation& simulation,
-                    const std::string& source, bool overlapped_grad_sums) {
+                    const std::string& source, bool overlapped_grad_sums,
+                    const std::vector<int>& resident) {
   const Placement& placement = schedule.placement;
   std::size_t chunks = 1;
   for (int rank = 0; rank < placement.ranks(); ++rank) {
@@ -140,7 +143,8 @@ OrderedJson to_json(const Schedule& schedule, const Simulation& simulation,
                           {"peak_in_flight", simulation.peak_in_flight}});
   if (!simulation.peak_bytes.empty()) json["peak_bytes"] = simulation.peak_bytes;
   json["messages"] = simulation.messages;
-  json["transports"] = planned ? OrderedJson(prove(schedule, overlapped_grad_sums)) : OrderedJson();
+  json["transports"] =
+      planned ? OrderedJson(prove(schedule, overlapped_grad_sums, resident)) : OrderedJson();
   json["exact"] = is_exact(schedule);
   return json;
 }
@@ -209,8 +213,14 @@ ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
     throw_error(ErrorCode::kPlan, "{}", describe(report.schedule, *violation));
   }
   require_plan_for_queues(placement, report.schedule.micro_batches, times);
-  report.simulation = simulate(report.schedule, times, detail);
-  report.json = to_json(report.schedule, report.simulation, loaded.source, times.reduce_overlap);
+  const bool offloads = costs.offloads() && !report.schedule.forward_only;
+  const std::vector<int> resident = offloads ? half_resident(report.schedule) : std::vector<int>();
+  report.simulation = simulate(
+      offloads ? lower(report.schedule, {.tied = {}, .resident = resident, .keep_pairs = true})
+               : report.schedule,
+      times, detail);
+  report.json =
+      to_json(report.schedule, report.simulation, loaded.source, times.reduce_overlap, resident);
   if (!costs.source().empty()) report.json["times"] = costs.source();
   if (const TensorCosts& tensor = costs.tensor(); tensor.ranks > 1) {
     const double each = static_cast<double>(report.schedule.micro_batches) / placement.ranks();

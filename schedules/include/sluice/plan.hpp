@@ -77,6 +77,10 @@ struct LowerOptions {
 // entry per stage.
 [[nodiscard]] Schedule lower(const Schedule& schedule, const LowerOptions& options);
 
+// LowerOptions::resident by which each stage keeps half of what it has in flight, rounded up; 0,
+// any number, where that is at most 2.
+[[nodiscard]] std::vector<int> half_resident(const Schedule& schedule);
+
 enum class BufferKind : std::uint8_t { kInput, kOutput, kGradOutput, kGradInput, kState, kStored };
 inline constexpr int kBufferKinds = 6;
 [[nodiscard]] std::string_view name_of(BufferKind kind);  // "input", "grad-output", ...

@@ -193,6 +193,9 @@ struct Violation {
 // alone.
 [[nodiscard]] std::vector<int> peak_in_flight(const Schedule& schedule);
 
+// [stage] The same of one stage, without those of a forward-only schedule.
+[[nodiscard]] std::vector<int> most_in_flight(const Schedule& schedule);
+
 // A parameter used by several stages (input embedding and output head), ascending, may repeat none.
 struct TiedStages {
   std::vector<int> stages;

@@ -13,26 +13,6 @@
 namespace sluice {
 namespace {
 
-// Half of what each stage has in flight, rounded up.
-std::vector<int> halves(const Schedule& schedule) {
-  std::vector<int> most(static_cast<std::size_t>(schedule.placement.stages()));
-  std::vector<int> held(most.size());
-  for (const std::vector<Step>& steps : schedule.ranks) {
-    for (const Step& step : steps) {
-      const auto stage = static_cast<std::size_t>(step.action.stage);
-      if (step.action.kind == ActionKind::kForward) {
-        most[stage] = std::max(most[stage], ++held[stage]);
-      }
-      if (step.action.kind == ActionKind::kBackward ||
-          step.action.kind == ActionKind::kBackwardWeight) {
-        --held[stage];
-      }
-    }
-  }
-  for (int& each : most) each = (each + 1) / 2;
-  return most;
-}
-
 Plan plan_with(const Schedule& schedule, const std::vector<int>& resident,
                MessageOrder order = MessageOrder::kReceivesAhead) {
   return make_plan(lower(schedule, {.tied = {}, .resident = resident}), {}, {.order = order});
@@ -58,10 +38,10 @@ std::string actions_of(const Schedule& lowered, std::size_t rank, std::size_t mo
 
 TEST(MovesTest, OneFOneBHalvesTheStatesOfItsFirstRank) {
   const Schedule schedule = generate("1f1b", {4, 8, 1});
-  EXPECT_EQ(actions_of(lower(schedule, {.tied = {}, .resident = halves(schedule)}), 0, 24),
+  EXPECT_EQ(actions_of(lower(schedule, {.tied = {}, .resident = half_resident(schedule)}), 0, 24),
             "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0FETCH0 0F3 0OFFLOAD3 0B0 0FETCH1 0F4 "
             "0OFFLOAD4 0B1 0FETCH2 0F5 0OFFLOAD5 0B2 0FETCH3 0F6 0OFFLOAD6 0B3 0FETCH4 0F7 ");
-  const Plan plan = plan_with(schedule, halves(schedule));
+  const Plan plan = plan_with(schedule, half_resident(schedule));
   EXPECT_TRUE(verify(plan).ok()) << verify(plan).violation->message;
   EXPECT_EQ(states(plan, 0), 2);
   EXPECT_EQ(states(plan_with(schedule, {}), 0), 4);
@@ -79,7 +59,7 @@ TEST(MovesTest, EveryScheduleKeepsItsBoundAndIsProven) {
         } catch (const Error&) {
           continue;  // a shape that it cannot serve
         }
-        const std::vector<int> bounds = halves(schedule);
+        const std::vector<int> bounds = half_resident(schedule);
         for (const MessageOrder order : {MessageOrder::kReceivesAhead, MessageOrder::kGlobal}) {
           const Plan plan = plan_with(schedule, bounds, order);
           const Verification verified = verify(plan);
