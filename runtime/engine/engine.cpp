@@ -257,6 +257,7 @@ struct Engine::Impl final : DeviceWait {
   }
   void wait(const PlanOp& op, const Slot& slot);  // for the slot's messages
   void until(const Event& event) override;        // how the compute context waits during a run
+  void record_moves();
   // Blocks until the device has done all its work; completes the outcome.
   void drain();
   void fold(const PlanOp& op, StepActions& actions) const;
@@ -497,6 +498,7 @@ void Engine::Impl::start_move(const PlanOp& op) {
   }
   slot->move = config.store->start({.leaves = leaves,
                                     .stage = op.stage,
+                                    .micro_batch = op.micro_batch,
                                     .place = op.slot(BufferKind::kStored),
                                     .state = slot->whole});
   slot->state = leaves ? SlotState::kSending : SlotState::kPosted;
@@ -607,12 +609,24 @@ void Engine::Impl::tally(const PlanOp& op, double start, double end) {
   if (config.trace_events > 0) record(TraceTrack::kCompute, op, start, end);
 }
 
+void Engine::Impl::record_moves() {
+  for (const auto& [move, time] : config.store->take_made()) {
+    if (config.trace_events == 0) continue;
+    const PlanOp op{.kind = OpKind::kStartMove,
+                    .action = move.leaves ? ActionKind::kOffload : ActionKind::kFetch,
+                    .stage = move.stage,
+                    .micro_batch = move.micro_batch};
+    record(TraceTrack::kMoves, op, time.start, time.end);
+  }
+}
+
 void Engine::Impl::drain() {
   if (on_gpu) {
     drained.record(stream());
     until(drained);
     timer.read([&](const PlanOp& op, double start, double end) { tally(op, start, end); });
   }
+  if (config.store != nullptr) record_moves();
   for (std::size_t i = 0; i < table.stages().size(); ++i) {
     outcome.actions[i] = table.stages()[i].seconds;
   }

@@ -91,6 +91,13 @@ class DiskStore final : public StateStore {
     return ended_ >= move;
   }
 
+  std::span<const Made> take_made() override {
+    const std::unique_lock lock(mutex_);
+    taken_.swap(made_);
+    made_.clear();
+    return taken_;
+  }
+
  private:
   static constexpr std::size_t kStaged = std::size_t{4} << 20;
   struct Item {
@@ -107,8 +114,10 @@ class DiskStore final : public StateStore {
         if (!more_.wait(lock, stop, [&] { return !items_.empty(); })) return;
         const Item& item = items_.front();  // stays where it is
         lock.unlock();
+        const double begin = steady_seconds();
         make(item);
         lock.lock();
+        made_.push_back({item.move, {begin, steady_seconds()}});
         free_.splice(free_.end(), items_, items_.begin());
         ++ended_;
       }
@@ -152,6 +161,7 @@ class DiskStore final : public StateStore {
   std::mutex mutex_;
   std::condition_variable_any more_;
   std::list<Item> items_, free_;  // started and not ended; to be used again
+  std::vector<Made> made_, taken_;
   Number started_ = 0, ended_ = 0;
   std::exception_ptr failure_;
   std::jthread thread_;  // last: it stops before what it uses goes

@@ -16,6 +16,8 @@
 #include <sluice/compute.hpp>
 #include <sluice/options.hpp>
 
+#include "comm/base/steady_seconds.hpp"
+
 namespace sluice {
 
 class StateStore {
@@ -27,11 +29,16 @@ class StateStore {
   };
   struct Move {
     bool leaves = true;  // the device; else comes back
-    int stage = 0, place = 0;
+    int stage = 0, micro_batch = 0, place = 0;
     std::span<std::byte> state = {};  // as many bytes as a place, or more
   };
   // Of moves; they count from 1.
   using Number = std::uint64_t;
+  // A move with the time that it took.
+  struct Made {
+    Move move;
+    TimeSpan time;
+  };
 
   // Null where there is no place. Throws what ScratchFile and memory throw. `compute` outlives it.
   [[nodiscard]] static std::unique_ptr<StateStore> make(const PipelineOptions::Offload& offload,
@@ -46,6 +53,9 @@ class StateStore {
   // Whether later work of the host and the compute stream runs after the move and those before it.
   // Throws what a move has thrown.
   [[nodiscard]] virtual bool done(Number move) = 0;
+
+  // Those since the last call that are known, all done. Valid until the next start().
+  [[nodiscard]] virtual std::span<const Made> take_made() { return {}; }
 
   // What a slot's memory starts at a multiple of, and a place has a multiple of bytes.
   [[nodiscard]] static std::size_t alignment(const PipelineOptions::Offload& offload);

@@ -44,6 +44,17 @@ ssize_t move_all(std::size_t bytes, const Call& call) {
   return 1;
 }
 
+// Takes the room on the disk; where a file system cannot, it takes it as it is written. An errno,
+// or 0.
+int reserve(int fd, std::size_t bytes) {
+  const auto size = static_cast<off_t>(bytes);
+  int done = -1;
+  do done = bytes == 0 ? 0 : ::fallocate(fd, 0, 0, size);
+  while (done != 0 && errno == EINTR);
+  if (done != 0 && errno == EOPNOTSUPP) done = ::ftruncate(fd, size);
+  return done == 0 ? 0 : errno;
+}
+
 }  // namespace
 
 ScratchFile::ScratchFile(std::filesystem::path directory, bool cached, std::size_t bytes)
@@ -52,13 +63,11 @@ ScratchFile::ScratchFile(std::filesystem::path directory, bool cached, std::size
   std::filesystem::create_directories(directory_, error);
   if (error) fail("cannot make the directory", error.value());
   open(cached);
-  const int full = bytes == 0 ? 0 : ::posix_fallocate(fd_, 0, static_cast<off_t>(bytes));
-  if (full == 0) {
-    checksums_.resize(bytes / kAlignment);
-    return;
+  if (const int full = reserve(fd_, bytes); full != 0) {
+    ::close(fd_);
+    fail(fmt::format("cannot take {:.1f} MiB", static_cast<double>(bytes) / (1 << 20)), full);
   }
-  ::close(fd_);
-  fail(fmt::format("cannot take {:.1f} MiB", static_cast<double>(bytes) / (1 << 20)), full);
+  checksums_.resize(bytes / kAlignment);
 }
 
 ScratchFile::~ScratchFile() { ::close(fd_); }

@@ -16,8 +16,8 @@
 namespace sluice {
 namespace {
 
-constexpr std::array<const char*, 5> kTrackNames = {"planned", "compute", "sends", "receives",
-                                                    "sums"};
+constexpr std::array<const char*, 6> kTrackNames = {"planned",  "compute", "sends",
+                                                    "receives", "sums",    "moves"};
 // Thread numbers: (track + 1) * kMostLanes + lane. None is 0, which viewers use for the idle task.
 constexpr std::size_t kMostLanes = 100'000;
 

@@ -26,8 +26,8 @@ inline constexpr std::string_view kTraceBegin = "{\"displayTimeUnit\":";
 // kSums: REDUCE_GRAD of a stage. In host memory, from the start of its first sum, which may lie
 // within the last backward, to the end of the last. On a GPU at its place in the list, for as long
 // as it occupies the stream: a sum that runs concurrently with computation takes almost no time
-// there.
-enum class TraceTrack : std::uint8_t { kPlanned, kCompute, kSends, kReceives, kSums };
+// there. kMoves: OFFLOAD and FETCH, while a thread moves the state.
+enum class TraceTrack : std::uint8_t { kPlanned, kCompute, kSends, kReceives, kSums, kMoves };
 
 // 24 bytes and no text, so that recording allocates nothing; the name is made when written.
 struct TraceEvent {

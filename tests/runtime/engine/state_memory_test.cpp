@@ -18,6 +18,8 @@
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/temporary_directory.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -51,7 +53,7 @@ class KeepingStage : public ArithmeticStage {
   void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
     look_at(ctx.state);
     for (const auto& [number, other] : in_flight_) {
-      for (const Bytes mine : parts(ctx.state)) {
+      for (const Bytes mine : moves() ? std::vector<Bytes>() : parts(ctx.state)) {
         for (const Bytes theirs : parts(other)) EXPECT_FALSE(overlap(mine, theirs)) << number;
       }
     }
@@ -103,7 +105,10 @@ class KeepingStage : public ArithmeticStage {
       EXPECT_EQ(reinterpret_cast<std::uintptr_t>(part.data()) % kBufferAlignment, 0U);
     }
   }
+  // Whether its memory may lie elsewhere in backward.
+  [[nodiscard]] virtual bool moves() const { return false; }
   void expect_same_memory(const StageContext& ctx) {
+    if (moves()) return;
     const StageContext::State& then = in_flight_[ctx.micro_batch];
     EXPECT_EQ(ctx.state.until_input.data(), then.until_input.data());
     EXPECT_EQ(ctx.state.until_weight.data(), then.until_weight.data());
@@ -195,6 +200,97 @@ TEST(StateMemoryTest, IsCountedAsItIsAllocated) {
       planned([](int stage, int) { return std::make_unique<ApartStage>(stage); });
   EXPECT_EQ(apart.activations, 3 * kSlot);
   EXPECT_EQ(apart.arena() + 3 * kSlot, kept.arena());
+}
+
+// Its memory may lie elsewhere in backward: looks for the numbers alone.
+class MovingStage : public KeepingStage {
+ public:
+  using KeepingStage::KeepingStage;
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    StageDescription description = KeepingStage::describe(inputs, compute);
+    description.state_moves = true;
+    return description;
+  }
+  bool moves() const override { return true; }
+};
+
+PipelineOptions offloading(const std::string& directory, int micro_batches) {
+  PipelineOptions options;
+  options.shape = {.pipeline = 1, .micro_batches = micro_batches, .micro_batch_size = 1};
+  options.order.schedule = "gpipe";
+  options.offload = {.activations = PipelineOptions::Offload::To::kDisk, .directory = directory};
+  return options;
+}
+
+TEST(StateMemoryTest, WhatMovesIsKeptInEveryStep) {
+  const TemporaryDirectory directory;
+  const Samples whole(9), few(5), many(11);
+  for (const std::string schedule : {"gpipe", "1f1b", "zb-h2", "zb-v"}) {
+    SCOPED_TRACE(schedule);
+    PipelineOptions options = offloading(directory.path(), 9);
+    options.shape.pipeline = 3;
+    options.order = {.schedule = schedule, .chunks = schedule == "zb-v" ? 2 : 1};
+    run_loopback(3, [&](Communicator& comm) {
+      std::size_t most = 0;
+      const StageFactory factory = [&](int stage, int) -> std::unique_ptr<Stage> {
+        return std::make_unique<MovingStage>(stage, &most);
+      };
+      Pipeline pipeline(comm, factory, numbers(), options);
+      for (int step = 0; step < 3; ++step) {
+        (void)pipeline.accumulate(whole.batch());
+        (void)pipeline.evaluate(many.batch());
+        (void)pipeline.accumulate(few.batch());  // a plan of its own
+        (void)pipeline.train_step(whole.batch());
+      }
+    });
+  }
+}
+
+TEST(StateMemoryTest, WhatLeavesIsCountedApart) {
+  const TemporaryDirectory directory;
+  constexpr std::size_t kPage = 4096;  // of which a slot and a place have multiples
+  std::size_t most = 0;
+  run_loopback(1, [&](Communicator& comm) {
+    const auto source = counting_source(7);
+    const JobLayout layout = PipelineAccess::plan_layout(
+        comm, offloading(directory.path(), 7),
+        [&](int stage, int) { return std::make_unique<MovingStage>(stage, &most); }, *source);
+    EXPECT_EQ(layout.memory.ranks[0].activations, 4 * kPage + kPage - kBufferAlignment);
+    EXPECT_EQ(layout.memory.ranks[0].offloaded_disk, 3 * kPage);
+    EXPECT_EQ(layout.memory.ranks[0].offloaded_host, 0U);
+  });
+}
+
+TEST(StateMemoryTest, WhatCannotLeaveIsRefused) {
+  const TemporaryDirectory directory;
+  using To = PipelineOptions::Offload::To;
+  const auto refused = [&](const PipelineOptions& options, const StageFactory& factory,
+                           const char* why) {
+    expect_error(ErrorCode::kUsage, {why}, [&] {
+      run_loopback(1, [&](Communicator& comm) {
+        const Pipeline none(comm, factory, *counting_source(3), options);
+      });
+    });
+  };
+  std::size_t most = 0;
+  const StageFactory kept = [&](int stage, int) {
+    return std::make_unique<KeepingStage>(stage, &most);
+  };
+  const StageFactory moving = [&](int stage, int) {
+    return std::make_unique<MovingStage>(stage, &most);
+  };
+  PipelineOptions options = offloading(directory.path(), 3);
+  refused(options, kept, "stage 0 keeps what it needs of a micro-batch where it cannot be");
+  refused(
+      options, [](int stage, int) { return std::make_unique<ApartStage>(stage); },
+      "legal: stages that say it may move (StageDescription::state_moves)");
+  options.offload.directory.clear();
+  refused(options, moving, "names a disk and no directory");
+  options.offload = {.activations = To::kNowhere, .directory = "here"};
+  refused(options, moving, "names the directory 'here' and no disk");
+  options.offload = {.activations = To::kHost};
+  refused(options, moving, "are there already");
 }
 
 }  // namespace
