@@ -19,14 +19,14 @@ Each row trains a GPT-2 of `--layers` blocks with `--tokens` tokens a micro-batc
 
 import argparse
 import json
-import os
 import pathlib
-import re
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+
+from turns import ENVIRONMENT, Runs, heads_of, ratio
 
 ROWS = ("shards", "busy", "depth", "memory", "pytorch")
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -42,77 +42,11 @@ PARSER.add_argument("--steps", type=int, default=4, help="of a turn, after one t
 PARSER.add_argument("--link", help="of two hosts in the row depth, as tc says it: 1gbit")
 PARSER.add_argument("--torch-rank", type=int, help=argparse.SUPPRESS)
 OPTIONS = PARSER.parse_args()
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1",
-               "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-ENVIRONMENT.pop("OPENBLAS_CORETYPE", None)
 VOCABULARY = 256
 
 
-def heads_of(width):
-    return max(1, width // 64)
-
-
-class Runs:
-    def __init__(self, directory, hosts=None):
-        self.directory, self.hosts = pathlib.Path(directory), hosts
-        self.sluice = str(pathlib.Path(OPTIONS.build).resolve() / "sluice")
-        self.text = self.directory / "text.txt"
-        self.text.write_bytes(os.urandom(200000))
-
-    def mpirun(self, ranks, name, *words):
-        return self.launched(ranks, name, self.sluice, *words)
-
-    def launched(self, ranks, name, *words):
-        """A started job; of several ranks on the two hosts, if there are hosts."""
-        log = open(self.directory / f"{name}.log", "w")
-        if self.hosts is not None and ranks > 1:
-            command = ["mpirun", *self.hosts.slots(ranks), "sh", "-c",
-                       'exec taskset -c $OMPI_COMM_WORLD_RANK "$@"', "sh", *words]
-            return self.hosts.start(1, *map(str, command), environment={"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
-        command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", ranks, *words]
-        return subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, stdout=log, stderr=log)
-
-    def training(self, width, layers=OPTIONS.layers):
-        return ["train", "--data", self.text, "--layers", layers, "--heads", heads_of(width), "--width", width,
-                "--context", OPTIONS.context, "--micro-batch-size", OPTIONS.tokens // OPTIONS.context,
-                "--micro-batches", OPTIONS.micro_batches, "--validation-share", 0]
-
-    def start(self, width, ranks, name, *words):
-        metrics = self.directory / f"{name}.jsonl"
-        metrics.unlink(missing_ok=True)
-        command = [*self.training(width), "--steps", OPTIONS.steps + 1, "--metrics", metrics, *words]
-        return self.mpirun(ranks, name, *command), metrics, name
-
-    def ended(self, process, name):
-        if process.wait() != 0:
-            sys.exit(f"{name}: exit {process.returncode}\n{(self.directory / f'{name}.log').read_text()[-2000:]}")
-
-    def seconds(self, started):
-        """The median of a run's steps, which it waits for."""
-        process, metrics, name = started
-        self.ended(process, name)
-        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-        return statistics.median(step["seconds"] for step in steps[1:] if "seconds" in step)
-
-    def train(self, width, ranks, *words):
-        return self.seconds(self.start(width, ranks, "run", *words))
-
-
-def in_turns(calls):
-    """Seconds of each call, by rounds, the order turned round in every other one."""
-    rounds = []
-    for index in range(OPTIONS.rounds):
-        order = list(enumerate(calls))[::-1 if index % 2 else 1]
-        rounds.append([seconds for _, seconds in sorted((i, call()) for i, call in order)])
-    return rounds
-
-
-def ratio(rounds, above, below):
-    return statistics.median(each[above] / each[below] for each in rounds)
-
-
 def row_shards(runs, width):
-    rounds = in_turns([lambda v=v: runs.train(width, 1, "--tensor-shards", v) for v in (1, 4, 8)])
+    rounds = runs.in_turns([lambda v=v: runs.train(width, 1, "--tensor-shards", v) for v in (1, 4, 8)])
     return f"1 shard {statistics.median(r[0] for r in rounds):.3f} s, 4 shards x {ratio(rounds, 1, 0):.3f}, " \
            f"8 shards x {ratio(rounds, 2, 0):.3f}"
 
@@ -122,28 +56,16 @@ def row_busy(runs, width):
         both = [runs.start(width, 1, f"alone{i}", "--tensor-shards", 2) for i in (0, 1)]
         return 1 / sum(1 / runs.seconds(each) for each in both)
 
-    rounds = in_turns([alone, lambda: runs.train(width, 2, "--tensor", 2)])
+    rounds = runs.in_turns([alone, lambda: runs.train(width, 2, "--tensor", 2)])
     return f"--tensor 2: {statistics.median(r[1] for r in rounds):.3f} s, tokens a second / those of two apart " \
            f"{ratio(rounds, 0, 1):.3f}"
-
-
-# Runs a command, and says how much memory it had at most, in KiB.
-PEAK = "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); " \
-       "print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)"
 
 
 def row_memory(runs, width):
     def numbers(width, layers, ranks):
         """In MiB, of rank 0: what the plan divides, all that it has, and the most that a rank used."""
-        words = [runs.sluice, *runs.training(width, layers), "--steps", 2, "--tensor", ranks, "--tensor-shards", 4]
-        logs = []
-        for name, command in (("plan", [*words, "--dry-run"]), ("peak", [sys.executable, "-c", PEAK, *words])):
-            runs.ended(runs.launched(ranks, name, *command), name)
-            logs.append((runs.directory / f"{name}.log").read_text())
-        row = re.search(r"^ +0(?:, tensor 0)? +0 +[A-Z].*$", logs[0], re.MULTILINE)[0].split()[-10:]
-        host = re.search(r"at most ([\d.]+) MiB of host memory", logs[0])
-        return (sum(map(float, row[:3])), float(row[8]) + (float(host[1]) if host else 0),
-                max(map(int, re.findall(r"peak (\d+)", logs[1]))) / 1024)
+        plan, host, used = runs.memory(width, layers, ranks, "--tensor", ranks, "--tensor-shards", 4)
+        return sum(plan[:3]), plan[8] + host, used
 
     texts, whole = [], None
     for ranks in (1, 2, 4):
@@ -193,7 +115,7 @@ class Simulation:
 def row_depth(runs, width):
     kinds = ("pipeline", "tensor")
     simulation = Simulation(runs, width)
-    rounds = in_turns([lambda kind=kind: runs.train(width, 2, f"--{kind}", 2) for kind in kinds]
+    rounds = runs.in_turns([lambda kind=kind: runs.train(width, 2, f"--{kind}", 2) for kind in kinds]
                       + [lambda kind=kind: simulation.seconds(kind) for kind in kinds])
     texts = [f"--{kind} 2: {statistics.median(r[i] for r in rounds):.3f} s, simulated "
              f"{statistics.median(r[i + 2] for r in rounds):.3f} s ({ratio(rounds, i + 2, i) - 1:+.1%})"
@@ -208,7 +130,7 @@ def row_depth_over_link(runs, width):
     with Hosts(2, keep=(pathlib.Path(__file__).resolve().parents[2], pathlib.Path(OPTIONS.build).resolve())) as hosts:
         for host in hosts:
             hosts.limit(host, OPTIONS.link)
-        return f"link of {OPTIONS.link}: {row_depth(Runs(hosts.shared, hosts), width)}"
+        return f"link of {OPTIONS.link}: {row_depth(Runs(OPTIONS, hosts.shared, hosts), width)}"
 
 
 def row_pytorch(runs, width):
@@ -224,7 +146,7 @@ def row_pytorch(runs, width):
             sys.exit(f"PyTorch: exit {ranks[0].returncode}")
         return float(out[0].split()[-1])
 
-    rounds = in_turns([theirs, lambda: runs.train(width, 2, "--tensor", 2)])
+    rounds = runs.in_turns([theirs, lambda: runs.train(width, 2, "--tensor", 2)])
     return f"PyTorch {statistics.median(r[0] for r in rounds):.3f} s, --tensor 2: " \
            f"{statistics.median(r[1] for r in rounds):.3f} s, speed / PyTorch's {ratio(rounds, 0, 1):.3f}"
 
@@ -315,7 +237,7 @@ def main():
     print(f"GPT-2 of {OPTIONS.layers} blocks, context {OPTIONS.context}, {OPTIONS.micro_batches} micro-batches of "
           f"{OPTIONS.tokens} tokens, medians of {OPTIONS.rounds} turns of {OPTIONS.steps} steps")
     with tempfile.TemporaryDirectory() as directory:
-        runs = Runs(directory)
+        runs = Runs(OPTIONS, directory)
         for width in widths:
             for name, row in rows.items():
                 print(f"width {width:5}  {name:11} {row(runs, width)}", flush=True)
