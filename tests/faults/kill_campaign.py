@@ -19,6 +19,7 @@ decides what a moment meets. A story holds if
 import collections
 import random
 import signal
+import tempfile
 import time
 
 from harness import (Setup, Violation, arguments, losses_in, main, metrics_so_far, names_below, require,
@@ -31,7 +32,9 @@ LAYOUTS = ((4, ("--pipeline", "2", "--replicas", "2")), (2, ("--pipeline", "2"))
            (4, ("--pipeline", "2", "--replicas", "2", "--shard", "optimizer")),
            (3, ("--replicas", "3", "--shard", "optimizer")), (2, ("--tensor", "2")),
            (4, ("--pipeline", "2", "--tensor", "2", "--tensor-shards", "4")),
-           (4, ("--replicas", "2", "--tensor", "2", "--shard", "optimizer")))
+           (4, ("--replicas", "2", "--tensor", "2", "--shard", "optimizer")),
+           (4, ("--pipeline", "4", "--partition", "1,1,0,0", "--micro-batches", "6", "--recompute", "attention",
+                "--offload", f"activations:disk={tempfile.gettempdir()}")))
 CALLS = ("open", "write", "sync", "rename", "remove", "mkdir")
 LAUNCHER, HOST = -1, -2  # victims besides a rank; with the host all processes go at once
 
