@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 
-from harness import (OUTPUT, STOPPED, Setup, Skip, arguments, losses_in, main, metrics_so_far,
+from harness import (OUTPUT, PEER, STOPPED, Setup, Skip, arguments, losses_in, main, metrics_so_far,
                      partial_directory, require, resumed_step, run_cases, step_directory, steps_in)
 
 STEPS = 24
@@ -224,6 +224,17 @@ def offloaded(setup, call, action, split=DEEP):
     require(setup.digest(case.directory) == setup.digest(whole), "the digest differs from that of a run that keeps all")
 
 
+def offloaded_that_hangs(setup):
+    """A disk that stands still ends the job with the rank that waits for it."""
+    case = Case(setup, "offloaded_that_hangs", DEEP)
+    scratch = case.folder / "scratch"
+    job = setup.train(RANKS, *case.options(), "--micro-batches", 6, "--timeout", 4, "--offload",
+                      f"activations:disk={scratch}",
+                      fault={"directory": scratch, "log": case.log, "call": "write", "rank": 0, "nth": 9,
+                             "action": "sleep:60"})
+    job.expect(PEER, "rank 0 .* waits for what it offloads or fetches, in 0")
+
+
 def offloaded_without_room(setup):
     """Refused before the first step: a disk that is full."""
     case = Case(setup, "offloaded_without_room", DEEP)
@@ -348,6 +359,7 @@ CASES = {
     "slow_writer": slow_writer,
     "offloaded_write": lambda s: offloaded(s, "write", "ENOSPC"),
     "offloaded_read": lambda s: offloaded(s, "read", "EIO"),
+    "offloaded_that_hangs": offloaded_that_hangs,
     "offloaded_without_room": lambda s: enters_namespace(s, offloaded_without_room),
     "two_jobs": two_jobs,
     "stale_lock": stale_lock,

@@ -18,13 +18,12 @@ import signal
 import tempfile
 import time
 
-from harness import (PATIENCE, Job, Setup, Violation, arguments, main, metrics_so_far, require, run_cases,
+from harness import (PATIENCE, PEER, Job, Setup, Violation, arguments, main, metrics_so_far, require, run_cases,
                      step_directory, steps_in)
 
 RANKS = 4
 SPLIT = ("--pipeline", "2", "--replicas", "2")
 SHARING = (("--pipeline", "2", "--tensor", "2"), ("--tensor", "2"))  # ranks share stages
-PEER = 11           # exit code: a rank died or stopped answering
 REPORT_TIME = 10.0  # seconds beyond the limit
 GONE_TIME = 5.0     # seconds from the report on
 SPARES = ("--enable-recovery",)  # the launcher lets survivors live

@@ -22,6 +22,7 @@ POLL = 0.003       # seconds between two looks at a file or a process
 PATIENCE = 60.0    # seconds after which a job counts as stuck
 STOPPED = 12       # exit code: stopped as asked
 OUTPUT = 4         # exit code: an output that cannot be written
+PEER = 11          # exit code: a rank died or stopped answering
 WEIGHTS = 5        # exit code: damaged weights
 
 MPI_ENVIRONMENT = {
