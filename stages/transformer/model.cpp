@@ -142,6 +142,10 @@ LayerSpec make_block(const TransformerConfig& config, Within within) {
             "all positions",
             config.full_layers.size());
       }
+      if (!config.recompute_blocks.empty()) {
+        throw_usage("recompute_blocks of {} blocks; legal in a block: none, and `recompute`",
+                    config.recompute_blocks.size());
+      }
       return make(config, within, number);
     };
   };
@@ -209,14 +213,16 @@ LayerSpec transformer_block(const TransformerConfig& config) {
 std::vector<LayerSpec> transformer_layers(const TransformerConfig& config) {
   validate(config);
   std::vector<LayerSpec> layers = {embedding_of(config)};
+  TransformerConfig mine = config;
+  mine.full_layers.clear();
+  mine.recompute_blocks.clear();
   for (int block = 0; block < config.layers; ++block) {
-    TransformerConfig mine = config;
     mine.window = window_of(config, block);
-    mine.full_layers.clear();
+    mine.recompute = recompute_of(config, block);
     layers.push_back(make_block(mine, Within::kModel));
     layers.back().name = fmt::format("blocks.{}.", block);
   }
-  layers.push_back(make_head(config));
+  layers.push_back(make_head(mine));
   return layers;
 }
 
@@ -240,12 +246,12 @@ double seen_pairs(const TransformerConfig& config, int block) {
   return seen * context - seen * seen / 2;
 }
 
-// The ends' costs are 0; cost(block) is that of a block.
+// The ends' costs are 0; cost(of, block) is that of a block of these parts.
 template <typename Cost>
 std::vector<double> costs_of_blocks(const TransformerConfig& config, const Cost& cost) {
   std::vector<double> costs(at(config.layers) + 2);
   for (int block = 0; block < config.layers; ++block) {
-    costs[at(block) + 1] = cost(block_costs(config, block));
+    costs[at(block) + 1] = cost(block_costs(config, block), block);
   }
   return costs;
 }
@@ -271,6 +277,10 @@ TransformerSizes sizes_of(const TransformerConfig& config) {
 int window_of(const TransformerConfig& config, int block) {
   const bool full = std::binary_search(config.full_layers.begin(), config.full_layers.end(), block);
   return full ? 0 : config.window;
+}
+
+Recompute recompute_of(const TransformerConfig& config, int block) {
+  return config.recompute_blocks.empty() ? config.recompute : config.recompute_blocks[at(block)];
 }
 
 Transformer::Transformer(const TransformerConfig& config)
@@ -315,8 +325,8 @@ std::vector<double> layer_costs(const TransformerConfig& config) {
   validate(config);
   const double context = config.context;
   const double width = config.width;
-  std::vector<double> costs = costs_of_blocks(config, [](const BlockCosts& block) {
-    return block.scores + block.qkv + block.output + block.up + block.down;
+  std::vector<double> costs = costs_of_blocks(config, [](const BlockCosts& of, int) {
+    return of.scores + of.qkv + of.output + of.up + of.down;
   });
   costs.front() = 2 * context * width;
   costs.back() = 2 * context * width * config.vocabulary;
@@ -334,12 +344,12 @@ double training_flops(const TransformerConfig& config) {
 
 std::vector<double> recompute_costs(const TransformerConfig& config) {
   validate(config);
-  return costs_of_blocks(config, [&](const BlockCosts& block) {
-    switch (config.recompute) {
+  return costs_of_blocks(config, [&](const BlockCosts& of, int block) {
+    switch (recompute_of(config, block)) {
       case Recompute::kAttention:
-        return block.scores;
+        return of.scores;
       case Recompute::kBlock:
-        return block.scores + block.qkv + block.up;  // whose results backward reads
+        return of.scores + of.qkv + of.up;  // whose results backward reads
       case Recompute::kNone:
         break;
     }

@@ -19,6 +19,8 @@ struct TransformerSizes {
 
 // AttentionShape::window of block `block` of 0 .. layers - 1.
 [[nodiscard]] int window_of(const TransformerConfig& config, int block);
+// What it recomputes.
+[[nodiscard]] Recompute recompute_of(const TransformerConfig& config, int block);
 
 // Floating-point operations of one sample's forward through a block, of `context` positions.
 struct BlockCosts {

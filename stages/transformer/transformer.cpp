@@ -138,6 +138,13 @@ void refuse_of_llama(const TransformerConfig& config) {
   refuse_option("--full-layers", !config.full_layers.empty());
 }
 
+void validate_recomputation(const TransformerConfig& config) {
+  const std::size_t blocks = config.recompute_blocks.size();
+  if (blocks == 0 || std::ssize(config.recompute_blocks) == config.layers) return;
+  throw_usage("--recompute names {} block{}, the model has {}; legal: one setting for each", blocks,
+              blocks == 1 ? "" : "s", config.layers);
+}
+
 int owner_of(const Partition& partition, int layer) {
   const auto above = std::upper_bound(partition.first.begin(), partition.first.end(), layer);
   return static_cast<int>(above - partition.first.begin()) - 1;
@@ -172,6 +179,7 @@ void validate(const TransformerConfig& config) {
     throw_usage("--dropout {} is not in [0, 1); nearest legal: {}", config.dropout,
                 config.dropout >= 1.0F ? 0.99 : 0.0);
   }
+  validate_recomputation(config);
   require_positive("--norm-epsilon", config.norm_epsilon, "1e-05 or 1e-06");
   validate_rotary(config);
   if (config.precision != DType::kF32 && config.precision != DType::kBf16) {

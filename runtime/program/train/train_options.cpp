@@ -212,11 +212,13 @@ void add_computing_options(OptionTable& table, TrainOptions& options) {
                   "of the residual stream, its gradient and the messages between stages; bf16 "
                   "needs --precision bf16")
       .mark(kFunction | kListedLater);
-  table.add_choice("recompute", model.recompute,
-                   {{"none", Recompute::kNone},
-                    {"attention", Recompute::kAttention},
-                    {"block", Recompute::kBlock}},
-                   "what backward computes again instead of keeping it; the results are the same");
+  table.add_parsed(
+      "recompute", "KIND[*N][,...]",
+      "none, attention or block: what backward computes again instead of keeping it; of all "
+      "blocks, "
+      "or of N after the other, such as block*2,attention,none; the results are the same",
+      [&](const std::string& text) { options.recompute = parse_recompute(text); },
+      [&] { return to_string(options.recompute); });
   table
       .add_integer("logit-chunks", model.logit_chunks, 1, TransformerLimits::kLogitChunks,
                    "parts of a micro-batch's rows whose logits are in memory one after the other, "
@@ -914,6 +916,7 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   options.model.kind = *options.architecture;
   const bool bf16 = options.precision == MatmulPrecision::kBf16;
   options.model.precision = bf16 ? DType::kBf16 : DType::kF32;
+  take_recompute(options.recompute, options.model);
   options.pipeline.devices.tf32 = options.precision == MatmulPrecision::kTf32;
   resolve_learning_rate(table, options);
   validate(options.model);

@@ -18,6 +18,7 @@
 
 #include "runtime/process/process.hpp"
 #include "runtime/program/options/option_table.hpp"
+#include "runtime/program/train/recompute_choice.hpp"
 #include "runtime/program/train/saved_run.hpp"
 #include "runtime/report/job_gpus.hpp"
 
@@ -47,7 +48,8 @@ struct TrainOptions {
   // Of `model` in two options; no architecture: that of `weights`.
   std::optional<TransformerKind> architecture = TransformerKind::kGpt2;
   MatmulPrecision precision = MatmulPrecision::kF32;
-  std::string weights;  // the model that the run starts from; of no effect where it goes on
+  RecomputeOption recompute;  // likewise, per block
+  std::string weights;        // the model that the run starts from; of no effect where it goes on
   // The batch is complete. Order::given: what --schedule-file holds. Checks::configuration: every
   // option with its value, defaults included, in the order of the help. The trainer sets
   // Training::evaluations, the order of --schedule auto, and CheckpointOptions::data and model.

@@ -71,6 +71,8 @@ struct TransformerConfig {
   // a CPU what is added to the stream is rounded before the sum, which is rounded too.
   DType stream_precision = DType::kF32;
   Recompute recompute = Recompute::kNone;
+  // [block] In place of `recompute`; the head goes by the last. Empty: all blocks go by that.
+  std::vector<Recompute> recompute_blocks = {};
   // Above 1 the last stage never has all logits of a micro-batch: LossStage::loss() makes them for
   // a part of its rows after the other, with the head's gradients. Its outputs are then the final
   // norm's results, and infer() is Error(kUsage). A part has a multiple of 512 rows, so that there
@@ -87,15 +89,16 @@ struct TransformerConfig {
 // Throws Error(kUsage) naming the option, its value and the nearest legal one: sizes >= 1 and small
 // enough, width a multiple of heads unless head_dim is given, heads of kv_heads, even head size for
 // llama, dropout in [0, 1), epsilon and scaling factors above 0 and finite, low_frequency_factor
-// below high_frequency_factor, full_layers ascending blocks of a model with a window. With gpt2, a
-// field of llama that is not at its initial value is refused: head_dim, kv_heads other than heads,
-// the rotary ones, biases, qk_norm, window, full_layers.
+// below high_frequency_factor, full_layers ascending blocks of a model with a window,
+// recompute_blocks none or as many as layers. With gpt2, a field of llama that is not at its
+// initial value is refused: head_dim, kv_heads other than heads, the rotary ones, biases, qk_norm,
+// window, full_layers.
 void validate(const TransformerConfig& config);
 
 // Floating-point operations of one sample's forward, per layer (embedding, blocks, head): the costs
 // of parse_partition.
 [[nodiscard]] std::vector<double> layer_costs(const TransformerConfig& config);
-// The part of them that backward computes again, by config.recompute.
+// The part of them that backward computes again.
 [[nodiscard]] std::vector<double> recompute_costs(const TransformerConfig& config);
 
 // Floating-point operations of one sample's forward and backward, as publications count them: 6 for
@@ -144,8 +147,9 @@ namespace sluice::nn {
 
 // A block as a layer of any Sequential: [samples, sequence, width] of the stream's type, with
 // parameters "3.norm1.weight", "3.attention.qkv.weight", "3.mlp.up.weight" and so on. Of `config`
-// it takes all but context, vocabulary, tied and full_layers, which is empty: each block has the
-// window of its own `config`. `layers` is for initial values.
+// it takes all but context, vocabulary, tied, full_layers and recompute_blocks. The last two are
+// empty: each block has the window and the recomputation of its own `config`. `layers` is for
+// initial values.
 [[nodiscard]] LayerSpec transformer_block(const TransformerConfig& config);
 
 }  // namespace sluice::nn

@@ -151,11 +151,16 @@ TEST_P(ExactnessTest, RecomputationGivesTheBitsOfOneRankThatKeeps) {
       what.micro_batch_size = 1;
       what.steps = 2;
       const TrainingOutcome expected = alone(comm, what);
-      for (const Recompute recompute :
-           {Recompute::kNone, Recompute::kAttention, Recompute::kBlock}) {
-        what.model.recompute = recompute;
-        for (const char* name : {"gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"}) {
-          const int chunks = std::string(name).ends_with("-v") ? 2 : 1;
+      constexpr auto kNone = Recompute::kNone, kAttention = Recompute::kAttention,
+                     kBlock = Recompute::kBlock;
+      for (const std::vector<Recompute>& blocks : {std::vector(3, kNone),
+                                                   std::vector(3, kAttention),
+                                                   std::vector(3, kBlock),
+                                                   {kBlock, kAttention, kNone}}) {
+        what.model.recompute_blocks = blocks;
+        for (const char* name : {"gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v"}) {
+          const bool chunked = std::string(name).ends_with("-v") || *name == 'i';
+          const int chunks = chunked ? 2 : 1;
           if (!is_legal(name, {GetParam(), what.micro_batches, chunks})) continue;
           const Layout layout{.pipeline = GetParam(), .schedule = name, .chunks = chunks};
           expect_same(comm, what, layout, expected, train(comm, what, layout));

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include <sluice/error.hpp>
 #include <sluice/transformer.hpp>
 
 #include "stages/cpu/cpu_backend.hpp"
@@ -221,6 +222,33 @@ TEST(RecomputeTest, CostsAreThoseOfTheMatmulsDoneAgain) {
   const double block = attention + 2.0 * 80 * 7 * 64 * 64;
   EXPECT_EQ(costs(Recompute::kBlock), (std::vector<double>{0, block, block, block, 0}));
   EXPECT_EQ(forward[1] - block, 2.0 * 80 * 5 * 64 * 64);
+  TransformerConfig mixed = config_with(Recompute::kNone);
+  mixed.recompute_blocks = {Recompute::kBlock, Recompute::kNone, Recompute::kAttention};
+  EXPECT_EQ(recompute_costs(mixed), (std::vector<double>{0, block, 0, attention, 0}));
+}
+
+// The head goes by the last block.
+TEST(RecomputeTest, EachBlockKeepsWhatItsOwnSettingSays) {
+  const auto kept = [](const TransformerConfig& config, int stage) {
+    const StageDescription description = describe(config, {{0, 1, 2, 3, 4, 5}}, stage, kStreamSpec);
+    return description.state_bytes_until_input + description.state_bytes_until_weight;
+  };
+  TransformerConfig mixed = config_with(Recompute::kNone);
+  mixed.recompute_blocks = {Recompute::kBlock, Recompute::kAttention, Recompute::kNone};
+  for (int block = 0; block < 3; ++block) {
+    const Recompute own = mixed.recompute_blocks[static_cast<std::size_t>(block)];
+    EXPECT_EQ(kept(mixed, block + 1), kept(config_with(own), block + 1)) << block;
+  }
+  EXPECT_LT(kept(mixed, 1), kept(mixed, 2));
+  EXPECT_LT(kept(mixed, 2), kept(mixed, 3));
+  EXPECT_EQ(kept(mixed, 4), kept(config_with(Recompute::kNone), 4));
+  mixed.recompute_blocks.back() = Recompute::kBlock;
+  EXPECT_LT(kept(mixed, 4), kept(config_with(Recompute::kNone), 4));
+
+  mixed.recompute_blocks.pop_back();
+  EXPECT_THROW(validate(mixed), Error) << "two settings of three blocks";
+  mixed.recompute_blocks = {Recompute::kBlock};
+  EXPECT_THROW(Sequential({nn::transformer_block(mixed)}), Error);
 }
 
 }  // namespace

@@ -81,6 +81,10 @@ std::vector<Job> jobs() {
   model.dropout = 0.2F;
   model.recompute = Recompute::kBlock;
   all.push_back(job("dropout, recomputed blocks", model, 2, "zb-h1"));
+  TransformerConfig mixed = model;
+  mixed.recompute_blocks.assign(static_cast<std::size_t>(model.layers), Recompute::kNone);
+  mixed.recompute_blocks.front() = Recompute::kBlock;
+  all.push_back(job("one block recomputed", mixed, 1, "1f1b"));
   all.push_back(job("momentum", model, 2, "1f1b"));
   all.back().options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
   all.back().options.training.optimizer.momentum = 0.9F;

@@ -79,6 +79,7 @@ INSTANTIATE_TEST_SUITE_P(
                 "--stream-precision"},
         Refusal{"UnknownModel", small("--model bert"), 2, "bert"},
         Refusal{"UnknownRecomputation", small("--recompute full"), 2, "none, attention, block"},
+        Refusal{"RecomputationOfOtherBlocks", small("--recompute block*900"), 2, "for 900 blocks"},
         Refusal{"ChunksThatTheScheduleLacks", small("--chunks 2 --save run --metrics m.jsonl"), 2,
                 "chunk"},
         Refusal{"PartitionOfOtherLayers", small("--partition 3"), 2, "partition"},

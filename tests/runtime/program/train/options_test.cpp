@@ -116,6 +116,36 @@ TEST(OptionsTest, RecomputesWhatIsNamed) {
               AllOf(HasSubstr("'full'"), HasSubstr("none, attention, block")));
 }
 
+TEST(OptionsTest, RecomputesBlockByBlock) {
+  constexpr auto kNone = Recompute::kNone, kAttention = Recompute::kAttention,
+                 kBlock = Recompute::kBlock;
+  const auto blocks = [](const std::string& text) {
+    return parse({"--layers", "4", "--recompute", text}).model.recompute_blocks;
+  };
+  using Blocks = std::vector<Recompute>;
+  EXPECT_EQ(blocks("block*4"), Blocks(4, kBlock));
+  EXPECT_EQ(blocks("block,none"), (Blocks{kBlock, kNone, kNone, kNone}));
+  EXPECT_EQ(blocks("block*2,attention,none*1"), (Blocks{kBlock, kBlock, kAttention, kNone}));
+  EXPECT_EQ(blocks("attention*4,none"), Blocks(4, kAttention));
+  EXPECT_EQ(blocks("block"), Blocks()) << "TransformerConfig::recompute has it";
+  const TrainOptions options = parse({"--recompute", "block,attention*2,none"});
+  EXPECT_EQ(value_of(options.checkpoint.options, "recompute"), "block*1,attention*2,none");
+
+  const auto refused = [](const std::string& text) {
+    return refusal({"--layers", "4", "--recompute", text});
+  };
+  EXPECT_THAT(refused("block*3"), AllOf(HasSubstr("'block*3' is for 3 blocks, --layers has 4"),
+                                        HasSubstr("legal: block*3,none")));
+  EXPECT_THAT(refused("block*4,none*1"), HasSubstr("for 5 blocks, --layers has 4"));
+  for (const char* part :
+       {"block*0", "block*", "block*-1", "block*x", "*2", "", "block*99999999"}) {
+    EXPECT_THAT(refused(std::string("none,") + part),
+                HasSubstr(std::string("'") + part + "' in 'none,"))
+        << part;
+  }
+  EXPECT_THAT(refused(""), HasSubstr("none, attention, block"));
+}
+
 TEST(OptionsTest, TheLastOfRepeatedOptionsCounts) {
   EXPECT_EQ(parse({"--steps", "5", "--steps", "9"}).steps, 9U);
 }
