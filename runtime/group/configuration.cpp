@@ -230,9 +230,9 @@ Facts agreed_values(const PipelineOptions& options) {
       micro_batches, micro_batch_size, batch_size, shard);
   const auto& [schedule, chunks, given] = order;
   add(values, {"schedule", "chunks", "SHA-256 of the schedule"}, schedule, chunks, given);
-  const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs] = devices;
-  add(values, {"device", "transport", "threads", "tf32", "all-reduce", "cuda-graphs"}, choices,
-      transport, threads, tf32, all_reduce, cuda_graphs);
+  const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs, memory] = devices;
+  add(values, {"device", "transport", "threads", "tf32", "all-reduce", "cuda-graphs", "memory"},
+      choices, transport, threads, tf32, all_reduce, cuda_graphs, memory);
   const auto& [activations, scratch] = offload;
   add(values, {"offload of activations", "directory of what is offloaded"}, activations, scratch);
   add_training(training, values);

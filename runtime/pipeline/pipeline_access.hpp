@@ -22,6 +22,9 @@ namespace sluice {
 class DataSource;
 class Pipeline;  // <sluice/pipeline.hpp>
 
+// Of a layout that is planned alone: whether what needs too much memory is refused.
+enum class MemoryLimit { kHolds, kIsIgnored };
+
 // Defined in runtime/pipeline/public_calls.cpp.
 class PipelineAccess {
  public:
@@ -31,7 +34,8 @@ class PipelineAccess {
   // Pipeline.
   [[nodiscard]] static JobLayout plan_layout(Communicator& world, const PipelineOptions& options,
                                              const StageFactory& make_stage,
-                                             const DataSource& source);
+                                             const DataSource& source,
+                                             MemoryLimit limit = MemoryLimit::kHolds);
   // Valid as long as `pipeline`.
   [[nodiscard]] static const JobLayout& layout(const Pipeline& pipeline);
   // Throws Error(kUsage) in a callback of `pipeline`. Not collective.

@@ -97,6 +97,7 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
     rethrow_oom_with_plan("the layout", [&] {
       built = build_layout(job, options, *compute, make_stage, *batches.source,
                            /*any_size=*/batches.own != nullptr);
+      require_memory(job, options, built.layout);
     });
     layout = std::move(built.layout);
     stages = std::move(built.stages);

@@ -52,7 +52,8 @@ Pipeline::Pipeline(World& world, const StageFactory& make_stage, const BatchSpec
 Pipeline::~Pipeline() = default;
 
 JobLayout PipelineAccess::plan_layout(Communicator& world, const PipelineOptions& options,
-                                      const StageFactory& make_stage, const DataSource& source) {
+                                      const StageFactory& make_stage, const DataSource& source,
+                                      MemoryLimit limit) {
   const bool planned =
       world.size() == 1 &&
       std::max({options.shape.pipeline, options.shape.replicas, options.shape.tensor}) > 1;
@@ -63,6 +64,7 @@ JobLayout PipelineAccess::plan_layout(Communicator& world, const PipelineOptions
     const ThreadTeam team(compute);
     compute.set_tf32(options.devices.tf32);
     layout = build_layout(job, options, compute, make_stage, source, /*any_size=*/false).layout;
+    if (limit == MemoryLimit::kHolds) require_memory(job, options, layout);
   });
   return layout;
 }

@@ -618,8 +618,15 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
       simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
   plans.cuda_graphs = options.devices.cuda_graphs;
   layout.memory = memory_of_places(job, options, source, reports, layout);
-  require_memory(job.devices.ranks, layout.place.topology, layout.memory);
   return built;
+}
+
+void require_memory(const JobContext& job, const PipelineOptions& options,
+                    const JobLayout& layout) {
+  require_within(options.devices.memory, layout.memory,
+                 "a smaller --micro-batch-size, --recompute auto, more ranks in the pipeline or "
+                 "another schedule need less");
+  require_memory(job.devices.ranks, layout.place.topology, layout.memory);
 }
 
 void add_size(JobContext& job, ComputeContext& compute, const DataSource& source,

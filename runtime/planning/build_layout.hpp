@@ -24,11 +24,14 @@ struct BuiltLayout {
 // Collective over the job. Makes this rank's stages, which allocate nothing yet, and exchanges what
 // they describe. `compute`: what the stages will run with. `any_size`: steps may have fewer
 // micro-batches than the options say. Throws Error(kUsage) for options and
-// stages that cannot work, Error(kPlan) for a schedule or plan that breaks a rule, Error(kDevice)
-// where the memory is not enough.
+// stages that cannot work, Error(kPlan) for a schedule or plan that breaks a rule.
 [[nodiscard]] BuiltLayout build_layout(JobContext& job, const PipelineOptions& options,
                                        ComputeContext& compute, const StageFactory& make_stage,
                                        const DataSource& source, bool any_size);
+
+// Refuses, on every rank alike, a layout that needs more memory than a rank may take,
+// Error(kUsage), or than there is, Error(kDevice).
+void require_memory(const JobContext& job, const PipelineOptions& options, const JobLayout& layout);
 
 // Collective over the pipeline. Adds micro-batches of `shape`, which is within the largest, to the
 // layout's edges, and prepares `stages`, this rank's, for them. Throws Error(kUsage) where a

@@ -342,4 +342,23 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
   }
 }
 
+void require_within(std::size_t limit, const MemoryTable& memory, std::string_view advice) {
+  const auto most = std::ranges::max_element(memory.ranks, {}, &RankMemory::total);
+  if (limit == 0 || most->total() <= limit) return;
+  const auto rank = static_cast<int>(most - memory.ranks.begin());
+  const std::pair<const char*, std::size_t> parts[] = {
+      {"parameters", most->parameters}, {"gradients", most->gradients},
+      {"optimizer", most->optimizer},   {"activations", most->activations},
+      {"workspace", most->workspace},   {"operators", most->operators},
+      {"messages", most->buffers},      {"libraries", most->libraries}};
+  const auto& [part, bytes] =
+      *std::ranges::max_element(parts, {}, &std::pair<const char*, std::size_t>::second);
+  throw_usage(
+      "option --memory: {:.1f} MiB a rank, but {:.1f} MiB are needed on pipeline rank {}{}, "
+      "most of it for {} with {:.1f} MiB; {}",
+      mebi(limit), mebi(most->total()), rank / memory.tensors,
+      memory.tensors == 1 ? "" : fmt::format(", tensor rank {}", rank % memory.tensors), part,
+      mebi(bytes), advice);
+}
+
 }  // namespace sluice

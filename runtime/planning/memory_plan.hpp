@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string_view>
 #include <vector>
 
 #include <sluice/data.hpp>
@@ -23,5 +24,9 @@ namespace sluice {
 // places.
 void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
                     const MemoryTable& memory);
+
+// Refuses a plan of which a rank needs more than `limit` bytes on its device, 0 being no limit:
+// Error(kUsage) with the rank that needs most, the largest part of that, and `advice`.
+void require_within(std::size_t limit, const MemoryTable& memory, std::string_view advice);
 
 }  // namespace sluice

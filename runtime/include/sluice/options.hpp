@@ -156,6 +156,9 @@ struct PipelineOptions {
     // On GPUs: record the work of stages that allow it (Stage::graph_capturable), and
     // replay it. Evaluations are not recorded.
     bool cuda_graphs = false;
+    // Bytes that a rank may take on its device by the plan; 0: what the device has. A plan that
+    // needs more is Error(kUsage) before anything is allocated.
+    std::size_t memory = 0;
   };
 
   // What leaves a rank's device between its uses. No bit of a training changes.

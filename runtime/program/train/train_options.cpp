@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <filesystem>
 #include <functional>
 #include <limits>
@@ -95,6 +96,33 @@ RotaryScaling parse_scaling(const std::string& text) {
       "option --rotary-scaling: '{}'; legal are none, linear,FACTOR and "
       "llama3,FACTOR,LOW,HIGH,CONTEXT, such as llama3,8,1,4,8192",
       text);
+}
+
+constexpr std::string_view kUnits = "KMGT";  // of 1024 each
+
+// "20G", "1.5M", "4096"; empty: 0.
+std::size_t parse_bytes(const std::string& text) {
+  constexpr double kMost = 1e18;
+  if (text.empty()) return 0;
+  std::string_view number = text;
+  const std::size_t unit = kUnits.find(text.back());
+  if (unit != std::string_view::npos) number.remove_suffix(1);
+  double value = 0;
+  const bool sound = parse_whole(number, value);
+  if (unit != std::string_view::npos) value = std::ldexp(value, 10 * (static_cast<int>(unit) + 1));
+  if (sound && value >= 1 && value <= kMost) return static_cast<std::size_t>(value);
+  throw_usage(
+      "option --memory: '{}' is no number of bytes from 1; legal are such as 4096, 512M, 1.5G and "
+      "20G",
+      text);
+}
+
+// In the largest unit that divides them.
+std::string bytes_text(std::size_t bytes) {
+  if (bytes == 0) return "";
+  std::size_t unit = 0;
+  for (; unit < kUnits.size() && bytes % 1024 == 0; ++unit) bytes /= 1024;
+  return fmt::format("{}{}", bytes, unit == 0 ? "" : kUnits.substr(unit - 1, 1));
 }
 
 std::vector<int> parse_layers(const std::string& text) {
@@ -213,10 +241,10 @@ void add_computing_options(OptionTable& table, TrainOptions& options) {
                   "needs --precision bf16")
       .mark(kFunction | kListedLater);
   table.add_parsed(
-      "recompute", "KIND[*N][,...]",
-      "none, attention or block: what backward computes again instead of keeping it; of all "
-      "blocks, "
-      "or of N after the other, such as block*2,attention,none; the results are the same",
+      "recompute", "KIND[*N][,...]|auto",
+      "none, attention or block: what backward computes again instead of keeping it, of all blocks "
+      "or of N in a row, such as block*2,attention,none; auto: the least that fits --memory; the "
+      "results are the same",
       [&](const std::string& text) { options.recompute = parse_recompute(text); },
       [&] { return to_string(options.recompute); });
   table
@@ -344,6 +372,14 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
                     "per rank; results depend on it");
   add_devices(table, devices.choices,
               "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");
+  table
+      .add_parsed(
+          "memory", "SIZE",
+          "that a rank may take on its device by the plan: bytes, or with K, M, G or T of 1024, "
+          "such as 20G; default: what there is",
+          [&](const std::string& text) { devices.memory = parse_bytes(text); },
+          [&] { return bytes_text(devices.memory); })
+      .mark(kListedLater);
   add_transport(table, devices.transport,
                 "between GPUs; auto: NCCL where each rank has a GPU of its own");
   table.add_choice("progress", expert.progress_in_actions,
@@ -917,6 +953,9 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   const bool bf16 = options.precision == MatmulPrecision::kBf16;
   options.model.precision = bf16 ? DType::kBf16 : DType::kF32;
   take_recompute(options.recompute, options.model);
+  if (options.recompute.automatic && options.pipeline.devices.memory == 0) {
+    throw_usage("option --recompute: auto takes the least that fits; give --memory SIZE as well");
+  }
   options.pipeline.devices.tf32 = options.precision == MatmulPrecision::kTf32;
   resolve_learning_rate(table, options);
   validate(options.model);

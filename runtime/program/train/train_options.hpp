@@ -48,8 +48,9 @@ struct TrainOptions {
   // Of `model` in two options; no architecture: that of `weights`.
   std::optional<TransformerKind> architecture = TransformerKind::kGpt2;
   MatmulPrecision precision = MatmulPrecision::kF32;
-  RecomputeOption recompute;  // likewise, per block
-  std::string weights;        // the model that the run starts from; of no effect where it goes on
+  // In `model`, unless it is auto, which the trainer resolves.
+  RecomputeOption recompute;
+  std::string weights;  // the model that the run starts from; of no effect where it goes on
   // The batch is complete. Order::given: what --schedule-file holds. Checks::configuration: every
   // option with its value, defaults included, in the order of the help. The trainer sets
   // Training::evaluations, the order of --schedule auto, and CheckpointOptions::data and model.

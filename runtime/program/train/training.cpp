@@ -92,10 +92,11 @@ class Training {
   [[nodiscard]] bool keeps_replicas_together() const;
   [[nodiscard]] LayerTable layers() const;
   [[nodiscard]] LayerTable layers_of_profile();
-  [[nodiscard]] StageFactory stages() const;
+  [[nodiscard]] StageFactory stages(const TransformerConfig& model) const;
   void require_same_options(Collectives& job) const;
   bool prepare();
   void plan_pipeline();
+  void choose_recomputation();
   void dry_run(Communicator& comm, ControlChannel& control);
   void make_pipeline();
   void open_metrics();
@@ -118,6 +119,7 @@ class Training {
   const TrainOptions& options_;
   StopRequest& stop_;
   ScheduleChoice choice_;
+  TransformerConfig model_;  // that of the options, with what --recompute auto chose
   TrainData data_;
   PipelineOptions pipeline_options_;
   std::unique_ptr<Pipeline> pipeline_;
@@ -237,7 +239,7 @@ void Training::print_summary() const {
 }
 
 Training::Training(Communicator& world, const TrainOptions& options, StopRequest& stop)
-    : world_(world), options_(options), stop_(stop) {}
+    : world_(world), options_(options), stop_(stop), model_(options.model) {}
 
 Training::~Training() { stop_.set_saver(nullptr); }
 
@@ -284,6 +286,8 @@ bool Training::prepare() {
     if (first()) require_writable_outputs(options_);
   });
   plan_pipeline();
+  if (options_.recompute.automatic)
+    guarded(control, world_.rank(), [&] { choose_recomputation(); });
   if (!options_.dry_run) return true;
   dry_run(*comm, control);
   require_stdout();
@@ -317,9 +321,7 @@ bool Training::keeps_replicas_together() const {
   return options_.checkpoint.local && options_.pipeline.shape.replicas > 1;
 }
 
-LayerTable Training::layers() const {
-  return {choice_.partition.first, layer_times(options_.model)};
-}
+LayerTable Training::layers() const { return {choice_.partition.first, layer_times(model_)}; }
 
 LayerTable Training::layers_of_profile() {
   const RankPlace& place = PipelineAccess::layout(*pipeline_).place;
@@ -329,14 +331,14 @@ LayerTable Training::layers_of_profile() {
   table.tensor_shards = place.shards;
   PipelineAccess::guarded(*pipeline_, [&] {
     table.collectives =
-        layer_collectives(options_.model, place.shards, shape.sequence_parallel,
+        layer_collectives(model_, place.shards, shape.sequence_parallel,
                           data_.source->input_specs(shape.micro_batch_size), pipeline_->compute());
   });
   return table;
 }
 
-StageFactory Training::stages() const {
-  return [this, model = Transformer(options_.model)](const StagePlace& place) {
+StageFactory Training::stages(const TransformerConfig& config) const {
+  return [this, model = Transformer(config)](const StagePlace& place) {
     return model.stage_of(choice_.partition, place.stage, place.shards_here());
   };
 }
@@ -359,6 +361,18 @@ void Training::plan_pipeline() {
   if (first() && !choice_.remark.empty()) fmt::print("{}\n", choice_.remark);
 }
 
+// Collective.
+void Training::choose_recomputation() {
+  RecomputeChoice chosen = choose_recompute(
+      model_, choice_.partition, pipeline_options_.devices.memory,
+      [&](const TransformerConfig& model) {
+        return PipelineAccess::plan_layout(world_, pipeline_options_, stages(model), *data_.source,
+                                           MemoryLimit::kIsIgnored);
+      });
+  model_ = std::move(chosen.model);
+  if (first()) fmt::print("{}\n", chosen.remark);
+}
+
 // Collective. Of the slowest group of tensor ranks; all 0 where none shares a stage.
 CollectiveCosts measure_tensor_ranks(Collectives& job, const RankPlace& place, int threads,
                                      ControlChannel& control) {
@@ -377,7 +391,7 @@ CollectiveCosts measure_tensor_ranks(Collectives& job, const RankPlace& place, i
 
 void Training::dry_run(Communicator& comm, ControlChannel& control) {
   const JobLayout layout =
-      PipelineAccess::plan_layout(world_, pipeline_options_, stages(), *data_.source);
+      PipelineAccess::plan_layout(world_, pipeline_options_, stages(model_), *data_.source);
   std::string ranks;
   CollectiveCosts costs;
   guarded(control, world_.rank(), [&] {
@@ -401,7 +415,7 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
 }
 
 void Training::make_pipeline() {
-  pipeline_ = std::make_unique<Pipeline>(world_, stages(), *data_.source, pipeline_options_);
+  pipeline_ = std::make_unique<Pipeline>(world_, stages(model_), *data_.source, pipeline_options_);
   start_ = load_start(*pipeline_, options_, data_.identity);
   reports_.emplace(*pipeline_, world_, options_, start_.skipped);
   open_metrics();

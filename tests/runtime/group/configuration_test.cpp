@@ -170,7 +170,7 @@ TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
       {[](auto& o) { o.choices = parse_devices("cpu,auto"); },
        [](auto& o) { o.transport = TransportChoice::kMpi; }, [](auto& o) { o.threads = 2; },
        [](auto& o) { o.tf32 = true; }, [](auto& o) { o.all_reduce = true; },
-       [](auto& o) { o.cuda_graphs = true; }});
+       [](auto& o) { o.cuda_graphs = true; }, [](auto& o) { o.memory = 1; }});
   expect_compared<Options::Training>(
       [](auto& o) -> auto& { return o.training; },
       {[](auto& o) { o.seed = 2; }, [](auto& o) { o.optimizer = OptimizerConfig::sgd(); },

@@ -85,6 +85,18 @@ TEST(MemoryPlanTest, RefusesASumThatCannotBeCounted) {
                Error);
 }
 
+TEST(MemoryPlanTest, AskedToFitNamesTheRankAndTheLargestPart) {
+  MemoryTable memory = {.ranks = {{}, kNeeded, {.activations = 70 * kMebi}, {}}, .tensors = 2};
+  memory.ranks[2].gradients = 20 * kMebi;
+  EXPECT_NO_THROW(require_within(0, memory, ""));
+  EXPECT_NO_THROW(require_within(90 * kMebi, memory, ""));
+  expect_error(
+      ErrorCode::kUsage,
+      {"--memory: 80.0 MiB a rank, but 90.0 MiB are needed on pipeline rank 1, tensor rank "
+       "0, most of it for activations with 70.0 MiB; do this"},
+      [&] { require_within(80 * kMebi, memory, "do this"); });
+}
+
 TEST(ByteSumsTest, StayAtTheLargestNumber) {
   constexpr std::size_t kHalf = std::size_t{1} << 63;
   EXPECT_EQ(sum_of_bytes({kHalf, kHalf - 1}), kTooManyBytes);

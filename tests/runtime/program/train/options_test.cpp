@@ -146,6 +146,25 @@ TEST(OptionsTest, RecomputesBlockByBlock) {
   EXPECT_THAT(refused(""), HasSubstr("none, attention, block"));
 }
 
+TEST(OptionsTest, MemoryIsInBytesOrUnitsOf1024) {
+  const auto memory = [](const char* text) {
+    const TrainOptions options = parse({"--memory", text, "--recompute", "auto"});
+    EXPECT_TRUE(options.recompute.automatic);
+    return std::pair(options.pipeline.devices.memory,
+                     value_of(options.checkpoint.options, "memory"));
+  };
+  EXPECT_EQ(memory("4097"), std::pair(std::size_t{4097}, std::string("4097")));
+  EXPECT_EQ(memory("20G"), std::pair(std::size_t{20} << 30, std::string("20G")));
+  EXPECT_EQ(memory("1.5K"), std::pair(std::size_t{1536}, std::string("1536")));
+  EXPECT_EQ(memory("2048M"), std::pair(std::size_t{2} << 30, std::string("2G")));
+  EXPECT_EQ(parse({}).pipeline.devices.memory, 0U);
+  for (const char* text : {"0", "-1", "G", "20GB", "1e40", "nan", "20 G"}) {
+    EXPECT_THAT(refusal({"--memory", text}),
+                AllOf(HasSubstr("--memory: '" + std::string(text)), HasSubstr("1.5G")));
+  }
+  EXPECT_THAT(refusal({"--recompute", "auto"}), HasSubstr("give --memory SIZE as well"));
+}
+
 TEST(OptionsTest, TheLastOfRepeatedOptionsCounts) {
   EXPECT_EQ(parse({"--steps", "5", "--steps", "9"}).steps, 9U);
 }
