@@ -160,6 +160,9 @@ struct Engine::Impl final : DeviceWait {
   void record_calls(StepActions* actions);
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
   void backward(LocalStage& local, const PlanOp& op, StageContext& ctx);
+  void recompute(LocalStage& local, const PlanOp& op, StageContext& ctx);
+  // Whether the stage has recomputed what `op` needs. Refuses an op that would overwrite that.
+  [[nodiscard]] bool take_recomputed(LocalStage& stage, const PlanOp& op) const;
   // What the stage itself does. `result`: of the loss, on the last stage; else null.
   void call_forward(LocalStage& stage, const PlanOp& op, StageContext& ctx, const Slot& output,
                     LossResult* result);
@@ -195,6 +198,7 @@ struct Engine::Impl final : DeviceWait {
   void in_pass(LocalStage& stage, const PlanOp& op, const Body& body) {
     const bool forward = op.action == ActionKind::kForward;
     if (config.plan->fold_every == 0 || on_gpu || op.action == ActionKind::kBackwardInput ||
+        op.action == ActionKind::kRecompute ||
         std::exchange(stage.gradients_watched[forward ? 0 : 1], true)) {
       return body();
     }
@@ -367,6 +371,7 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   for (LocalStage& stage : table.stages()) {
     stage.seconds = ActionSeconds{};
     stage.seconds.stage = stage.binding.index;
+    stage.recomputed = -1;
     calling([&] { return fmt::format("stage {}, before its first action", stage.binding.index); },
             [&] { stage.binding.stage->begin_step(*config.compute); });
   }
@@ -559,8 +564,11 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   const bool follows = computed_until > 0;
   const double start = follows ? computed_until : steady_seconds();
   if (on_gpu) timer.start(stream(), op, follows);
+  ctx.recomputed = take_recomputed(stage, op);
   if (op.action == ActionKind::kForward) {
     forward(stage, op, ctx);
+  } else if (op.action == ActionKind::kRecompute) {
+    recompute(stage, op, ctx);
   } else {
     backward(stage, op, ctx);
   }
@@ -603,9 +611,7 @@ void Engine::Impl::tally(const PlanOp& op, double start, double end) {
   if (op.kind == OpKind::kReduceGrad) return record(TraceTrack::kSums, op, start, end);
   LocalStage& stage = local(op);
   outcome.busy_seconds += end - start;
-  ActionSeconds::Sum& sum = stage.seconds.of(op.action);
-  sum.seconds += end - start;
-  ++sum.count;
+  stage.seconds.add(op.action, end - start);
   if (config.trace_events > 0) record(TraceTrack::kCompute, op, start, end);
 }
 
@@ -717,6 +723,27 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   if (grad_input != nullptr) grad_input->state = SlotState::kFilled;
 }
 
+bool Engine::Impl::take_recomputed(LocalStage& stage, const PlanOp& op) const {
+  if (stage.recomputed < 0) return false;
+  const bool next = op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardInput;
+  if (!next || op.micro_batch != stage.recomputed) {
+    refuse(op, fmt::format("the stage holds what it has recomputed of micro-batch {}, whose B or I "
+                           "must come first",
+                           stage.recomputed));
+  }
+  stage.recomputed = -1;
+  return true;
+}
+
+void Engine::Impl::recompute(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
+  expect(op, BufferKind::kState, SlotState::kFilled);
+  in_stage(stage, op, [&] {
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx),
+              [&] { stage.binding.stage->recompute(ctx); });
+  });
+  stage.recomputed = op.micro_batch;
+}
+
 void Engine::Impl::at_rest(StepActions* actions) {
   ContextAccess::free_outgrown(*config.compute);
   if (calls.begin_recording()) record_calls(actions);
@@ -739,6 +766,8 @@ void Engine::Impl::record_calls(StepActions* actions) {
     if (op.kind != OpKind::kCompute) continue;
     LocalStage& stage = local(op);
     StageContext ctx = context_of(op);
+    ctx.recomputed = take_recomputed(stage, op);
+    if (op.action == ActionKind::kRecompute) stage.recomputed = op.micro_batch;
     const bool reports = &op == stage.last_gradient && actions != nullptr &&
                          actions->final_gradients(op.stage) != nullptr;
     if (reports || host_takes_part(op, ctx)) continue;
@@ -753,6 +782,7 @@ void Engine::Impl::record_calls(StepActions* actions) {
           return call_forward(stage, op, ctx, *table.slot(op, BufferKind::kOutput),
                               result_of(stage, op));
         }
+        if (op.action == ActionKind::kRecompute) return stage.binding.stage->recompute(ctx);
         const bool writes = op.stage > 0 && op.action != ActionKind::kBackwardWeight;
         call_backward(
             stage, op, ctx, *table.slot(op, gradient_of(stage)),

@@ -34,12 +34,14 @@ struct ActionSeconds {
   };
   Sum forward, backward, backward_input, backward_weight;
 
-  // Requires the kind of a compute action.
-  [[nodiscard]] Sum& of(ActionKind kind) {
-    return kind == ActionKind::kForward         ? forward
-           : kind == ActionKind::kBackward      ? backward
-           : kind == ActionKind::kBackwardInput ? backward_input
-                                                : backward_weight;
+  // `kind`: F, B, I, W or RECOMPUTE, which is part of the input halves without being one.
+  void add(ActionKind kind, double seconds) {
+    Sum& sum = kind == ActionKind::kForward          ? forward
+               : kind == ActionKind::kBackward       ? backward
+               : kind == ActionKind::kBackwardWeight ? backward_weight
+                                                     : backward_input;
+    sum.seconds += seconds;
+    sum.count += kind == ActionKind::kRecompute ? 0 : 1;
   }
 };
 

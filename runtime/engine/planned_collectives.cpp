@@ -20,7 +20,8 @@ namespace sluice {
 namespace {
 
 constexpr std::array kActions = {ActionKind::kForward, ActionKind::kBackward,
-                                 ActionKind::kBackwardInput, ActionKind::kBackwardWeight};
+                                 ActionKind::kBackwardInput, ActionKind::kBackwardWeight,
+                                 ActionKind::kRecompute};
 
 void copy_of_one(const CollectiveCall& call) {
   if (call.in.size() != call.out.size()) {
@@ -59,6 +60,7 @@ std::size_t most_of(const JobLayout& layout, int rank, bool trains, const Needs&
     const StageCollectives& made = layout.parameters.stages[at(stage)].collectives;
     raise(collectives_of(made, ActionKind::kForward, !trains));
     raise(trains ? collectives_of(made, ActionKind::kBackward, false) : made.answer);
+    if (trains) raise(made.recompute);
   }
   return most;
 }
@@ -111,7 +113,8 @@ void PlannedCollectives::begin(const StageBinding& binding, const PlanOp& op, Un
   const bool no_loss = op.action == ActionKind::kForward && !loss;
   if (plan.empty() && !(no_loss && !config_.edges->answers(shape).empty())) return;
   const Lists& lists = lists_of(binding, shape);
-  const std::vector<PlannedCollective>& now = lists.of[at(static_cast<int>(op.action))];
+  const auto action = std::ranges::find(kActions, op.action) - kActions.begin();
+  const std::vector<PlannedCollective>& now = lists.of[static_cast<std::size_t>(action)];
   if (const std::string why = why_unlike(plan, now); !why.empty()) {
     refuse(fmt::format("describes other collectives than its plan has: {}", why));
   }

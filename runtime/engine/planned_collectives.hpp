@@ -64,12 +64,12 @@ class PlannedCollectives {
     Collective* group_;  // null: one rank
   };
 
-  // [F, B, I, W, F with answer() for loss()] of a stage for one shape of micro-batches.
+  // [F, B, I, W, RECOMPUTE, F with answer() for loss()] of a stage for one shape of micro-batches.
   struct Lists {
     int stage = 0;
     UnitShape shape;
     bool in_loss = false;  // loss() makes some
-    std::array<std::vector<PlannedCollective>, 5> of = {};
+    std::array<std::vector<PlannedCollective>, 6> of = {};
   };
 
   // NCCL's sums are of f32.

@@ -23,6 +23,7 @@ struct LocalStage {
   std::array<SlotPool*, kBufferKinds> pools = {};
   const PlanOp* last_gradient = nullptr;  // the last op of a step that adds to its gradients
   ActionSeconds seconds;
+  std::int32_t recomputed = -1;  // micro-batch, up to its B or I; -1: none
   // The first call was; see the engine.
   bool forward_watched = false, backward_watched = false, loss_watched = false;
   std::array<bool, 2> gradients_watched = {};  // in F; in B or W

@@ -54,6 +54,8 @@ const char* in_words(ActionKind kind) noexcept {
       return "input gradient";
     case ActionKind::kBackwardWeight:
       return "weight gradient";
+    case ActionKind::kRecompute:
+      return "recomputation";
     default:
       return "backward";
   }

@@ -72,6 +72,7 @@ struct StageEntry {
   std::size_t table_bytes = 0;     // of operators' constants, also shared
   bool own_memory = false;         // StageDescription::own_memory
   bool state_moves = false;        // StageDescription::state_moves
+  bool recomputes = false;         // StageDescription::recomputes
   std::string note;                // StageDescription::note
   StageCollectives collectives;    // of the largest micro-batch
 

@@ -142,7 +142,7 @@ void require_divisible(const RankPlace& place, const std::vector<StageEntry>& st
   for (std::size_t s = 0; s < stages.size(); ++s) {
     const StageCollectives& made_within = stages[s].collectives;
     for (const auto& list : {made_within.forward, made_within.loss, made_within.backward_input,
-                             made_within.backward_weight}) {
+                             made_within.backward_weight, made_within.recompute}) {
       if (std::none_of(list.begin(), list.end(), [](const PlannedCollective& each) {
             return each.axis == CollectiveAxis::kReplica;
           })) {
@@ -457,6 +457,9 @@ LowerOptions lowering_of(const JobLayout& layout, bool inference) {
                                             !layout.parameters.stages[at(s)].has_shares());
   }
   if (inference) return lowering;
+  for (const StageEntry& stage : layout.parameters.stages) {
+    lowering.recomputes.push_back(stage.recomputes);
+  }
   for (const TiedParameter& tie : layout.parameters.tied) {
     std::vector<int>& stages = lowering.tied.emplace_back().stages;
     for (const TiedUse& use : tie.uses) {

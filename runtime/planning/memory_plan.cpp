@@ -163,8 +163,9 @@ class MemorySum {
       std::size_t summed = 0;  // bytes, of one sum of gradients, of shares or of a buffer's means
       for (const int stage : layout_.plans.placement().stages_of(rank_)) {
         const StageEntry& entry = layout_.parameters.stages[at(stage)];
-        for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
-          if (kind == ActionKind::kBackward && !trains) continue;
+        for (const ActionKind kind :
+             {ActionKind::kForward, ActionKind::kBackward, ActionKind::kRecompute}) {
+          if (kind != ActionKind::kForward && !trains) continue;
           for (const PlannedCollective& each : collectives_of(entry.collectives, kind, !trains)) {
             if (on_host(each, axis)) within.raise(each, at(ranks));
           }

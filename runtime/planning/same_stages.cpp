@@ -50,6 +50,7 @@ std::string list(const std::vector<StageEntry>& stages, CollectiveAxis axis,
     add_collectives(stages[s].collectives.loss, "loss");
     add_collectives(stages[s].collectives.backward_input, "input gradient");
     add_collectives(stages[s].collectives.backward_weight, "weight gradient");
+    add_collectives(stages[s].collectives.recompute, "recomputation");
   }
   return all;
 }

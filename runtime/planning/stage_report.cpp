@@ -40,13 +40,13 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Slice, axis, begin, length, whole)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SlicePart, slice, shard)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PlannedCollective, axis, kind, bytes, type)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageCollectives, forward, loss, answer, backward_input,
-                                   backward_weight)
+                                   backward_weight, recompute)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit, slice, parts,
                                    shares, whole_elements)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients, alignment)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
-                                   own_memory, state_moves, note, collectives)
+                                   own_memory, state_moves, recomputes, note, collectives)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients, answers,
                                    gives_answers)
 
@@ -195,6 +195,7 @@ void set_collectives(StageEntry& entry, const StageDescription& description, boo
   require("answer", made.answer, largest.answer);
   require("input gradient", made.backward_input, largest.backward_input);
   require("weight gradient", made.backward_weight, largest.backward_weight);
+  require("recomputation", made.recompute, largest.recompute);
 }
 
 // Which inputs need a gradient: what the stage says, else every input of a float type.
@@ -230,6 +231,7 @@ void raise(StageEntry& entry, const StageDescription& description) {
   raise_to(entry.table_bytes, description.table_bytes);
   entry.own_memory = entry.own_memory || description.own_memory;
   entry.state_moves = description.state_moves && !description.own_memory;
+  entry.recomputes = entry.recomputes || description.recomputes;
 }
 
 }  // namespace

@@ -186,7 +186,8 @@ SharedCalls shared_calls(const JobLayout& layout, int pipeline_rank) {
   for (const int stage : layout.plans.placement().stages_of(pipeline_rank)) {
     const StageCollectives& all =
         layout.parameters.stages[static_cast<std::size_t>(stage)].collectives;
-    for (const auto* calls : {&all.forward, &all.loss, &all.backward_input, &all.backward_weight}) {
+    for (const auto* calls :
+         {&all.forward, &all.loss, &all.backward_input, &all.backward_weight, &all.recompute}) {
       for (const PlannedCollective& call : *calls) {
         if (call.axis != CollectiveAxis::kTensor) continue;
         ++sum.calls;

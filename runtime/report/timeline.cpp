@@ -100,7 +100,10 @@ EventsOfSteps events_of_steps(const std::vector<RankTrace>& traces) {
     for (std::size_t i = 0; i < traces[t].events.size(); ++i) {
       const TraceEvent& event = traces[t].events[i];
       const auto kind = static_cast<ActionKind>(event.action);
-      if (event.track != TraceTrack::kCompute || kind == ActionKind::kBackwardWeight) continue;
+      if (event.track != TraceTrack::kCompute || kind == ActionKind::kBackwardWeight ||
+          kind == ActionKind::kRecompute) {
+        continue;
+      }
       found[{static_cast<int>(t), kind == ActionKind::kForward, event.stage, event.micro_batch}]
           .push_back({t, i});
     }
@@ -201,9 +204,7 @@ std::vector<StageTimes> stage_times(const StepTimeline& step) {
   std::vector<ActionSeconds> sums(at(step.schedule.placement.stages()));
   for (const auto& row : step.measured.timeline) {
     for (const SimulatedAction& each : row) {
-      ActionSeconds::Sum& sum = sums[at(each.action.stage)].of(each.action.kind);
-      sum.seconds += each.end - each.start;
-      ++sum.count;
+      sums[at(each.action.stage)].add(each.action.kind, each.end - each.start);
     }
   }
   std::vector<StageTimes> times;

@@ -62,6 +62,7 @@ bool cells_by_time(const Schedule& schedule, Cells& cells) {
     std::size_t next = 0;
     for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
       const Step& step = schedule.ranks[rank][i];
+      if (step.action.kind == ActionKind::kRecompute) ++next;  // drawn by its B or I
       if (!is_compute(step.action.kind)) continue;
       const auto column = static_cast<int>(simulation.timeline[rank][next].start);
       cells[rank].push_back({column, static_cast<int>(i)});

@@ -192,8 +192,11 @@ class Picture {
   void box(std::size_t rank, const SimulatedAction& action, double start, double end, double y,
            double height) {
     const int chunk = chunk_of_[at(action.action.stage)];
-    const Shade shade = shade_of(action.action.kind, chunk, chunks_);
-    used_[at(action.action.kind)] = true;
+    // RECOMPUTE begins an input half.
+    const bool again = action.action.kind == ActionKind::kRecompute;
+    const ActionKind kind = again ? ActionKind::kBackwardInput : action.action.kind;
+    const Shade shade = shade_of(kind, chunk, chunks_);
+    used_[at(kind)] = true;
     const double x = kLeft + start * scale_;
     const double width = (end - start) * scale_;
     if (width < 0.1) return;
@@ -273,7 +276,7 @@ class Picture {
     const std::vector<SimulatedAction>& timeline = simulation_.timeline[rank];
     std::size_t next = 0;
     for (const Step& step : schedule_.ranks[rank]) {
-      if (!is_compute(step.action.kind)) continue;
+      if (!is_compute(step.action.kind) && step.action.kind != ActionKind::kRecompute) continue;
       const SimulatedAction& first = timeline[next++];
       if (!step.overlapped) {
         box(rank, first, first.start, first.end, y, kRowHeight);

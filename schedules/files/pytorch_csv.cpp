@@ -110,7 +110,8 @@ std::string wait_of(const Action& action) {
 }
 
 bool known_to_pytorch(ActionKind kind) {
-  return kind != ActionKind::kReduceTied && kind != ActionKind::kOptimizer && !is_move(kind);
+  return kind != ActionKind::kReduceTied && kind != ActionKind::kOptimizer &&
+         kind != ActionKind::kRecompute && !is_move(kind);
 }
 
 // The waits of a file: each comes in its row after what it waits for.

@@ -15,8 +15,8 @@ namespace {
 // Indexed by ActionKind.
 constexpr auto kKindNames = std::to_array<std::string_view>(
     {"F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "REDUCE_TIED",
-     "UNSHARD", "RESHARD", "OPTIMIZER", "OFFLOAD", "FETCH"});
-static_assert(kKindNames.size() == at(ActionKind::kFetch) + 1);
+     "UNSHARD", "RESHARD", "OPTIMIZER", "OFFLOAD", "FETCH", "RECOMPUTE"});
+static_assert(kKindNames.size() == at(ActionKind::kRecompute) + 1);
 
 constexpr std::string_view kOverlapSuffix = ")OVERLAP_F_B";
 

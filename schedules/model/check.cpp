@@ -96,7 +96,8 @@ class SingleActions {
       return concat(action, " names micro-batch ", action.micro_batch,
                     "; legal micro-batches are 0 to ", schedule_.micro_batches - 1);
     }
-    if (is_move(action.kind)) return std::nullopt;  // verify() says more
+    // verify() looks at these.
+    if (is_move(action.kind) || action.kind == ActionKind::kRecompute) return std::nullopt;
     std::uint8_t& seen = inventory_.seen.at(action.stage, action.micro_batch);
     if (is_message(action.kind)) {
       if (auto objection = message(action)) return objection;

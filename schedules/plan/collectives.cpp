@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
@@ -15,7 +16,9 @@ constexpr std::array<std::string_view, kCollectiveKinds> kKindNames = {
     "sum", "all-gather", "reduce-scatter", "all-to-all"};
 
 bool makes(ActionKind action, ActionKind part) {
-  return action == part || (action == ActionKind::kBackward && part != ActionKind::kForward);
+  return action == part ||
+         (action == ActionKind::kBackward &&
+          (part == ActionKind::kBackwardInput || part == ActionKind::kBackwardWeight));
 }
 
 std::string text_of(CollectiveKind kind, std::uint64_t bytes, DType type) {
@@ -51,6 +54,7 @@ std::vector<PlannedCollective> collectives_of(const StageCollectives& stage, Act
   };
   append(ActionKind::kForward, stage.forward);
   append(ActionKind::kForward, stage.loss);
+  append(ActionKind::kRecompute, stage.recompute);
   append(ActionKind::kBackwardInput, stage.backward_input);
   append(ActionKind::kBackwardWeight, stage.backward_weight);
   return all;
@@ -95,6 +99,7 @@ CollectiveLists::CollectiveLists(const std::vector<StageCollectives>& stages, bo
     Ends& ends = stages_.emplace_back();
     ends.begin = static_cast<std::int32_t>(all.size());
     ends.forward = end_of(stage, ActionKind::kForward);
+    ends.recompute = end_of(stage, ActionKind::kRecompute);
     ends.input = end_of(stage, ActionKind::kBackwardInput);
     ends.weight = end_of(stage, ActionKind::kBackwardWeight);
   }
@@ -103,13 +108,22 @@ CollectiveLists::CollectiveLists(const std::vector<StageCollectives>& stages, bo
 void CollectiveLists::name(PlanOp& op) const {
   if (stages_.empty()) return;
   const Ends& ends = stages_[at(op.stage)];
-  const bool forward = op.action == ActionKind::kForward;
-  const bool weight = op.action == ActionKind::kBackwardWeight;
-  op.first_collective = forward ? ends.begin : weight ? ends.input : ends.forward;
-  op.collectives = (forward                                   ? ends.forward
-                    : op.action == ActionKind::kBackwardInput ? ends.input
-                                                              : ends.weight) -
-                   op.first_collective;
+  const auto [first, end] = [&]() -> std::pair<std::int32_t, std::int32_t> {
+    switch (op.action) {
+      case ActionKind::kForward:
+        return {ends.begin, ends.forward};
+      case ActionKind::kRecompute:
+        return {ends.forward, ends.recompute};
+      case ActionKind::kBackwardInput:
+        return {ends.recompute, ends.input};
+      case ActionKind::kBackwardWeight:
+        return {ends.input, ends.weight};
+      default:
+        return {ends.recompute, ends.weight};
+    }
+  }();
+  op.first_collective = first;
+  op.collectives = end - first;
 }
 
 }  // namespace sluice

@@ -49,7 +49,7 @@ class CollectiveLists {
 
  private:
   struct Ends {  // of the lists; each begins where the one before it ends
-    std::int32_t begin = 0, forward = 0, input = 0, weight = 0;
+    std::int32_t begin = 0, forward = 0, recompute = 0, input = 0, weight = 0;
   };
   std::vector<Ends> stages_;  // [stage]; empty: none makes any
 };

@@ -62,15 +62,21 @@ std::map<int, std::size_t> last_steps(const std::vector<Step>& steps, const Lowe
   return last;
 }
 
-// Appends a step with its messages, and the sums that follow it according to last_steps().
+// Appends a step with its messages, what comes before its backward, and the sums that follow it
+// according to last_steps().
 void append_step(const Placement& placement, const Step& step, std::size_t index,
-                 std::map<int, std::size_t>& last, std::vector<Step>& out) {
+                 const std::vector<bool>& recomputes, std::map<int, std::size_t>& last,
+                 std::vector<Step>& out) {
   const auto append_sum = [&](const Action& action) {
     const auto found = last.find(action.stage);
     if (found == last.end() || found->second != index) return;
     out.push_back({make_action(ActionKind::kReduceGrad, action.stage)});
     last.erase(found);
   };
+  const auto& [kind, stage, micro_batch] = step.action;
+  if (makes_gradient(kind) && !step.overlapped && !recomputes.empty() && recomputes[at(stage)]) {
+    out.push_back({make_action(ActionKind::kRecompute, stage, micro_batch)});
+  }
   append_message(placement, step.action, true, out);
   if (step.overlapped) append_message(placement, *step.overlapped, true, out);
   out.push_back(step);
@@ -137,6 +143,7 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   const auto stages = at(schedule.placement.stages());
   require_entries(options.overlapped_grad_sums.size(), stages,
                   "which sums overlap with computation");
+  require_entries(options.recomputes.size(), stages, "which stages recompute");
   require_entries(options.resident.size(), stages, "how many states stay");
   Schedule lowered = empty_schedule(schedule.name, schedule.placement, schedule.micro_batches);
   lowered.forward_only = schedule.forward_only;
@@ -146,10 +153,10 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
     const std::vector<int>& own = schedule.placement.stages_of(static_cast<int>(rank));
     std::size_t size = steps.size() + options.tied.size() + 1 + own.size();
     for_each_action(steps, [&](const Action& action) {
-      if (is_message(action.kind) || is_move(action.kind)) {
+      if (has_micro_batch(action.kind) && !is_compute(action.kind)) {
         refuse("schedule '", schedule.name, "' already has ",
-               is_move(action.kind) ? "moves" : "messages", " (", action, " on rank ", rank,
-               "); lower takes compute actions only");
+               is_message(action.kind) ? "messages" : name_of(action.kind), " (", action,
+               " on rank ", rank, "); lower takes compute actions only");
       }
       if (action.kind == ActionKind::kBackwardWeight) return;
       size += crosses(schedule.placement, action.stage, action.stage - 1) ? 1U : 0U;
@@ -165,7 +172,7 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
     std::size_t offloads = 0, fetches = 0;
     for (std::size_t i = 0; i < steps.size(); ++i) {
       append_moves(moves.fetches, i, fetches, out);
-      append_step(schedule.placement, steps[i], i, last, out);
+      append_step(schedule.placement, steps[i], i, options.recomputes, last, out);
       append_moves(moves.offloads, i, offloads, out);
     }
     if (!schedule.forward_only) {

@@ -569,6 +569,8 @@ class RankPlanner {
       case ActionKind::kBackwardInput:
       case ActionKind::kBackwardWeight:
         return add_compute(action);
+      case ActionKind::kRecompute:
+        return add_recompute(action);
       case ActionKind::kRecvForward:
         return add_receive(action, messages_.forward[at(action.stage) - 1], BufferKind::kInput);
       case ActionKind::kRecvBackward:
@@ -593,7 +595,7 @@ class RankPlanner {
         return;
       default:
         refuse("plan of '", schedule_.name, "': rank ", rank_, " lists ", action,
-               ", which plans do not carry; legal are F, B, I, W, messages, OFFLOAD, "
+               ", which plans do not carry; legal are F, B, I, W, RECOMPUTE, messages, OFFLOAD, "
                "FETCH, REDUCE_GRAD, REDUCE_TIED and OPTIMIZER");
     }
   }
@@ -654,7 +656,7 @@ class RankPlanner {
     name_slot(op, BufferKind::kGradInput, grad_input);
     name_slot(op, BufferKind::kState, own.slot(BufferKind::kState, micro_batch));
     collectives_.name(op);
-    moves_.computed();
+    if (is_compute(action.kind)) moves_.computed();
     count_for_fold(action);
     if (!ends_use(action.kind, schedule_.forward_only)) return;
     if (!forward) {
@@ -664,6 +666,16 @@ class RankPlanner {
     }
     used_ = action;
     if (issuer_.is_global()) release_kept();
+  }
+
+  void add_recompute(const Action& action) {
+    const RankBuffers::StageView own = buffers_.view(action.stage);
+    PlanOp& op = emit(plan_.ops, OpKind::kCompute, action);
+    for (const BufferKind kind : {BufferKind::kInput, BufferKind::kState}) {
+      if (kind == BufferKind::kInput && action.stage == 0) continue;
+      name_slot(op, kind, own.slot(kind, action.micro_batch));
+    }
+    collectives_.name(op);
   }
 
   // The action that completes a group is followed by a fold, after the send of what it computed.

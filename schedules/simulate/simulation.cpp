@@ -138,7 +138,8 @@ class Simulator {
         activation_there_(placement_.stages(), schedule.micro_batches),
         gradient_there_(schedule.forward_only ? 0 : placement_.stages(), schedule.micro_batches),
         ranks_(schedule.ranks.size()),
-        weights_done_(at(placement_.stages())) {
+        weights_done_(at(placement_.stages())),
+        recomputed_(weights_done_.size()) {
     if (!times.bytes.empty()) memory_.emplace(schedule, times);
     if (times.queues != MessageQueues::kNone) lanes_ = lane_times(compute_of(schedule), times);
   }
@@ -246,6 +247,7 @@ class Simulator {
 
   void visit(std::size_t rank, const Step& step) {
     if (is_move(step.action.kind)) return move(rank, step.action);
+    if (step.action.kind == ActionKind::kRecompute) return recompute(rank, step.action);
     if (!is_compute(step.action.kind)) return;
     const auto together = step.overlapped && !lanes_
                               ? pair_time(times_, step.action, *step.overlapped)
@@ -277,10 +279,18 @@ class Simulator {
   }
 
   // When the moves that the action needs have ended.
-  double moved(RankState& state, const Action& action) {
+  double moved(const RankState& state, const Action& action) const {
     if (action.kind == ActionKind::kForward) return state.left_before;
     const auto found = fetched_.find({action.stage, action.micro_batch});
     return found == fetched_.end() ? 0 : found->second;
+  }
+
+  // With in-order queues its time stays with the backward.
+  void recompute(std::size_t rank, const Action& action) {
+    RankState& state = ranks_[rank];
+    recomputed_[at(action.stage)] = lanes_ ? 0 : duration_of(times_, action);
+    state.free =
+        place(rank, action, begin(rank, moved(state, action)), recomputed_[at(action.stage)]);
   }
 
   void compute(std::size_t rank, const Action& action) {
@@ -290,7 +300,9 @@ class Simulator {
                              : arrival(action);
     const double start = begin(rank, std::max(there, moved(state, action)));
     state.left_before = state.left_since;
-    const double end = place(rank, action, start, duration_of(times_, action));
+    double time = duration_of(times_, action);
+    if (makes_gradient(action.kind)) time -= std::exchange(recomputed_[at(action.stage)], 0);
+    const double end = place(rank, action, start, time);
     finish(rank, action, start, end);
     state.free = end;
   }
@@ -383,6 +395,7 @@ class Simulator {
   PairTable<double> gradient_there_;    // when the gradient from the next stage arrives
   std::vector<RankState> ranks_;
   std::vector<double> weights_done_;  // [stage] end of its last W or B so far
+  std::vector<double> recomputed_;    // [stage] what RECOMPUTE took of its next B or I
   std::optional<MemoryRecorder> memory_;
   std::optional<LaneTimes> lanes_;                 // with in-order queues
   std::map<std::pair<int, int>, double> fetched_;  // by stage and micro-batch

@@ -161,6 +161,9 @@ SimulationTimes with_collectives(const SimulationTimes& times, int stages, bool 
     };
     add_to(made.forward, ActionKind::kForward);
     add_to(made.backward_input, ActionKind::kBackwardInput);
+    add_to(made.backward_input, ActionKind::kRecompute);
+    made.recompute +=
+        cost_of(times, of_stage(times.collectives, stage), ActionKind::kRecompute, forward_only);
     add_to(made.backward_weight, ActionKind::kBackwardWeight);
   }
   return result;
@@ -209,6 +212,8 @@ double duration_of(const SimulationTimes& times, const Action& action) {
       return stage.backward_input;
     case ActionKind::kBackwardWeight:
       return stage.backward_weight;
+    case ActionKind::kRecompute:
+      return stage.recompute;
     default:
       return stage.backward_input + stage.backward_weight;
   }

@@ -223,6 +223,12 @@ class ProgressReplay {
                                                            kForwardDone | kInputDone};
     Stage& stage = stages_[at(own)];
     std::uint8_t& done = stage.done[op.micro_batch];
+    if (op.action == ActionKind::kRecompute) return recompute(op, stage, done == kForwardDone);
+    if (stage.recomputed >= 0 &&
+        !(stage.recomputed == op.micro_batch && makes_gradient(op.action))) {
+      return refusal_.object("the stage holds what it has recomputed of micro-batch ",
+                             stage.recomputed, ", whose B or I must come first");
+    }
     const std::uint8_t adds = kAdds[at(op.action)], needs = kNeeds[at(op.action)];
     if (plan_.forward_only && adds != kForwardDone) {
       return refusal_.object("the plan is forward-only");
@@ -238,6 +244,7 @@ class ProgressReplay {
     if (folds && !check_group(op, stage.folds[pass])) return false;
     if (!check_collectives(op, stage)) return false;
     done |= adds;
+    if (makes_gradient(op.action)) stage.recomputed = -1;
     if (folds) ++stage.since_fold[pass];
     if ((adds & (plan_.forward_only ? kForwardDone : kWeightDone)) != 0) ++stage.complete;
     return true;
@@ -318,11 +325,27 @@ class ProgressReplay {
   struct Stage {
     std::uint8_t* done = nullptr;  // [micro_batch] bits
     std::int32_t complete = 0;     // micro-batches
+    std::int32_t recomputed = -1;  // micro-batch, up to its B or I; -1: none
     bool reduced = false;
     // Of F; of W and B.
     std::array<std::int32_t, 2> folds = {}, since_fold = {};
-    std::array<const PlanOp*, 4> firsts = {};  // [ActionKind] whose collectives all others make
+    // [F, B, I, W, RECOMPUTE] whose collectives all others make
+    std::array<const PlanOp*, 5> firsts = {};
+    [[nodiscard]] const PlanOp*& first(ActionKind kind) {
+      return firsts[kind == ActionKind::kRecompute ? 4 : at(kind)];
+    }
   };
+
+  // `waits`: the micro-batch is between its F and its B or I.
+  bool recompute(const PlanOp& op, Stage& stage, bool waits) {
+    if (!waits) return refusal_.object("it comes between F and B or I of its micro-batch");
+    if (stage.recomputed >= 0) {
+      return refusal_.object("the stage has recomputed micro-batch ", stage.recomputed,
+                             ", whose B or I must come first");
+    }
+    stage.recomputed = op.micro_batch;
+    return check_collectives(op, stage);
+  }
 
   // `folds`: of the stage so far, of what this action adds to.
   bool check_group(const PlanOp& op, std::int32_t folds) {
@@ -357,7 +380,7 @@ class ProgressReplay {
       return refusal_.object("it names ", op.collectives, " collectives from ", op.first_collective,
                              " on; the plan has ", all);
     }
-    const PlanOp*& first = stage.firsts[at(op.action)];
+    const PlanOp*& first = stage.first(op.action);
     const bool is_first = first == nullptr;
     if (is_first) first = &op;
     if (!is_first && op.first_collective == first->first_collective &&
@@ -378,10 +401,10 @@ class ProgressReplay {
     return check_halves(stage);
   }
 
-  bool check_halves(const Stage& stage) {
-    const auto of = [&](ActionKind kind) { return stage.firsts[at(kind)]; };
-    const PlanOp *const whole = of(ActionKind::kBackward), *input = of(ActionKind::kBackwardInput),
-                        *weight = of(ActionKind::kBackwardWeight);
+  bool check_halves(Stage& stage) {
+    const PlanOp *const whole = stage.first(ActionKind::kBackward),
+                        *input = stage.first(ActionKind::kBackwardInput),
+                        *weight = stage.first(ActionKind::kBackwardWeight);
     if (whole == nullptr || input == nullptr || weight == nullptr) return true;
     std::vector<PlannedCollective> halves;
     for (const PlanOp* half : {input, weight}) {
@@ -469,7 +492,7 @@ class RankReplay {
     }
     after_issue_ = issues;
     if (op.kind != OpKind::kCompute && op.collectives != 0) {
-      return refusal_.object("it makes collectives; only F, B, I and W do");
+      return refusal_.object("it makes collectives; only F, B, I, W and RECOMPUTE do");
     }
     switch (op.kind) {
       case OpKind::kPostRecv:
@@ -610,8 +633,10 @@ class RankReplay {
   }
 
   bool replay_compute(const PlanOp& op, int own) {
-    if (!is_compute(op.action)) {
-      return refusal_.object(name_of(op.action), " does not compute; legal are F, B, I and W");
+    const bool again = op.action == ActionKind::kRecompute;
+    if (!is_compute(op.action) && !again) {
+      return refusal_.object(name_of(op.action),
+                             " does not compute; legal are F, B, I, W and RECOMPUTE");
     }
     if (!check_micro_batch(op) || !progress_.compute(op, own)) return false;
     const auto mask = [](BufferKind kind) { return BufferReplay::mask(kind); };
@@ -621,6 +646,8 @@ class RankReplay {
     unsigned writes = 0;
     if (op.action == ActionKind::kForward) {
       writes = mask(BufferKind::kState) | mask(BufferKind::kOutput);
+    } else if (again) {
+      reads |= mask(BufferKind::kState);
     } else {
       reads |=
           mask(BufferKind::kState) | mask(last ? BufferKind::kOutput : BufferKind::kGradOutput);

@@ -27,13 +27,14 @@ LayerRun::Call call_within(const LayerRun& run, const LayerCall& call,
                      .gradients = at(call.gradients, begin.gradients),
                      .scratch = at(call.scratch, begin.scratch)},
           .again = call.again,
+          .recomputed = call.recomputed,
           .rounded_dy = call.rounded_dy,
           .rounded_dx = call.rounded_dx};
 }
 
-class RunLayer final : public Layer {
+class RunLayer : public Layer {
  public:
-  RunLayer(std::vector<NumberedLayer> layers, bool recomputes)
+  explicit RunLayer(std::vector<NumberedLayer> layers, bool recomputes = false)
       : run_(std::move(layers), {.recomputes = recomputes}) {}
 
   Edges set_precision(const Precision& precision) override {
@@ -75,8 +76,14 @@ class RunLayer final : public Layer {
     run_.backward(call_within(run_, call), LayerRun::Halves::kBoth, {&dy, 1}, {&dx, 1});
   }
 
- private:
+ protected:
   LayerRun run_;
+};
+
+class RecomputeLayer final : public RunLayer, public Recomputing {
+ public:
+  explicit RecomputeLayer(std::vector<NumberedLayer> layers) : RunLayer(std::move(layers), true) {}
+  void recompute(LayerCall& call) override { run_.keep_again(call_within(run_, call), {}); }
 };
 
 class ResidualBlock final : public Layer {
@@ -207,7 +214,7 @@ std::unique_ptr<Layer> make_layer(const LayerSpec& spec, int number) {
   if (spec.parts.empty()) return spec.make(number);
   LayerSpec inner = spec;
   inner.name = "";
-  return std::make_unique<RunLayer>(make_layers(inner, 0, number), false);
+  return std::make_unique<RunLayer>(make_layers(inner, 0, number));
 }
 
 LayerSpec group(std::vector<LayerSpec> layers) {
@@ -229,7 +236,7 @@ LayerSpec recompute(LayerSpec layer) {
                  .forms = forms_of(layer)};
   layer.name = "";  // of parameters, within
   spec.make = [layer = std::move(layer)](int number) {
-    return std::make_unique<RunLayer>(make_layers(layer, 0, number), true);
+    return std::make_unique<RecomputeLayer>(make_layers(layer, 0, number));
   };
   return spec;
 }

@@ -88,13 +88,17 @@ void add_note(std::string& notes, const std::string& note) {
 LayerNeeds needs_of(const Layer& layer, const TensorSpec& input, ComputeContext& compute) {
   LayerNeeds needs = layer.needs(input, compute);
   const StageCollectives& made = needs.collectives;
-  if (made.loss.empty() && made.answer.empty() && made.backward_weight.empty()) return needs;
+  if (made.loss.empty() && made.answer.empty() && made.backward_weight.empty() &&
+      made.recompute.empty()) {
+    return needs;
+  }
   throw_usage(
       "needs() has collectives of {}; legal in a layer: collectives.forward and "
       "collectives.backward_input",
-      !made.loss.empty()     ? "loss"
-      : !made.answer.empty() ? "answer"
-                             : "backward_weight");
+      !made.loss.empty()        ? "loss"
+      : !made.answer.empty()    ? "answer"
+      : !made.recompute.empty() ? "recompute"
+                                : "backward_weight");
 }
 
 }  // namespace
@@ -192,6 +196,9 @@ LayerRun::LayerRun(std::vector<NumberedLayer> layers, Options options)
     parts_.push_back({.index = i, .promises = layers_[i].layer->promises()});
   }
   joins_before(layers_.empty() ? options.begin : layers_.back().number + 1);
+  if (outermost_ && !parts_.empty() && !parts_.back().join) {
+    recomputing_ = dynamic_cast<Recomputing*>(layers_.back().layer.get());
+  }
   source_gradients_.resize(made_by_.size());
   set_shards(options.shards);
   set_precision(options.precision);
@@ -541,6 +548,11 @@ void LayerRun::keep_again(Call call, const Tensor& y) {
   }
 }
 
+void LayerRun::recompute(Call call) {
+  LayerCall made = call_of(call, parts_.size() - 1);
+  naming(layers_.back(), [&] { recomputing_->recompute(made); });
+}
+
 Tensor LayerRun::output_gradient(const Call& call, std::size_t part, const Tensor& dy) const {
   if (part + 1 == parts_.size()) return dy;
   const Place& next = call.plan.places[part + 1];
@@ -570,6 +582,7 @@ void LayerRun::layer_backward(Call& call, std::size_t part, const Tensor& dy, co
                               Halves halves) {
   LayerCall made = call_of(call, part);
   made.rounded_dy = rounded(call, part);
+  made.recomputed = recomputing_ != nullptr && part + 1 == parts_.size() && call.stage.recomputed;
   if (dx.data != nullptr && parts_[part].promises.writes_rounded) {
     made.rounded_dx = rounded_input(call, part);
   }
@@ -647,7 +660,7 @@ void LayerRun::end_source_gradients(Call& call, std::span<const Tensor> grad_inp
 
 void LayerRun::backward(Call call, Halves halves, std::span<const Tensor> grad_outputs,
                         std::span<const Tensor> grad_inputs) {
-  if (recomputes_) keep_again(call, {});
+  if (recomputes_ && !call.recomputed) keep_again(call, {});
   begin_source_gradients(call, grad_outputs, grad_inputs);
   if (parts_.empty() && !grad_inputs.empty() && grad_inputs[0].data != nullptr) {
     copy(call.stage, grad_outputs[0], grad_inputs[0]);

@@ -75,6 +75,13 @@ inline std::byte* at(std::byte* base, std::size_t offset) {
 // Makes one layer of a group too.
 [[nodiscard]] std::unique_ptr<Layer> make_layer(const LayerSpec& spec, int number);
 
+// A layer that computes again at the start of its backward, or before it: LayerCall::recomputed.
+class Recomputing {
+ public:
+  virtual ~Recomputing() = default;
+  virtual void recompute(LayerCall& call) = 0;
+};
+
 class LayerRun {
  public:
   struct Options {
@@ -125,8 +132,8 @@ class LayerRun {
     const Plan& plan;
     std::span<const Tensor> inputs;
     Memory memory;
-    bool again = false;
-    Tensor rounded_dy = {}, rounded_dx = {};  // as LayerCall's
+    bool again = false, recomputed = false;   // as LayerCall's
+    Tensor rounded_dy = {}, rounded_dx = {};  // likewise
   };
 
   // Before set_precision(): tells the layers. An Error names one that computes by no shards.
@@ -154,6 +161,10 @@ class LayerRun {
   void forward(Call call, std::span<const Tensor> outputs);
   // As Layer's, of a run within a layer.
   void keep_again(Call call, const Tensor& y);
+  // Whether its backward begins with what recompute() does: the last layer's, which is the first
+  // to go back, and whose scratch no other layer of the run has used then.
+  [[nodiscard]] bool recomputes_first() const { return recomputing_ != nullptr; }
+  void recompute(Call call);
   // kInput: backward_weight() follows.
   enum class Halves { kInput, kBoth };
   void backward(Call call, Halves halves, std::span<const Tensor> grad_outputs,
@@ -211,6 +222,7 @@ class LayerRun {
 
   std::vector<NumberedLayer> layers_;
   bool recomputes_, outermost_, rounds_;
+  Recomputing* recomputing_ = nullptr;  // the last part of an outermost run, where it is one
   StageSkips skips_;
   std::vector<Part> parts_;
   std::vector<std::size_t> made_by_;  // [source] part that makes it; parts_.size(): an input

@@ -68,6 +68,13 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
   description.note = needs.note;
   description.model = model_;
   description.collectives = needs.collectives;
+  description.recomputes = run_.recomputes_first();
+  if (description.recomputes) {  // its collectives are the first ones of the backward
+    std::vector<PlannedCollective>& backward = description.collectives.backward_input;
+    const auto end = backward.begin() + std::ssize(*plan.places.back().needs.again);
+    description.collectives.recompute.assign(backward.begin(), end);
+    backward.erase(backward.begin(), end);
+  }
   for (const TensorSpec& input : inputs) {
     description.input_gradients.push_back(is_float(input.dtype));
   }

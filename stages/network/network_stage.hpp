@@ -45,6 +45,7 @@ class NetworkStage : public Stage, public SplitBackward {
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override;
+  void recompute(StageContext& ctx) override { run_.recompute(call_of(ctx)); }
   void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                 std::span<const Tensor> grad_inputs) override;
   void backward_input(StageContext& ctx, std::span<const Tensor> grad_outputs,

@@ -73,6 +73,10 @@ class CarryingBase : public Stage {
     copy_all(ctx.compute, inputs.subspan(inputs_), outputs.subspan(made));
     inner_->forward(mine, inputs.first(inputs_), outputs.first(made));
   }
+  void recompute(StageContext& ctx) override {
+    StageContext mine = inner_context(ctx);
+    inner_->recompute(mine);
+  }
   void backward(StageContext& ctx, Tensors grad_outputs, Tensors grad_inputs) override {
     StageContext mine = inner_context(ctx);
     hand_back(ctx, grad_outputs, grad_inputs);

@@ -42,10 +42,12 @@ struct Sum {
 };
 
 // Of one stage's actions that compute, whose kinds are the first four.
-struct Sums : std::array<Sum, 4> {
-  [[nodiscard]] const Sum& of(ActionKind kind) const {
-    return (*this)[static_cast<std::size_t>(kind)];
+// [F, B, I, W, RECOMPUTE]
+struct Sums : std::array<Sum, 5> {
+  [[nodiscard]] static std::size_t place(ActionKind kind) {
+    return kind == ActionKind::kRecompute ? 4 : static_cast<std::size_t>(kind);
   }
+  [[nodiscard]] const Sum& of(ActionKind kind) const { return (*this)[place(kind)]; }
 };
 
 // One tensor: made by `kind` of the stage for the micro-batch.
@@ -214,8 +216,10 @@ class TraceReader {
     const Json& pid = field(event, "pid");
     const auto found = replicas_.find(pid.is_number_integer() ? pid.get<std::int64_t>() : -1);
     const int replica = found == replicas_.end() ? 0 : found->second;
-    if (is_compute(action.kind)) {
-      stages_[action.stage][static_cast<std::size_t>(action.kind)].add(time);
+    const bool again = action.kind == ActionKind::kRecompute;
+    if (again || is_compute(action.kind)) {
+      stages_[action.stage][Sums::place(action.kind)].add(time);
+      if (again) return;
       if (action.kind == ActionKind::kBackwardWeight) return;
       const bool forward = action.kind == ActionKind::kForward;
       tensors_[{replica, forward, action.stage, action.micro_batch}].made.push_back(start + time);
@@ -238,7 +242,8 @@ class TraceReader {
                 &input = sums.of(ActionKind::kBackwardInput);
       if (forward.count == 0) fail("has no forward of stage {}", stage);
       costs.stages.push_back({.forward = forward.mean(),
-                              .backward_input = backward.mean() * input_share + input.mean(),
+                              .backward_input = backward.mean() * input_share + input.mean() +
+                                                sums.of(ActionKind::kRecompute).mean(),
                               .backward_weight = backward.mean() * (1 - input_share) +
                                                  sums.of(ActionKind::kBackwardWeight).mean()});
       whole += backward.count;

@@ -223,6 +223,9 @@ std::vector<StageCollectives> layer_collectives(const TransformerConfig& model, 
         alone, layer, {.count = ranks, .first = 0, .local = 1, .deals_positions = deals_positions});
     StageDescription description = stage->describe(inputs, compute);
     StageCollectives& made = all.emplace_back(std::move(description.collectives));
+    made.backward_input.insert(made.backward_input.begin(), made.recompute.begin(),
+                               made.recompute.end());
+    made.recompute.clear();
     for (auto* list : {&made.forward, &made.loss, &made.backward_input, &made.backward_weight}) {
       std::erase_if(*list, [](const PlannedCollective& each) {
         return each.axis != CollectiveAxis::kTensor;

@@ -48,13 +48,14 @@ struct LowerOptions {
   // [stage] Its sum over replicas overlaps with computation and blocks no rank.
   // Empty: no stage's does.
   std::vector<bool> overlapped_grad_sums = {};
+  // [stage] It computes something again before its backward needs a gradient. Empty: none does.
+  std::vector<bool> recomputes = {};
   // The schedule's own UNSHARD, RESHARD and REDUCE_GRAD stay in it, for a file that is written of
   // it. A plan has no op for them.
   bool keep_sharding = false;
   // [stage] How many micro-batches' states the stage should have on its device at once: a rank
   // offloads those that wait longest for their backward, as few as that takes. Below 2: any
-  // number.
-  // Empty: no stage offloads. Not of a forward-only schedule.
+  // number. Empty: no stage offloads. Not of a forward-only schedule.
   std::vector<int> resident = {};
   // Overlapped pairs stay pairs, with the messages of both around them. Else their actions become
   // steps of their own, in order, as the engine runs them: the first hands over while the second
@@ -63,7 +64,8 @@ struct LowerOptions {
 };
 
 // Adds SEND right after the action that produces and RECV right before the action that uses, where
-// the neighbouring stage is on another rank; then
+// the neighbouring stage is on another rank. For a stage that recomputes, RECOMPUTE comes before
+// each B and I and before the RECV_B that it waits for, except in pairs that stay pairs; then
 // reductions and the optimizer, except for a forward-only schedule. Where the sum
 // overlaps with computation, REDUCE_GRAD comes right after the last B or W of its stage, before the
 // messages that follow. Otherwise it comes at the list's end, where it holds up no other rank.
@@ -73,8 +75,8 @@ struct LowerOptions {
 // action before its own. A bound that no choice of micro-batches reaches is missed by as little as
 // that takes. A REDUCE_TIED names the first stage of its group on that rank; groups come in the
 // order of `tied`. Requires: check() found nothing. Throws Error(kUsage) for schedules with
-// messages or moves, for illegal groups and where `overlapped_grad_sums` or `resident` has not one
-// entry per stage.
+// messages, moves or RECOMPUTE, for illegal groups and where `overlapped_grad_sums`, `recomputes`
+// or `resident` has not one entry per stage.
 [[nodiscard]] Schedule lower(const Schedule& schedule, const LowerOptions& options);
 
 // LowerOptions::resident by which each stage keeps half of what it has in flight, rounded up; 0,
@@ -90,7 +92,7 @@ enum class OpKind : std::uint8_t {
   kWaitRecv,   // block until that message is there
   kStartSend,  // action SEND_F | SEND_B
   kWaitSend,   // block until that send is done; its slot is free from here on
-  kCompute,    // action F | B | I | W
+  kCompute,    // action F | B | I | W | RECOMPUTE
   kRelease,    // after W or B: every slot named is free from here on
   kFold,  // after the last F, and the last W or B, of a group of Plan::fold_every micro-batches
           // (action, micro_batch): what the stage has summed over the group joins that of the
@@ -251,6 +253,8 @@ struct Verification {
 // Replays the list. Each slot is free when it is written and filled when it is read. A post or
 // start precedes each wait. The ops of a group are adjacent. Messages pair one to one and in order.
 // Every F, and B or I then W, of every stage and micro-batch happens once, on the stage's own rank.
+// A RECOMPUTE comes after its F, and the next action of its stage is the B or I of the same
+// micro-batch: what was computed lies in memory that the micro-batches of a stage share.
 // Where a plan folds, a stage has run all F of a group of micro-batches, and its fold, before any F
 // of a later group, and likewise all W or B; all folds come before the stage's reductions.
 // What is offloaded is fetched before it is read; a slot that it leaves, or comes back to, is

@@ -42,6 +42,7 @@ enum class ActionKind : std::uint8_t {
   kOptimizer,       // OPTIMIZER: norm, guard, clip, update; once per rank
   kOffload,         // OFFLOAD: what the stage keeps of the micro-batch leaves its device
   kFetch,           // FETCH: it comes back
+  kRecompute,       // RECOMPUTE: what the stage's next action, B or I, would compute again first
 };
 
 // True for F, B, I and W.
@@ -63,9 +64,9 @@ enum class ActionKind : std::uint8_t {
 [[nodiscard]] constexpr bool is_move(ActionKind kind) {
   return kind == ActionKind::kOffload || kind == ActionKind::kFetch;
 }
-// True where the text form carries a micro-batch: compute, message and move kinds.
+// True where the text form carries a micro-batch: compute, message and move kinds, RECOMPUTE.
 [[nodiscard]] constexpr bool has_micro_batch(ActionKind kind) {
-  return is_compute(kind) || is_message(kind) || is_move(kind);
+  return is_compute(kind) || is_message(kind) || is_move(kind) || kind == ActionKind::kRecompute;
 }
 // "F", "SEND_B", ..., and "?" for a number that is no kind.
 [[nodiscard]] std::string_view name_of(ActionKind kind);

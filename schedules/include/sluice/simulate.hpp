@@ -56,6 +56,8 @@ struct StageTimes {
   // do not overlap. A pair saves the smaller of what its two stages save, an input or weight half
   // its share of that, and takes no less than its longer action.
   double overlap = -1;
+  // Of backward_input, what RECOMPUTE does where a schedule lists it; B or I then takes the rest.
+  double recompute = 0;
 };
 
 // Of one stage. Activations and messages are those of one micro-batch.

@@ -81,6 +81,8 @@ struct LayerCall {
   std::byte* scratch = nullptr;
   // forward() runs once more for this micro-batch, in backward. `lasting` has what it kept there.
   bool again = false;
+  // In backward calls of a recompute(): what it keeps is computed again already.
+  bool recomputed = false;
   // In backward calls: copies of dy and dx in bf16. dy's has data if reads_rounded(); dx's is to be
   // written with dx where it has data.
   Tensor rounded_dy = {}, rounded_dx = {};

@@ -102,6 +102,9 @@ struct StageDescription {
   // Calls of ctx.collective and ctx.tensor, which become part of the plan. For every size of
   // micro-batch the same axes, kinds and types in the same order; for smaller ones no more bytes.
   StageCollectives collectives = {};
+  // Each backward() and backward_input() begins with what recompute() can do before. The plan then
+  // has it called before each, and before the wait for the gradients.
+  bool recomputes = false;
   // One line or none for Pipeline::notes(), which `sluice train` prints at the start, such as
   // "attention: cuDNN". That of the largest micro-batch is used.
   std::string note = {};
@@ -245,6 +248,8 @@ struct StageContext {
   // gradients, if sums over replicas can overlap; else null. Use is optional. All replicas make the
   // same calls in the same order.
   FinalGradients* final_gradients = nullptr;
+  // In backward calls: recompute() was the stage's last call, for this micro-batch.
+  bool recomputed = false;
   // Whether the step's batches before this one, and after it, are none: accumulate() adds batches.
   // A stage whose work depends on these is not graph_capturable().
   bool first_batch = true, last_batch = true;
@@ -307,6 +312,10 @@ class Stage {
   // until forward returns.
   virtual void forward(StageContext& ctx, std::span<const Tensor> inputs,
                        std::span<const Tensor> outputs) = 0;
+  // Where the description `recomputes`: what the next call, backward() or backward_input() for the
+  // same micro-batch with ctx.recomputed, would compute again before it reads a gradient. No other
+  // call of the stage comes between them, so it may lie in memory that micro-batches share.
+  virtual void recompute(StageContext& /*ctx*/) {}
   // Adds to parameter gradients (see overwrites_gradients()) and overwrites grad_inputs. An entry
   // of either list whose tensor needs no gradient, such as one of integers, has null data; stage 0
   // gets no grad_inputs. Equals backward_input then backward_weight.

@@ -487,6 +487,31 @@ TEST(EngineTest, StopsAtAPlanWithAnyMoveRemoved) {
   EXPECT_GT(broken, 10);
 }
 
+TEST(EngineTest, RunsNothingOfAStageBetweenWhatItRecomputesAndItsBackward) {
+  const Plan whole = plan_for(generate("1f1b", {2, 4, 1}),
+                              {.reduce_grad = false, .tied = {}, .recomputes = {true, true}},
+                              needs_of("loopback"));
+  const auto run = [](const Plan& plan) {
+    run_loopback(2, [&](Communicator& comm) {
+      ControlChannel control(comm);
+      Rig rig(plan, comm, control);
+      guarded(control, comm.rank(), [&] { rig.run(1); });
+    });
+  };
+  EXPECT_NO_THROW(run(whole));
+  Plan plan = whole;
+  std::vector<PlanOp>& ops = plan.ranks[0].ops;
+  const auto again = std::ranges::find(ops, ActionKind::kRecompute, &PlanOp::action);
+  const auto forward = std::find_if(std::reverse_iterator(again), ops.rend(),
+                                    [](const PlanOp& op) { return op.kind == OpKind::kCompute; })
+                           .base() -
+                       1;
+  std::rotate(forward, again, again + 1);  // before the F of the next micro-batch
+  EXPECT_FALSE(verify(plan).ok());
+  expect_error(ErrorCode::kPlan, {"0F1", "what it has recomputed of micro-batch 0"},
+               [&] { run(plan); });
+}
+
 TEST(EngineTest, NamesTheWaitWhoseReceiveWasNeverPosted) {
   Plan plan = plan_of("1f1b", 2, 1);
   std::erase_if(plan.ranks[1].ops, [](const PlanOp& op) { return op.kind == OpKind::kPostRecv; });

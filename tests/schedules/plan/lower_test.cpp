@@ -42,6 +42,24 @@ TEST(LowerTest, APairIsTwoStepsWithMessagesOfTheirOwn) {
               ::testing::HasSubstr("1RECV_F1 1F1 2RECV_B0 2B0 1B0 1SEND_B0"));
 }
 
+TEST(LowerTest, WhatIsRecomputedComesBeforeTheGradientThatItsBackwardWaitsFor) {
+  LowerOptions options;
+  options.recomputes = {true, true, false};
+  const Schedule lowered = lower(generate("1f1b", {3, 2, 1}), options);
+  EXPECT_EQ(text_of(lowered.ranks[0]),
+            "0F0 0SEND_F0 0F1 0SEND_F1 0RECOMPUTE0 0RECV_B0 0B0 0RECOMPUTE1 0RECV_B1 0B1 "
+            "0REDUCE_GRAD 0OPTIMIZER");
+  EXPECT_THAT(text_of(lowered.ranks[2]), ::testing::Not(::testing::HasSubstr("RECOMPUTE")));
+  EXPECT_EQ(check(lowered), std::nullopt);
+  options.recomputes = {true, true, true, true};
+  EXPECT_THAT(text_of(lower(testing::v_split(), options).ranks[1]),
+              ::testing::HasSubstr("2RECOMPUTE0 2RECV_B0 2I0 1RECOMPUTE0 1I0 1SEND_B0 2W0"));
+  EXPECT_THAT(text_of(lower(testing::v_overlapped(), options).ranks[1]),
+              ::testing::HasSubstr("1RECV_F1 1F1 2RECOMPUTE0 2RECV_B0 2B0 1RECOMPUTE0 1B0"));
+  options.recomputes = {true};
+  EXPECT_THROW((void)lower(testing::v_split(), options), Error);
+}
+
 TEST(LowerTest, TiedParametersAreReducedOnEveryRankThatOwnsAUse) {
   LowerOptions options;
   options.tied = {{{0, 2}}, {{1, 2}}};

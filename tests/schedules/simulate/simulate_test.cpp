@@ -41,6 +41,28 @@ TEST(SimulateTest, TrainingSchedulesMeetTheClosedFormOfTheirMakespan) {
   }
 }
 
+// The first B of rank 0 waits for rank 1's; what it recomputes fits into that wait.
+TEST(SimulateTest, RecomputationRunsWhileAGradientIsAwaited) {
+  const Schedule schedule = generate("1f1b", {2, 2, 1});
+  LowerOptions options;
+  options.recomputes = {true, true};
+  const Schedule early = lower(schedule, options);
+  SimulationTimes all = times();
+  all.stages[0].recompute = 2;  // of the 4 of an input half
+  const Simulation before = simulate(lower(schedule, {}), all), after = simulate(early, all);
+  EXPECT_EQ(before.busy, after.busy);
+  EXPECT_EQ(before.makespan, (2 + 2 - 1) * (kForward + kBackward));
+  // The last stage waits for F alone; both B of the first one are shorter by 2 at the end.
+  EXPECT_EQ(after.makespan, before.makespan - 2);
+  const auto& row = after.timeline[0];
+  const auto again = std::ranges::find_if(
+      row, [](const SimulatedAction& each) { return each.action.kind == ActionKind::kRecompute; });
+  ASSERT_NE(again, row.end());
+  EXPECT_EQ(again->end - again->start, 2);
+  EXPECT_LT(again->start, (again + 1)->start);
+  EXPECT_EQ((again + 1)->end - (again + 1)->start, kBackward - 2);
+}
+
 TEST(SimulateTest, ForwardOnlyMeetsTheClosedFormOfItsMakespan) {
   for (int p = 1; p <= 8; ++p) {
     for (int m = 1; m <= 17; ++m) {

@@ -205,6 +205,62 @@ TEST(VerifyTest, NamesMessagesThatMeetInAnotherOrder) {
               HasSubstr("it is number 0 of its channel here and number 1 on rank 1"));
 }
 
+// Every stage recomputes.
+Plan recomputing(const Schedule& schedule, MessageOrder order = MessageOrder::kReceivesAhead) {
+  LowerOptions options;
+  options.recomputes.assign(static_cast<std::size_t>(schedule.placement.stages()), true);
+  return make_plan(lower(schedule, options), {}, {.order = order});
+}
+
+bool recomputes(const PlanOp& op) { return op.action == ActionKind::kRecompute; }
+
+TEST(VerifyTest, EveryPlanThatRecomputesProgressesAsTheOneThatDoesNot) {
+  for (const std::string& name : schedule_names()) {
+    for (const MessageOrder order : {MessageOrder::kReceivesAhead, MessageOrder::kGlobal}) {
+      const Schedule schedule = generate(name, {3, 5, 0});
+      const Plan plan = recomputing(schedule, order);
+      const Verification verification = verify(plan);
+      ASSERT_TRUE(verification.ok()) << name << ": " << verification.violation->message;
+      EXPECT_EQ(verification.progresses_under,
+                verify(make_plan(lower(schedule, {}), {}, {.order = order})).progresses_under);
+      std::ptrdiff_t count = 0;
+      for (const RankPlan& rank : plan.ranks) count += std::ranges::count_if(rank.ops, recomputes);
+      EXPECT_EQ(count, schedule.forward_only ? 0 : 5 * schedule.placement.stages());
+    }
+  }
+}
+
+TEST(VerifyTest, NothingOfAStageComesBetweenWhatItRecomputesAndItsBackward) {
+  const Plan whole = recomputing(generate("1f1b", {2, 4, 1}));
+  const std::vector<PlanOp>& ops = whole.ranks[0].ops;
+  const auto place = [&](const char* text) {
+    return std::ranges::find_if(ops,
+                                [&](const PlanOp& op) {
+                                  return to_string(op).starts_with(std::string("compute ") + text);
+                                }) -
+           ops.begin();
+  };
+  // What verify() says once the op has gone to where another one is, or is there too.
+  const auto refusal = [&](const char* text, const char* where, bool doubled = false) {
+    Plan plan = whole;
+    std::vector<PlanOp>& changed = plan.ranks[0].ops;
+    const auto from = place(text), to = place(where);
+    const PlanOp op = ops[static_cast<std::size_t>(from)];
+    changed.insert(changed.begin() + to, op);
+    if (!doubled) changed.erase(changed.begin() + from + (from > to ? 1 : 0));
+    const Verification verification = verify(plan);
+    return verification.ok() ? "accepted" : verification.violation->message;
+  };
+  EXPECT_THAT(refusal("0RECOMPUTE0", "0F1"),
+              HasSubstr("(compute 0F1 "));  // an action that needs the same memory
+  EXPECT_THAT(refusal("0RECOMPUTE0", "0F1"), HasSubstr("recomputed of micro-batch 0"));
+  EXPECT_THAT(refusal("0RECOMPUTE1", "0B0"), HasSubstr("whose B or I must come first"));
+  EXPECT_THAT(refusal("0RECOMPUTE3", "0F3"), HasSubstr("between F and B or I"));
+  EXPECT_THAT(refusal("0RECOMPUTE0", "0RECOMPUTE1"), HasSubstr("between F and B or I"));
+  EXPECT_THAT(refusal("0RECOMPUTE0", "0B0", /*doubled=*/true),
+              HasSubstr("has recomputed micro-batch 0"));
+}
+
 TEST(VerifyTest, NamesAnIncompleteStage) {
   Plan plan = plan_of(generate("forward-only", {2, 2, 1}));
   auto& ops = plan.ranks[1].ops;
@@ -499,9 +555,9 @@ TEST(VerifyTest, RefusesCollectivesThatStandElsewhere) {
     return with("1f1b", OpKind::kCompute, ActionKind::kForward, first, count);
   };
   EXPECT_THAT(with("1f1b", OpKind::kStartSend, ActionKind::kSendForward, 0, 1),
-              HasSubstr("it makes collectives; only F, B, I and W do"));
+              HasSubstr("it makes collectives; only F, B, I, W and RECOMPUTE do"));
   EXPECT_THAT(with("1f1b", OpKind::kRelease, ActionKind::kBackward, 0, 1),
-              HasSubstr("it makes collectives; only F, B, I and W do"));
+              HasSubstr("it makes collectives; only F, B, I, W and RECOMPUTE do"));
   EXPECT_THAT(forward(-1, 2), HasSubstr("it names 2 collectives from -1 on; the plan has 8"));
   EXPECT_THAT(forward(0, -1), HasSubstr("it names -1 collectives from 0 on; the plan has 8"));
   EXPECT_THAT(forward(7, 2), HasSubstr("it names 2 collectives from 7 on; the plan has 8"));

@@ -143,11 +143,17 @@ std::vector<float> LocalPipeline::floats_of(const Tensor& tensor) const {
 }
 
 void LocalPipeline::each_stage_back(
-    int micro_batch, const std::function<void(Stage&, StageContext&, std::span<const Tensor>,
-                                              std::span<const Tensor>)>& call) {
+    int micro_batch,
+    const std::function<void(Stage&, StageContext&, std::span<const Tensor>,
+                             std::span<const Tensor>)>& call,
+    bool begins) {
   InFlight& flight = flights_[static_cast<size_t>(micro_batch)];
   for (size_t s = stages_.size(); s-- > 0;) {
     StageContext ctx = context(static_cast<int>(s), micro_batch);
+    const TensorSpec& input = flight.activations[s].spec;
+    ctx.recomputed = options_.recomputes_first && begins &&
+                     stages_[s]->describe({&input, 1}, compute_).recomputes;
+    if (ctx.recomputed) stages_[s]->recompute(ctx);
     // The last stage's outputs have become their gradients.
     const Tensor grad_output = s + 1 == stages_.size() ? flight.activations.back().tensor()
                                                        : flight.gradients[s + 1].tensor();
@@ -178,10 +184,12 @@ void LocalPipeline::backward_input(int micro_batch) {
 }
 
 void LocalPipeline::backward_weight(int micro_batch) {
-  each_stage_back(micro_batch,
-                  [](Stage& stage, StageContext& ctx, auto grad_outputs, auto /*grad_inputs*/) {
-                    split(stage).backward_weight(ctx, grad_outputs);
-                  });
+  each_stage_back(
+      micro_batch,
+      [](Stage& stage, StageContext& ctx, auto grad_outputs, auto /*grad_inputs*/) {
+        split(stage).backward_weight(ctx, grad_outputs);
+      },
+      /*begins=*/false);
 }
 
 void LocalPipeline::step() {

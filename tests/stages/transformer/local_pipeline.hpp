@@ -39,6 +39,7 @@ class LocalPipeline {
     double loss_scale = 1;
     int threads = 1;
     Device device = {};
+    bool recomputes_first = false;  // by recompute(), before each B or I
   };
   // Slot i serves micro-batch i.
   LocalPipeline(const TransformerConfig& config, const Partition& partition,
@@ -90,7 +91,8 @@ class LocalPipeline {
   StageContext context(int stage, int micro_batch);
   void each_stage_back(int micro_batch,
                        const std::function<void(Stage&, StageContext&, std::span<const Tensor>,
-                                                std::span<const Tensor>)>& call);
+                                                std::span<const Tensor>)>& call,
+                       bool begins = true);
 
   Options options_;
   std::vector<MicroBatch> micro_batches_;

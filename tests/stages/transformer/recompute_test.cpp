@@ -211,6 +211,35 @@ TEST(RecomputeTest, ForwardRunsNoMatmulTwiceAndBackwardOnlyThoseItCounts) {
   EXPECT_LT(block[1], none[1] + none[0]) << "results that end in the residual stream are kept";
 }
 
+// The stages end with a block, with a block and with the head.
+TEST(RecomputeTest, WhatRunsBeforeTheGradientIsNotRunAgain) {
+  for (const auto make : {config_with, stream_with, dropping_stream_with}) {
+    for (const bool split : {false, true}) {
+      const TransformerConfig config = make(Recompute::kBlock, DType::kBf16);
+      const auto trained = [&](bool first) {
+        LocalPipeline pipeline(config, {{0, 2, 4, 5}}, {make_micro_batch(config, 0, kSamples, 80)},
+                               {.split_backward = split, .recomputes_first = first});
+        pipeline.forward(0);
+        MatmulCache& matmuls = matmuls_of(pipeline.compute());
+        matmuls.record(true);
+        if (split) {
+          pipeline.backward_input(0);
+          pipeline.backward_weight(0);
+        } else {
+          pipeline.backward(0);
+        }
+        return std::pair(matmuls.recorded().size(), pipeline.grads());
+      };
+      EXPECT_EQ(trained(true), trained(false)) << split;
+    }
+  }
+  const auto recomputes = [](Recompute recompute) {
+    return describe(config_with(recompute), {{0, 2, 4, 5}}, 1, kStreamSpec).recomputes;
+  };
+  EXPECT_TRUE(recomputes(Recompute::kBlock));
+  EXPECT_FALSE(recomputes(Recompute::kNone));
+}
+
 TEST(RecomputeTest, CostsAreThoseOfTheMatmulsDoneAgain) {
   const auto costs = [](Recompute recompute) { return recompute_costs(config_with(recompute)); };
   const std::vector<double> forward = layer_costs(config_with(Recompute::kBlock));

@@ -110,8 +110,8 @@ class Rank {
     EXPECT_EQ(compute.workspace(described.operator_bytes), scratch) << "more than described";
     std::vector<PlannedCollective> planned;
     for (int batch = 0; batch < 2; ++batch) {
-      for (const auto* list :
-           {&described.collectives.forward, &described.collectives.backward_input}) {
+      for (const auto* list : {&described.collectives.forward, &described.collectives.recompute,
+                               &described.collectives.backward_input}) {
         planned.insert(planned.end(), list->begin(), list->end());
       }
     }

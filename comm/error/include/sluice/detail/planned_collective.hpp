@@ -53,6 +53,9 @@ struct StageCollectives {
   std::vector<PlannedCollective> answer = {};
   // Of each backward_input and each backward_weight; backward makes these, then those.
   std::vector<PlannedCollective> backward_input = {}, backward_weight = {};
+  // Of each recompute(), for a stage that has it called (StageDescription::recomputes); its
+  // backward makes these first where that was not called before.
+  std::vector<PlannedCollective> recompute = {};
 
   friend bool operator==(const StageCollectives&, const StageCollectives&) = default;
 };
