@@ -214,10 +214,12 @@ class RecomputeSearch {
     freed_[at(rank)] = picks.back().freed;
     for (std::size_t i = 0; i < stages.size(); ++i) {
       const Counts& counts = picks.back().stages[i];
-      const auto begin = blocks_.begin() + stages[i].first;
-      std::fill_n(begin, stages[i].count, Recompute::kNone);
-      std::fill_n(begin, counts.block + counts.attention, Recompute::kAttention);
-      std::fill_n(begin, counts.block, Recompute::kBlock);
+      // Its last block is the first to go back: what that recomputes can run before the gradient is
+      // there (RECOMPUTE).
+      const auto end = blocks_.begin() + stages[i].first + stages[i].count;
+      std::fill_n(end - stages[i].count, stages[i].count, Recompute::kNone);
+      std::fill_n(end - counts.block - counts.attention, counts.attention, Recompute::kAttention);
+      std::fill_n(end - counts.block, counts.block, Recompute::kBlock);
     }
     return true;
   }

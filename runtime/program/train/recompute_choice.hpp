@@ -43,7 +43,7 @@ using LayoutOfModel = std::function<JobLayout(const TransformerConfig& model)>;
 // What the blocks of `model` recompute so that no rank needs more than `limit` bytes on its device.
 // Each rank's stages recompute the fewest floating-point operations that free what it lacks: a
 // stage by as many bytes a block as a block of it frees with the setting, for each micro-batch that
-// the schedule holds there. Blocks of a stage that recompute more come first. Every choice is
+// the schedule holds there. Blocks of a stage that recompute more come last. Every choice is
 // planned, so what it says fits. Calls `layout_of` once where nothing has to be recomputed, else a
 // few times more. Throws Error(kUsage) where no setting of one kind per rank fits, with the least
 // memory that one needs.

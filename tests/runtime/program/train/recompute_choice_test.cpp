@@ -73,9 +73,9 @@ class RecomputeChoiceTest : public ::testing::Test {
       for (int attention = 0; attention + block <= 3; ++attention) {
         TransformerConfig& model = all.emplace_back(model_);
         for (int i = 0; i < model.layers; ++i) {
-          model.recompute_blocks.push_back(i % 3 < block               ? Recompute::kBlock
-                                           : i % 3 < block + attention ? Recompute::kAttention
-                                                                       : Recompute::kNone);
+          model.recompute_blocks.push_back(i % 3 >= 3 - block               ? Recompute::kBlock
+                                           : i % 3 >= 3 - block - attention ? Recompute::kAttention
+                                                                            : Recompute::kNone);
         }
       }
     }
