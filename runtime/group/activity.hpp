@@ -134,7 +134,7 @@ class ActivityBoard {
   using Words = std::array<std::atomic<std::uint64_t>, 8>;
   // Bits of the first word above those of stage and micro-batch.
   static constexpr int kActionShift = 48, kKindShift = 54, kDoingShift = 59;
-  static_assert(static_cast<int>(ActionKind::kFetch) < 1 << (kKindShift - kActionShift));
+  static_assert(static_cast<int>(ActionKind::kRecompute) < 1 << (kKindShift - kActionShift));
   static_assert(static_cast<int>(OpKind::kWaitMove) < 1 << (kDoingShift - kKindShift));
   static_assert(static_cast<int>(Doing::kFailing) < 1 << (64 - kDoingShift));
 

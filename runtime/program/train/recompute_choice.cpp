@@ -185,7 +185,7 @@ class RecomputeSearch {
       const bool splits = layout.plans.splits_backward();
       return static_cast<std::int64_t>(
           layout.parameters_at(0).stages[at(stage)].state.in_plan(splits).slot() *
-          at(layout.plans.slots_of(stage)));
+          at(layout.plans.states_of(stage).slots));
     };
     const auto cost = [&](Recompute kind) {
       TransformerConfig model = model_;
