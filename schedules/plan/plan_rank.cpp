@@ -656,7 +656,7 @@ class RankPlanner {
     name_slot(op, BufferKind::kGradInput, grad_input);
     name_slot(op, BufferKind::kState, own.slot(BufferKind::kState, micro_batch));
     collectives_.name(op);
-    if (is_compute(action.kind)) moves_.computed();
+    moves_.computed();
     count_for_fold(action);
     if (!ends_use(action.kind, schedule_.forward_only)) return;
     if (!forward) {
@@ -670,6 +670,7 @@ class RankPlanner {
 
   void add_recompute(const Action& action) {
     const RankBuffers::StageView own = buffers_.view(action.stage);
+    moves_.await(action);
     PlanOp& op = emit(plan_.ops, OpKind::kCompute, action);
     for (const BufferKind kind : {BufferKind::kInput, BufferKind::kState}) {
       if (kind == BufferKind::kInput && action.stage == 0) continue;

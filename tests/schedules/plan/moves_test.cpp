@@ -80,6 +80,16 @@ TEST(MovesTest, EveryScheduleKeepsItsBoundAndIsProven) {
   }
 }
 
+TEST(MovesTest, AStateComesBackBeforeItIsRecomputedFrom) {
+  const Schedule schedule = generate("1f1b", {4, 8, 1});
+  const Plan plan = make_plan(lower(schedule, {.tied = {},
+                                               .recomputes = std::vector<bool>(4, true),
+                                               .resident = half_resident(schedule)}),
+                              {});
+  EXPECT_TRUE(verify(plan).ok()) << verify(plan).violation->message;
+  EXPECT_EQ(states(plan, 0), 2);
+}
+
 TEST(MovesTest, OffloadsAsFewAsTheBoundTakes) {
   const Schedule schedule = generate("gpipe", {2, 8, 1});
   const auto offloads = [&](int bound) {
