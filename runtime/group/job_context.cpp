@@ -167,6 +167,7 @@ void JobContext::plan(const PipelineOptions& options) {
     RankDevice& device = devices.ranks.emplace_back(mine);
     device.host = device.machine = device.nccl_machine = fmt::format("planned host {}", rank);
     device.host_memory = 0;
+    device.memory_group.clear();
     if (!mine.identity.empty()) device.identity = fmt::format("planned GPU {}", rank);
   }
 }

@@ -1,7 +1,6 @@
 #include "runtime/layout/device_choice.hpp"
 
 #include <fmt/core.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -19,12 +18,13 @@
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 #include "runtime/files/json_text.hpp"
+#include "runtime/layout/host_memory.hpp"
 
 namespace sluice {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Device, kind, index)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankDevice, device, host, identity, free_memory, no_gpu,
-                                   host_memory, machine, nccl_machine, driver)
+                                   host_memory, memory_group, machine, nccl_machine, driver)
 
 namespace {
 
@@ -109,13 +109,6 @@ std::string driver_text(const DeviceProperties& gpu) {
                      own.empty() ? "" : ", driver " + own);
 }
 
-// 0 where it is not known.
-std::size_t host_memory() {
-  const auto pages = ::sysconf(_SC_PHYS_PAGES), page = ::sysconf(_SC_PAGESIZE);
-  if (pages <= 0 || page <= 0) return 0;
-  return static_cast<std::size_t>(pages) * static_cast<std::size_t>(page);
-}
-
 }  // namespace
 
 std::vector<DeviceChoice> parse_devices(std::string_view text) {
@@ -196,7 +189,9 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     report.rank.free_memory = properties.free_memory;
     report.rank.no_gpu = no_gpu;
     report.rank.driver = driver_text(properties);
-    report.rank.host_memory = host_memory();
+    const HostMemory memory = host_memory();
+    report.rank.host_memory = memory.bytes;
+    report.rank.memory_group = memory.group;
   } catch (const Error& error) {
     report.refusal = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());
     report.code = error.code();

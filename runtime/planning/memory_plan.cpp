@@ -310,11 +310,12 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
 
 void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
                     const MemoryTable& memory) {
-  // The ranks that share one memory: GPUs first, by host and GPU, then hosts.
+  // The ranks that share one memory: GPUs first, by host and GPU, then hosts and control groups.
   std::map<std::tuple<bool, std::string, std::string>, std::vector<std::size_t>> sharers;
   for (std::size_t rank = 0; rank < devices.size(); ++rank) {
     const RankDevice& device = devices[rank];
-    sharers[{device.device.kind == DeviceKind::kCpu, device.machine, device.identity}].push_back(
+    const bool on_cpu = device.device.kind == DeviceKind::kCpu;
+    sharers[{on_cpu, device.machine, on_cpu ? device.memory_group : device.identity}].push_back(
         rank);
   }
   for (const auto& [shared, ranks] : sharers) {
@@ -334,9 +335,13 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
     const RankDevice& first = devices[rank];
     throw Error(ErrorCode::kDevice,
                 fmt::format("rank {} on {}: {} has {:.1f} MiB{}, but the plan needs {:.1f} MiB of "
-                            "it ({}); a smaller --micro-batch-size, --recompute block, more ranks "
-                            "in the pipeline{} or another schedule need less",
-                            rank, first.host, on_cpu ? "the host" : to_string(first.device),
+                            "it ({}); a smaller --micro-batch-size, more ranks in the "
+                            "pipeline{} or another schedule need less; --dry-run lists what else "
+                            "does",
+                            rank, first.host,
+                            !on_cpu                      ? to_string(first.device)
+                            : first.memory_group.empty() ? "the host"
+                                                         : "its control group",
                             mebi(available), on_cpu ? "" : " free", mebi(needed),
                             joined(tables, "; "), on_cpu ? " on other hosts" : ""),
                 static_cast<int>(rank));

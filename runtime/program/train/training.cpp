@@ -30,6 +30,7 @@
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/process/process.hpp"
+#include "runtime/program/train/fit_table.hpp"
 #include "runtime/program/train/run_start.hpp"
 #include "runtime/program/train/schedule_choice.hpp"
 #include "runtime/program/train/step_reports.hpp"
@@ -96,6 +97,8 @@ class Training {
   void require_same_options(Collectives& job) const;
   bool prepare();
   void plan_pipeline();
+  [[nodiscard]] JobLayout planned(const TransformerConfig& model, const PipelineOptions& options,
+                                  MemoryLimit limit);
   void choose_recomputation();
   void dry_run(Communicator& comm, ControlChannel& control);
   void make_pipeline();
@@ -362,13 +365,17 @@ void Training::plan_pipeline() {
 }
 
 // Collective.
+JobLayout Training::planned(const TransformerConfig& model, const PipelineOptions& options,
+                            MemoryLimit limit) {
+  return PipelineAccess::plan_layout(world_, options, stages(model), *data_.source, limit);
+}
+
 void Training::choose_recomputation() {
-  RecomputeChoice chosen = choose_recompute(
-      model_, choice_.partition, pipeline_options_.devices.memory,
-      [&](const TransformerConfig& model) {
-        return PipelineAccess::plan_layout(world_, pipeline_options_, stages(model), *data_.source,
-                                           MemoryLimit::kIsIgnored);
-      });
+  RecomputeChoice chosen =
+      choose_recompute(model_, choice_.partition, pipeline_options_.devices.memory,
+                       [&](const TransformerConfig& model) {
+                         return planned(model, pipeline_options_, MemoryLimit::kIsIgnored);
+                       });
   model_ = std::move(chosen.model);
   if (first()) fmt::print("{}\n", chosen.remark);
 }
@@ -390,8 +397,13 @@ CollectiveCosts measure_tensor_ranks(Collectives& job, const RankPlace& place, i
 }
 
 void Training::dry_run(Communicator& comm, ControlChannel& control) {
-  const JobLayout layout =
-      PipelineAccess::plan_layout(world_, pipeline_options_, stages(model_), *data_.source);
+  // What does not fit is refused below, after what would.
+  const JobLayout layout = planned(model_, pipeline_options_, MemoryLimit::kIsIgnored);
+  const std::string fit =
+      describe_fit(model_, pipeline_options_, layout,
+                   [&](const TransformerConfig& model, const PipelineOptions& options) {
+                     return planned(model, options, MemoryLimit::kIsIgnored);
+                   });
   std::string ranks;
   CollectiveCosts costs;
   guarded(control, world_.rank(), [&] {
@@ -404,9 +416,13 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
     if (first()) require_room(options_, layout);
     start_ = plan_start(layout, options_, data_.identity, /*reads_save=*/first());
   });
+  if (first()) {
+    describe(layout, ranks);
+    fmt::print("{}{}", describe_shared_calls(layout, costs), fit);
+    std::fflush(stdout);
+  }
+  (void)planned(model_, pipeline_options_, MemoryLimit::kHolds);
   if (!first()) return;
-  describe(layout, ranks);
-  fmt::print("{}", describe_shared_calls(layout, costs));
   if (job_ranks() == world_.size()) return;
   fmt::print(
       "planned in one process: {} ranks, each with a device like this one's; memory of hosts was "

@@ -1,0 +1,148 @@
+#include "runtime/program/train/fit_table.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "comm/base/index.hpp"
+
+namespace sluice {
+namespace {
+
+using OffloadTo = PipelineOptions::Offload::To;
+
+double mebi(double bytes) { return bytes / (1 << 20); }
+
+// Of the fullest rank, with what its host has beside a device.
+double most_bytes(const JobLayout& layout) {
+  std::size_t most = 0;
+  for (const RankMemory& each : layout.memory.ranks)
+    most = std::max(most, each.total() + each.host());
+  return static_cast<double>(most);
+}
+
+// What the rank that moves most moves out, and back, in a step.
+double moved_bytes(const JobLayout& layout) {
+  double most = 0;
+  for (const RankPlan& rank : layout.plans.train.ranks) {
+    double bytes = 0;
+    for (const PlanOp& op : rank.ops) {
+      if (op.kind != OpKind::kStartMove || op.action != ActionKind::kOffload) continue;
+      bytes += static_cast<double>(layout.parameters.stages[at(op.stage)].state.kept());
+    }
+    most = std::max(most, bytes);
+  }
+  return most;
+}
+
+// Of a training's operations, how many are computed once more.
+double share_again(const TransformerConfig& model) {
+  const auto sum = [](const std::vector<double>& costs) {
+    return std::accumulate(costs.begin(), costs.end(), 0.0);
+  };
+  return sum(recompute_costs(model)) / (3 * sum(layer_costs(model)));  // forward, I, W
+}
+
+class FitTable {
+ public:
+  FitTable(const TransformerConfig& model, const PipelineOptions& options, const JobLayout& given,
+           const LayoutOfOptions& layout_of)
+      : model_(model), options_(options), given_(given), layout_of_(layout_of) {}
+
+  std::string text() {
+    add("as given", given_, "");
+    const bool shards = options_.shape.shard == ShardLevel::kNone && options_.shape.replicas > 1 &&
+                        !options_.devices.all_reduce;
+    const bool offloads = options_.offload.activations == OffloadTo::kNowhere && waits();
+    const bool recomputes =
+        std::ranges::all_of(model_.recompute_blocks,
+                            [](Recompute each) { return each == Recompute::kNone; }) &&
+        model_.recompute == Recompute::kNone;
+    if (shards) plan(true, false, Recompute::kNone);
+    if (offloads) plan(false, true, Recompute::kNone);
+    if (recomputes) {
+      plan(false, false, Recompute::kAttention);
+      plan(false, false, Recompute::kBlock);
+    }
+    if (shards + offloads + recomputes > 1) {
+      plan(shards, offloads, recomputes ? Recompute::kBlock : Recompute::kNone);
+    }
+    return rows_ > 1 ? text_ : "";
+  }
+
+ private:
+  // Whether a stage has more micro-batches in flight than stay.
+  [[nodiscard]] bool waits() const {
+    for (int stage = 0; stage < given_.plans.num_stages(); ++stage) {
+      const StageEntry& entry = given_.parameters.stages[at(stage)];
+      if (entry.state_moves && StepPlans::states_of(given_.plans.train, stage).slots > 2)
+        return true;
+    }
+    return false;
+  }
+
+  void plan(bool shards, bool offloads, Recompute recompute) {
+    TransformerConfig model = model_;
+    PipelineOptions options = options_;
+    std::string names, costs;
+    const auto append = [](std::string& text, const char* between, const std::string& more) {
+      text += (text.empty() ? "" : between) + more;
+    };
+    if (shards) {
+      options.shape.shard = ShardLevel::kOptimizer;
+      append(names, " ", "--shard optimizer");
+    }
+    const bool on_gpus = std::ranges::all_of(given_.place.devices, [](const RankDevice& each) {
+      return each.device.kind != DeviceKind::kCpu;
+    });
+    if (offloads) {
+      options.offload = {.activations = on_gpus ? OffloadTo::kHost : OffloadTo::kDisk,
+                         .directory = on_gpus ? "" : "DIR"};
+      append(names, " ", on_gpus ? "--offload activations:host" : "--offload activations:disk=DIR");
+    }
+    if (recompute != Recompute::kNone) {
+      model.recompute = recompute;
+      model.recompute_blocks.clear();
+      append(names, " ",
+             recompute == Recompute::kBlock ? "--recompute block" : "--recompute attention");
+    }
+    const JobLayout layout = layout_of_(model, options);
+    if (shards) append(costs, "; ", "no more bytes over the network");
+    if (offloads) {
+      append(costs, "; ", fmt::format("{:.1f} MiB out and back a step", mebi(moved_bytes(layout))));
+    }
+    if (recompute != Recompute::kNone) {
+      append(costs, "; ", fmt::format("{:.1f} % more operations", 100 * share_again(model)));
+    }
+    add(names, layout, costs);
+  }
+
+  void add(const std::string& names, const JobLayout& layout, const std::string& costs) {
+    if (rows_++ == 0) {
+      text_ = "  what takes less memory and changes no bit, in MiB of the fullest rank:\n";
+    }
+    text_ += fmt::format("    {:<78} {:>10.1f}{}\n", names, mebi(most_bytes(layout)),
+                         costs.empty() ? "" : "  " + costs);
+  }
+
+  const TransformerConfig& model_;
+  const PipelineOptions& options_;
+  const JobLayout& given_;
+  const LayoutOfOptions& layout_of_;
+  int rows_ = 0;
+  std::string text_;
+};
+
+}  // namespace
+
+std::string describe_fit(const TransformerConfig& model, const PipelineOptions& options,
+                         const JobLayout& given, const LayoutOfOptions& layout_of) {
+  return FitTable(model, options, given, layout_of).text();
+}
+
+}  // namespace sluice
