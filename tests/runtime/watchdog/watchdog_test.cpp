@@ -48,6 +48,13 @@ TEST(ActivityBoardTest, AFoldIsOfAVirtualReplica) {
   EXPECT_EQ(describe_doing(board.read(), room), "the fold of virtual replica 5 in stage 2");
 }
 
+TEST(ActivityBoardTest, NamesARecomputation) {
+  ActivityBoard board(2, "node3");
+  std::array<char, 96> room{};
+  board.at(op(OpKind::kCompute, ActionKind::kRecompute, 2, 5), 17);
+  EXPECT_EQ(describe_doing(board.read(), room), "2RECOMPUTE5");
+}
+
 TEST(ActivityBoardTest, ShowsWhatTheRankDoes) {
   ActivityBoard board(2, "node3");
   std::array<char, 96> room{};

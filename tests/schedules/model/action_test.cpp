@@ -20,7 +20,7 @@ std::string action_refusal(std::string_view text) {
 }
 
 TEST(ActionTest, EveryKindSurvivesTextAndBack) {
-  for (int kind = 0; kind <= static_cast<int>(ActionKind::kOptimizer); ++kind) {
+  for (int kind = 0; kind <= static_cast<int>(ActionKind::kRecompute); ++kind) {
     for (const int stage : {0, 7, 1023}) {
       for (const int micro_batch : {0, 10, 2147483647}) {
         Action action;
@@ -59,6 +59,7 @@ TEST(ActionTest, RefusesTextThatDoesNotMatchToItsEnd) {
                            "0F0 ",
                            " 0F0",
                            "0F",
+                           "0RECOMPUTE",
                            "0F-1",
                            "3SEND_B",
                            "01F0",

@@ -68,6 +68,18 @@ TEST(MeasuredCostsTest, TraceGivesMeansOfStagesAndTheQuickestMessage) {
   EXPECT_THAT(costs.source, HasSubstr("0.25 input half and 0.75 weight half"));
 }
 
+TEST(MeasuredCostsTest, WhatIsRecomputedBeforeABackwardIsPartOfItsInputHalf) {
+  const TemporaryDirectory directory;
+  std::vector<std::string> events = whole_backward();
+  events.push_back(event(0, "compute", "0RECOMPUTE0", 10000, 2000));
+  events.push_back(event(2, "compute", "0RECOMPUTE0", 390000, 1000));
+  const auto path = directory.write("t.json", trace(events));
+  const MeasuredCosts costs = read_measured_costs(path, 0.25);
+  EXPECT_DOUBLE_EQ(costs.stages[0].backward_input, 1 + 1.5);
+  EXPECT_DOUBLE_EQ(costs.stages[0].backward_weight, 3);
+  EXPECT_DOUBLE_EQ(costs.message, 0.5);
+}
+
 TEST(MeasuredCostsTest, PartedBackwardsAreTakenAsTheyAre) {
   const TemporaryDirectory directory;
   const auto path = directory.write(
