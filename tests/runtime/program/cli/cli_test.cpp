@@ -488,6 +488,26 @@ TEST_F(CliTest, ShardsTrainToTheSameDigest) {
                  "with --all-reduce");
 }
 
+// Of 18.4 MiB on the first rank, 7.5 are activations.
+TEST_F(CliTest, RecomputesTheLeastThatFitsToTheSameDigest) {
+  const std::string layout =
+      "--layers 6 --width 128 --context 128 --pipeline 2 --micro-batches 6 --validation-samples 1 ";
+  const Outcome plain = mpirun(2, SLUICE_PROGRAM, small(layout + "--save plain"));
+  ASSERT_EQ(plain.code, 0) << plain.err;
+  const std::string fits = layout + "--memory 15M --recompute auto ";
+  const Outcome least = mpirun(2, SLUICE_PROGRAM, small(fits + "--save least"));
+  ASSERT_EQ(least.code, 0) << least.err;
+  EXPECT_THAT(least.out, HasSubstr("recompute auto: "));
+  EXPECT_THAT(least.out, HasSubstr("block*"));
+  EXPECT_THAT(least.out, HasSubstr(" MiB a rank of 15.0 MiB"));
+  EXPECT_EQ(sluice("digest least").out, sluice("digest plain").out);
+  expect_refusal(sluice(small("--dry-run --memory 15M " + layout)), 2,
+                 "most of it for activations");
+  const std::string resume = "train --resume least --steps 3 ";  // with --memory
+  expect_refusal(sluice(resume + "--dry-run --recompute none"), 2, "--memory: 15.0 MiB");
+  EXPECT_THAT(mpirun(2, SLUICE_PROGRAM, resume).out, HasSubstr("recompute auto: "));
+}
+
 TEST_F(CliTest, ADryRunOfOneProcessRefusesWhatCannotBe) {
   const std::string dry = "train --dry-run ";
   expect_refusal(sluice(dry + "--pipeline 2000000 --replicas 2000"), 2, "legal are 1 to 1048576");
