@@ -338,12 +338,12 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
                             "it ({}); a smaller --micro-batch-size, more ranks in the "
                             "pipeline{} or another schedule need less; --dry-run lists what else "
                             "does",
-                            rank, first.host,
-                            !on_cpu                      ? to_string(first.device)
-                            : first.memory_group.empty() ? "the host"
-                                                         : "its control group",
-                            mebi(available), on_cpu ? "" : " free", mebi(needed),
-                            joined(tables, "; "), on_cpu ? " on other hosts" : ""),
+                            rank, first.host, on_cpu ? "the host" : to_string(first.device),
+                            mebi(available),
+                            !on_cpu                      ? " free"
+                            : first.memory_group.empty() ? ""
+                                                         : " for the rank's control group",
+                            mebi(needed), joined(tables, "; "), on_cpu ? " on other hosts" : ""),
                 static_cast<int>(rank));
   }
 }

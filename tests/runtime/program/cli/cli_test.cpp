@@ -508,6 +508,35 @@ TEST_F(CliTest, RecomputesTheLeastThatFitsToTheSameDigest) {
   EXPECT_THAT(mpirun(2, SLUICE_PROGRAM, resume).out, HasSubstr("recompute auto: "));
 }
 
+// What an option takes is what the plan with that option says.
+TEST_F(CliTest, ADryRunListsWhatMakesATrainingFit) {
+  const std::string job = small(
+      "--dry-run --layers 8 --pipeline 4 --replicas 2 --micro-batches 8 --micro-batch-size 4 ");
+  const auto row = [](const std::string& text, const std::string& options) {
+    const std::size_t line = text.find("\n    " + options + " ");
+    EXPECT_NE(line, std::string::npos) << options << " is not in\n" << text;
+    return line == std::string::npos ? 0 : std::stod(text.substr(line + 5 + options.size()));
+  };
+  const Outcome given = sluice(job);
+  ASSERT_EQ(given.code, 0) << given.err;
+  double least = row(given.out, "as given");
+  for (const std::string options : {"--shard optimizer", "--offload activations:disk=DIR",
+                                    "--recompute attention", "--recompute block"}) {
+    const double planned = row(given.out, options);
+    EXPECT_LT(planned, row(given.out, "as given")) << options;
+    EXPECT_EQ(planned, row(sluice(job + options).out, "as given")) << options;
+    least = std::min(least, planned);
+  }
+  const std::string all = "--shard optimizer --offload activations:disk=DIR --recompute block";
+  EXPECT_LT(row(given.out, all), least);
+  EXPECT_THAT(sluice(job + all).out, Not(HasSubstr("as given")));
+  // What does not fit is refused after the list.
+  const Outcome refused = sluice(job + "--memory 300K");
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_GT(row(refused.out, "as given"), 0);
+  EXPECT_THAT(refused.err, HasSubstr("option --memory: 0.3 MiB a rank"));
+}
+
 TEST_F(CliTest, ADryRunOfOneProcessRefusesWhatCannotBe) {
   const std::string dry = "train --dry-run ";
   expect_refusal(sluice(dry + "--pipeline 2000000 --replicas 2000"), 2, "legal are 1 to 1048576");
