@@ -68,7 +68,7 @@ class DiskStore final : public StateStore {
               bytes()) {
     if (on_gpu()) {
       stream_.emplace(compute.device());
-      staged_ = HostBuffer(compute.device(), kStaged + ScratchFile::kAlignment);
+      staged_ = HostBuffer(compute.device(), kStagedBytes);
     }
     thread_ = start_thread<std::jthread>("offloaded activations",
                                          [this](const std::stop_token& stop) { run(stop); });
@@ -99,7 +99,7 @@ class DiskStore final : public StateStore {
   }
 
  private:
-  static constexpr std::size_t kStaged = std::size_t{4} << 20;
+  static constexpr std::size_t kStaged = kStagedBytes - ScratchFile::kAlignment;
   struct Item {
     Move move;
     Event ready;

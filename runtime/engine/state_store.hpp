@@ -22,6 +22,8 @@ namespace sluice {
 
 class StateStore {
  public:
+  // Page-locked host memory through which a GPU's states go to a file.
+  static constexpr std::size_t kStagedBytes = (std::size_t{4} << 20) + 4096;
   // The places of a stage.
   struct Shelf {
     int stage = 0, places = 0;

@@ -24,11 +24,14 @@ int open_nameless(const std::filesystem::path& directory, int flags) {
   const int fd = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
   if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT)) return fd;
   std::string name = directory / ".sluice-scratch-XXXXXX";
-  const int named = ::mkostemp(name.data(), O_CLOEXEC | flags);
+  const int named = ::mkostemp(name.data(), O_CLOEXEC);
+  if (named < 0) return named;
+  ::unlink(name.c_str());
+  if (::fcntl(named, F_SETFL, flags) == 0) return named;
   const int error = errno;
-  if (named >= 0) ::unlink(name.c_str());
+  ::close(named);
   errno = error;
-  return named;
+  return -1;
 }
 
 // Calls the system until all of `bytes` are moved; the number that the last call gave if it is

@@ -168,6 +168,7 @@ void JobContext::plan(const PipelineOptions& options) {
     device.host = device.machine = device.nccl_machine = fmt::format("planned host {}", rank);
     device.host_memory = 0;
     device.memory_group.clear();
+    device.allowed_memory = 0;
     if (!mine.identity.empty()) device.identity = fmt::format("planned GPU {}", rank);
   }
 }

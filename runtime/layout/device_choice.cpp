@@ -24,7 +24,8 @@ namespace sluice {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Device, kind, index)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankDevice, device, host, identity, free_memory, no_gpu,
-                                   host_memory, memory_group, machine, nccl_machine, driver)
+                                   host_memory, allowed_memory, memory_group, machine, nccl_machine,
+                                   driver)
 
 namespace {
 
@@ -191,6 +192,7 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     report.rank.driver = driver_text(properties);
     const HostMemory memory = host_memory();
     report.rank.host_memory = memory.bytes;
+    report.rank.allowed_memory = memory.allowed;
     report.rank.memory_group = memory.group;
   } catch (const Error& error) {
     report.refusal = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());

@@ -16,11 +16,12 @@ namespace sluice {
 struct RankDevice {
   Device device;
   std::string host;
-  std::string identity;           // of a GPU, the same in all processes of a machine; else empty
-  std::size_t free_memory = 0;    // bytes of a GPU when the job started
-  std::string no_gpu;             // why "auto" chose the CPU; else empty
-  std::size_t host_memory = 0;    // bytes, as HostMemory
-  std::string memory_group = {};  // likewise
+  std::string identity;         // of a GPU, the same in all processes of a machine; else empty
+  std::size_t free_memory = 0;  // bytes of a GPU when the job started
+  std::string no_gpu;           // why "auto" chose the CPU; else empty
+  // As HostMemory.
+  std::size_t host_memory = 0, allowed_memory = 0;
+  std::string memory_group = {};
   std::string machine = {};       // as machine_id(): the same for containers of one machine
   std::string nccl_machine = {};  // as nccl_machine_id()
   std::string driver = {};        // of a GPU: "CUDA 13.0, driver 580.65.06"

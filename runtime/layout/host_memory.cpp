@@ -9,13 +9,15 @@
 namespace sluice {
 namespace {
 
-// Takes the limit in `folder` where it is less.
+// Takes the limit in `folder` where it is no larger than those below it.
 void take_limit(const std::string& folder, const char* file, HostMemory& memory) {
   std::size_t limit = 0;
   struct stat facts {};
-  if (!(std::ifstream(folder + file) >> limit) || limit >= memory.bytes) return;  // "max": none
+  const std::size_t least = memory.group.empty() ? memory.bytes - 1 : memory.allowed;
+  if (!(std::ifstream(folder + file) >> limit) || limit > least) return;  // "max": none
   if (::stat(folder.c_str(), &facts) != 0) return;
-  memory = {limit, fmt::format("{}:{}", facts.st_dev, facts.st_ino)};
+  memory.allowed = limit;
+  memory.group = fmt::format("{}:{}", facts.st_dev, facts.st_ino);
 }
 
 }  // namespace

@@ -7,9 +7,10 @@
 namespace sluice {
 
 struct HostMemory {
-  std::size_t bytes = 0;  // of the host, or what a control group allows of it; 0: not known
-  // Of the group that allows less than the host has: the same in all of its processes, another in
-  // other groups of the machine. Else empty.
+  std::size_t bytes = 0;    // of the host; 0: not known
+  std::size_t allowed = 0;  // by the control group that allows least; without `group`: 0
+  // Of that group, where it allows less than the host has: the same in all of its processes,
+  // another in other groups of the machine. Else empty.
   std::string group = {};
 };
 // Groups of both versions, this process's own and those above it. `root`: of the file system that

@@ -322,10 +322,12 @@ Plan PipelineParts::plan_smaller(int micro_batches) const {
     const StepPlans::States there = layout.plans.states_of(stage);
     if (there.has_room_for(needed)) continue;
     throw_usage(
-        "schedule '{}' keeps {} micro-batches of stage {} in flight for a step of {}, but {} for "
-        "the largest, of {}; take another number of micro-batches, or another schedule",
-        plan.schedule_name, needed.slots + needed.stored, stage, micro_batches,
-        there.slots + there.stored, layout.plans.train.micro_batches);
+        "schedule '{}' keeps {} micro-batches of stage {} in flight, and {} away from their "
+        "device, "
+        "for a step of {}, but {} and {} for the largest, of {}; take another number of "
+        "micro-batches, or another schedule",
+        plan.schedule_name, needed.slots, stage, needed.stored, micro_batches, there.slots,
+        there.stored, layout.plans.train.micro_batches);
   }
   return plan;
 }

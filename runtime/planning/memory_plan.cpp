@@ -23,6 +23,7 @@
 #include "runtime/engine/planned_collectives.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
+#include "runtime/engine/state_store.hpp"
 #include "runtime/gradients/gradient_folds.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/group/group_collective.hpp"
@@ -147,6 +148,12 @@ class MemorySum {
         shares, {.pipeline = rank_, .tensor = layout_.place.here.tensor},
         layout_.place.topology.size.replica, state_bytes_per_element(options_.training.optimizer));
     if (options_.expert.save_copy) memory_.save_copy = memory_.disk;
+  }
+
+  // The page-locked memory through which a GPU's states go to a file.
+  void add_staging() {
+    if (device_ == DeviceKind::kCpu || memory_.offloaded_disk == 0) return;
+    add_bytes(memory_.offloaded_host, StateStore::kStagedBytes);
   }
 
   // What sums over replicas, and collectives within actions, take beside their values.
@@ -297,6 +304,7 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
     sum.add_messages();
     sum.add_batches(source);
     sum.add_stages();
+    sum.add_staging();
     sum.add_saves(shares);
     sum.add_collectives();
     sum.add_ties();
@@ -310,40 +318,54 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
 
 void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
                     const MemoryTable& memory) {
-  // The ranks that share one memory: GPUs first, by host and GPU, then hosts and control groups.
-  std::map<std::tuple<bool, std::string, std::string>, std::vector<std::size_t>> sharers;
+  enum class Kind { kGpu, kGroup, kHost };
+  struct Sharers {
+    std::vector<std::size_t> ranks;
+    std::size_t needed = 0, available = std::numeric_limits<std::size_t>::max();
+  };
+  // By kind, machine and which one there.
+  std::map<std::tuple<Kind, std::string, std::string>, Sharers> all;
   for (std::size_t rank = 0; rank < devices.size(); ++rank) {
     const RankDevice& device = devices[rank];
     const bool on_cpu = device.device.kind == DeviceKind::kCpu;
-    sharers[{on_cpu, device.machine, on_cpu ? device.memory_group : device.identity}].push_back(
-        rank);
+    const RankMemory& planned = memory.of(topology.place_of(static_cast<int>(rank)));
+    const auto add = [&](Kind kind, const std::string& which, std::size_t needed,
+                         std::size_t available) {
+      Sharers& sharers = all[{kind, device.machine, which}];
+      sharers.ranks.push_back(rank);
+      add_bytes(sharers.needed, needed);
+      if (available > 0 || kind == Kind::kGpu) {
+        sharers.available = std::min(sharers.available, available);
+      }
+    };
+    const std::size_t of_host = sum_of_bytes({on_cpu ? planned.total() : 0, planned.host()});
+    if (!on_cpu) add(Kind::kGpu, device.identity, planned.total(), device.free_memory);
+    if (!device.memory_group.empty()) {
+      add(Kind::kGroup, device.memory_group, of_host, device.allowed_memory);
+    }
+    add(Kind::kHost, "", of_host, device.host_memory);
   }
-  for (const auto& [shared, ranks] : sharers) {
-    const bool on_cpu = std::get<0>(shared);
-    std::size_t needed = 0, available = std::numeric_limits<std::size_t>::max();
+  for (const auto& [shared, sharers] : all) {
+    if (sharers.needed <= sharers.available && sharers.needed < kTooManyBytes) continue;
+    const Kind kind = std::get<0>(shared);
     std::vector<std::string> tables;
-    for (const std::size_t rank : ranks) {
-      const RankDevice& device = devices[rank];
-      const std::size_t seen = on_cpu ? device.host_memory : device.free_memory;
-      if (seen > 0 || !on_cpu) available = std::min(available, seen);
+    for (const std::size_t rank : sharers.ranks) {
       const RankMemory& planned = memory.of(topology.place_of(static_cast<int>(rank)));
-      add_bytes(needed, sum_of_bytes({planned.total(), on_cpu ? planned.host() : 0}));
       tables.push_back(fmt::format("rank {}: {}", rank, to_string(planned)));
     }
-    if (needed <= available && needed < kTooManyBytes) continue;
-    const std::size_t rank = ranks.front();
+    const std::size_t rank = sharers.ranks.front();
     const RankDevice& first = devices[rank];
     throw Error(ErrorCode::kDevice,
                 fmt::format("rank {} on {}: {} has {:.1f} MiB{}, but the plan needs {:.1f} MiB of "
-                            "it ({}); a smaller --micro-batch-size, more ranks in the "
-                            "pipeline{} or another schedule need less; --dry-run lists what else "
-                            "does",
-                            rank, first.host, on_cpu ? "the host" : to_string(first.device),
-                            mebi(available),
-                            !on_cpu                      ? " free"
-                            : first.memory_group.empty() ? ""
-                                                         : " for the rank's control group",
-                            mebi(needed), joined(tables, "; "), on_cpu ? " on other hosts" : ""),
+                            "it ({}); a smaller --micro-batch-size, more ranks in the pipeline{} "
+                            "or another schedule need less; --dry-run lists what else does",
+                            rank, first.host,
+                            kind == Kind::kGpu    ? to_string(first.device)
+                            : kind == Kind::kHost ? "the host"
+                                                  : "its control group",
+                            mebi(sharers.available), kind == Kind::kGpu ? " free" : "",
+                            mebi(sharers.needed), joined(tables, "; "),
+                            kind == Kind::kGpu ? "" : " on other hosts"),
                 static_cast<int>(rank));
   }
 }

@@ -230,7 +230,6 @@ void raise(StageEntry& entry, const StageDescription& description) {
   raise_to(entry.operator_bytes, description.operator_bytes);
   raise_to(entry.table_bytes, description.table_bytes);
   entry.own_memory = entry.own_memory || description.own_memory;
-  entry.state_moves = description.state_moves && !description.own_memory;
   entry.recomputes = entry.recomputes || description.recomputes;
 }
 
@@ -248,6 +247,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     set_collectives(report.entry, description, report.outputs.empty(), index, peers);
     if (report.outputs.empty()) {
       report.entry.note = description.note;
+      report.entry.state_moves = true;
       report.model = description.model;
     } else {
       require_like(report.outputs.front(), description.outputs, index);
@@ -260,6 +260,8 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     report.answers.push_back(description.answers);
     report.input_gradients.push_back(gradients_of(description, specs, index));
     raise(report.entry, description);
+    report.entry.state_moves =
+        report.entry.state_moves && description.state_moves && !description.own_memory;
   }
   if (loss != nullptr && peers.ranks[static_cast<std::size_t>(CollectiveAxis::kTensor)] > 1) {
     try {

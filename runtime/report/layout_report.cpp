@@ -127,8 +127,8 @@ std::string describe_offload(const JobLayout& layout) {
     disk = std::max(disk, memory.offloaded_disk);
   }
   return fmt::format("  offload: activations of micro-batches at once: {}; at most {:.1f} MiB {}\n",
-                     stages, mebi(std::max(host, disk)),
-                     host > 0 ? "of host memory on each rank" : "on the disk of each rank");
+                     stages, mebi(disk > 0 ? disk : host),
+                     disk > 0 ? "on the disk of each rank" : "of host memory on each rank");
 }
 
 // The memory of sums and collectives over ranks; empty without them.

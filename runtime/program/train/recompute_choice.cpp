@@ -87,9 +87,11 @@ std::vector<Pick> best_of(std::vector<Pick> picks, std::int64_t needed) {
 }
 
 // Each setting of the stage after each of `before`. Of many blocks, counts in steps.
-std::vector<Pick> with_stage(const std::vector<Pick>& before, const StageBlocks& stage) {
+// `stages`: of the rank; the more, the coarser the counts.
+std::vector<Pick> with_stage(const std::vector<Pick>& before, const StageBlocks& stage,
+                             int stages) {
   constexpr int kSteps = 128;
-  const int step = 1 + stage.count / kSteps;
+  const int step = 1 + stage.count / std::max(kSteps / (stages * stages), 1);
   std::vector<Pick> after;
   const auto counts_to = [&](int most, const auto& visit) {
     for (int count = 0; count < most; count += step) visit(count);
@@ -206,9 +208,10 @@ class RecomputeSearch {
   bool choose(int rank, std::int64_t needed) {
     std::vector<StageBlocks> stages;
     std::vector<Pick> picks = {{}};
-    for (const int stage : layouts_[0].plans.placement().stages_of(rank)) {
+    const std::vector<int>& own = layouts_[0].plans.placement().stages_of(rank);
+    for (const int stage : own) {
       stages.push_back(blocks_of(stage));
-      picks = best_of(with_stage(picks, stages.back()), needed);
+      picks = best_of(with_stage(picks, stages.back(), static_cast<int>(own.size())), needed);
     }
     if (picks.back().freed < needed) return false;
     freed_[at(rank)] = picks.back().freed;

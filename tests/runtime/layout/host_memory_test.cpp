@@ -35,20 +35,22 @@ TEST_F(HostMemoryTest, IsTheHostsWithoutAGroupThatAllowsLess) {
 TEST_F(HostMemoryTest, IsTheLeastThatAGroupAllowsOrOneAboveIt) {
   write("proc/self/cgroup", "0::/a/b");
   write("sys/fs/cgroup/a/b/memory.max", "5000000");
-  EXPECT_EQ(here().bytes, 5000000U);
+  EXPECT_EQ(here().allowed, 5000000U);
   const std::string of_b = here().group;
   EXPECT_NE(of_b, "");
   write("sys/fs/cgroup/a/memory.max", "4000000");
-  EXPECT_EQ(here().bytes, 4000000U);
+  EXPECT_EQ(here().allowed, 4000000U);
   EXPECT_NE(here().group, of_b);
-  write("sys/fs/cgroup/memory.max", "3000000");  // that of a container's own tree
-  EXPECT_EQ(here().bytes, 3000000U);
+  const std::string of_a = here().group;
+  write("sys/fs/cgroup/memory.max", "4000000");  // that of a container's own tree: shared by more
+  EXPECT_EQ(here().allowed, 4000000U);
+  EXPECT_NE(here().group, of_a);
 }
 
 TEST_F(HostMemoryTest, KnowsGroupsOfTheFirstVersion) {
   write("proc/self/cgroup", "4:memory:/job\n1:cpu:/job\n0::/");
   write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "7000000");
-  EXPECT_EQ(here().bytes, 7000000U);
+  EXPECT_EQ(here().allowed, 7000000U);
   EXPECT_NE(here().group, "");
 }
 
