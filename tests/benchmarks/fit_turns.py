@@ -6,8 +6,8 @@
 Each row trains a GPT-2 of `--layers` blocks over `--ranks` ranks of `1f1b` with `--tokens` tokens a micro-batch:
   offload    activations that leave to a file in `--directory` (or through the page cache, `--cached`) against a run that
              keeps all: activations of rank 0 by the plan, and seconds of a step
-  memory     the most that a rank used over what is planned of rank 0, less those of a model of one block a rank and
-             width 64, which leaves libraries out
+  memory     the most that a rank used over what is planned of the fullest rank, less those of a model of one block a
+             rank and width 64, which leaves libraries out
   recompute  `--recompute auto` where rank 0 has 60 % of its activations, and every setting of all blocks and of the
              first ones that fits as well: seconds of a step over the least of all
 """

@@ -61,13 +61,14 @@ class Runs:
             sys.exit(f"{name}: exit {process.returncode}\n{(self.directory / f'{name}.log').read_text()[-2000:]}")
 
     def memory(self, width, layers, ranks, *words):
-        """In MiB, of rank 0: the columns of the plan, what its host has beside them, and the most that any rank used."""
+        """In MiB: the columns of the plan of the fullest rank, what its host has beside them, the most that a rank used."""
         command = [self.sluice, *self.training(width, layers), "--steps", 2, *words]
         logs = []
         for name, launched in (("plan", [*command, "--dry-run"]), ("peak", [sys.executable, "-c", PEAK, *command])):
             self.ended(self.launched(ranks, name, *launched), name)
             logs.append((self.directory / f"{name}.log").read_text())
-        row = re.search(r"^ +0(?:, tensor 0)? +0 +[A-Z].*$", logs[0], re.MULTILINE)[0].split()[-10:]
+        rows = re.findall(r"^ +\d+(?:, tensor \d+)? +\d+ +\S.*\d\.\d *$", logs[0], re.MULTILINE)
+        row = max((line.split()[-10:] for line in rows), key=lambda columns: float(columns[8]))
         host = re.search(r"at most ([\d.]+) MiB of host memory", logs[0])
         return ([float(column) for column in row], float(host[1]) if host else 0,
                 max(map(int, re.findall(r"peak (\d+)", logs[1]))) / 1024)
