@@ -483,7 +483,7 @@ class OpenMoves {
                         [&](const Move& move) { return move.action.stage == stage; });
   }
 
-  std::int32_t end(Moves::iterator move) {
+  std::int32_t end(const Moves::iterator& move) {
     emit_end(*move);
     const std::int32_t slot = move->slot;
     leaving_.erase(move);

@@ -93,6 +93,8 @@ std::array<LinkCost, kCollectiveKinds> costs_over(const LinkCost& link, int rank
   return costs;
 }
 
+constexpr RealRange kFromZero = {.low = 0, .high = std::numeric_limits<double>::infinity()};
+
 }  // namespace
 
 std::vector<std::string> parts_of(std::string_view text, char separator) {
@@ -110,8 +112,22 @@ void Costs::add_list(OptionTable& table, List list, const std::string& help) {
   table.add_text(kNames[list], texts_[list], kNumbers, help);
 }
 
+void Costs::add_memory(OptionTable& table, const std::string& of) {
+  add_list(table, kUntilInput, "kept from F until I or B has ended, " + of);
+  add_list(table, kUntilWeight, "kept from F until W or B has ended, " + of);
+  add_list(table, kResident, "held all the time (parameters, gradients, optimizer) by one rank");
+  table.add_flag(
+      "offload", offload_,
+      "what is kept of micro-batches that wait longest leaves between F and I or B: half "
+      "of what a stage has in flight stays, as with 'sluice train --offload'");
+  table.add_real("offload-bandwidth", common_.move_link.bandwidth, kFromZero,
+                 "at which it leaves and comes back; 0: without limit");
+  table.add_text("memory-limit", limit_, kNumbers,
+                 "bytes that a rank may hold at most; without bytes, micro-batches in flight; one "
+                 "number for all ranks, or one per rank");
+}
+
 void Costs::add_options(OptionTable& table, CostsOf scope) {
-  constexpr RealRange kFromZero = {.low = 0, .high = std::numeric_limits<double>::infinity()};
   const std::string of = "of one micro-batch on one rank";
   table.heading("Costs");
   add_list(table, kForward,
@@ -149,18 +165,7 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
                    "in-order queues of messages, as NCCL's: one per rank, or per pair of ranks");
   add_list(table, kOutput, "of a stage's output for one micro-batch");
   add_list(table, kOutputGradient, "of what comes back for it; not given: as much");
-  add_list(table, kUntilInput, "kept from F until I or B has ended, " + of);
-  add_list(table, kUntilWeight, "kept from F until W or B has ended, " + of);
-  add_list(table, kResident, "held all the time (parameters, gradients, optimizer) by one rank");
-  table.add_flag(
-      "offload", offload_,
-      "what is kept of micro-batches that wait longest leaves between F and I or B: half "
-      "of what a stage has in flight stays, as with 'sluice train --offload'");
-  table.add_real("offload-bandwidth", common_.move_link.bandwidth, kFromZero,
-                 "at which it leaves and comes back; 0: without limit");
-  table.add_text("memory-limit", limit_, kNumbers,
-                 "bytes that a rank may hold at most; without bytes, micro-batches in flight; one "
-                 "number for all ranks, or one per rank");
+  add_memory(table, of);
   table.add_integer("tensor", tensor_, 1, kMaxInt,
                     "ranks that share each stage, with --profile: each computes its part of what "
                     "one rank was measured to compute, and makes collectives; auto: those of "

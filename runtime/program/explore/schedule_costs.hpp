@@ -104,6 +104,8 @@ class Costs {
                                                              "reduce-bytes"};
 
   void add_list(OptionTable& table, List list, const std::string& help);
+  // `of`: what a number is of.
+  void add_memory(OptionTable& table, const std::string& of);
   void read_memory_limit();
   [[nodiscard]] MeasuredCosts read_profile(const OptionTable& table);
   void use_cluster(const OptionTable& table);

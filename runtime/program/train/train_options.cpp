@@ -324,6 +324,30 @@ void add_offload(OptionTable& table, PipelineOptions::Offload& offload) {
       .mark(kLayout | kListedLater);
 }
 
+// What ranks compute on.
+void add_device_options(OptionTable& table, PipelineOptions& options) {
+  PipelineOptions::Devices& devices = options.devices;
+  add_devices(table, devices.choices,
+              "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");
+  table
+      .add_parsed(
+          "memory", "SIZE",
+          "that a rank may take on its device by the plan: bytes, or with K, M, G or T of 1024, "
+          "such as 20G; default: what there is",
+          [&](const std::string& text) { devices.memory = parse_bytes(text); },
+          [&] { return bytes_text(devices.memory); })
+      .mark(kListedLater);
+  add_transport(table, devices.transport,
+                "between GPUs; auto: NCCL where each rank has a GPU of its own");
+  table.add_choice("progress", options.expert.progress_in_actions,
+                   {{"operators", true}, {"actions", false}},
+                   "between which a CPU's messages advance");
+  table.add_flag("all-reduce", devices.all_reduce,
+                 "let NCCL sum over replicas in its own order: not depth-invariant");
+  table.add_flag("cuda-graphs", devices.cuda_graphs,
+                 "on GPUs: record what stages do after step 1, replay it from step 2 on");
+}
+
 void add_layout_options(OptionTable& table, TrainOptions& options) {
   auto& [shape, order, devices, offload, training, checks, watch, expert] = options.pipeline;
   table.heading("Layout");
@@ -370,25 +394,7 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
                     "samples per step; auto: from the other two, else at least 4", "auto");
   table.add_integer("threads", devices.threads, 1, ComputeContext::kMostThreads,
                     "per rank; results depend on it");
-  add_devices(table, devices.choices,
-              "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");
-  table
-      .add_parsed(
-          "memory", "SIZE",
-          "that a rank may take on its device by the plan: bytes, or with K, M, G or T of 1024, "
-          "such as 20G; default: what there is",
-          [&](const std::string& text) { devices.memory = parse_bytes(text); },
-          [&] { return bytes_text(devices.memory); })
-      .mark(kListedLater);
-  add_transport(table, devices.transport,
-                "between GPUs; auto: NCCL where each rank has a GPU of its own");
-  table.add_choice("progress", expert.progress_in_actions,
-                   {{"operators", true}, {"actions", false}},
-                   "between which a CPU's messages advance");
-  table.add_flag("all-reduce", devices.all_reduce,
-                 "let NCCL sum over replicas in its own order: not depth-invariant");
-  table.add_flag("cuda-graphs", devices.cuda_graphs,
-                 "on GPUs: record what stages do after step 1, replay it from step 2 on");
+  add_device_options(table, options.pipeline);
 }
 
 void add_training_options(OptionTable& table, TrainOptions& options) {
