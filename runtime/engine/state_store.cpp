@@ -114,6 +114,10 @@ class DiskStore final : public StateStore {
         if (!more_.wait(lock, stop, [&] { return !items_.empty(); })) return;
         const Item& item = items_.front();  // stays where it is
         lock.unlock();
+        while (!item.ready.done()) {
+          if (stop.stop_requested()) return;  // after an error a GPU may never come to it
+          std::this_thread::yield();
+        }
         const double begin = steady_seconds();
         make(item);
         lock.lock();
@@ -134,7 +138,6 @@ class DiskStore final : public StateStore {
       if (item.move.leaves) return file_.write(room.offset, state);
       return file_.read(room.offset, state);
     }
-    while (!item.ready.done()) std::this_thread::yield();
     const auto address = reinterpret_cast<std::uintptr_t>(staged_.data());
     std::byte* const staged =
         staged_.data() + (round_up(address, ScratchFile::kAlignment) - address);
@@ -177,8 +180,8 @@ StateStore::StateStore(std::span<const Shelf> shelves) {
 }
 
 StateStore::Room StateStore::room_of(const Move& move) const {
-  const Rooms& rooms = shelves_.at(move.stage);
-  return {rooms.offset + at(move.place) * rooms.bytes, rooms.bytes};
+  const Room& first = shelves_.at(move.stage);
+  return {first.offset + at(move.place) * first.bytes, first.bytes};
 }
 
 std::size_t StateStore::alignment(const PipelineOptions::Offload& offload) {

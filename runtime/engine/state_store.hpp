@@ -71,10 +71,7 @@ class StateStore {
   [[nodiscard]] Room room_of(const Move& move) const;
 
  private:
-  struct Rooms {
-    std::size_t offset = 0, bytes = 0;
-  };
-  std::map<int, Rooms> shelves_;  // by stage
+  std::map<int, Room> shelves_;  // by stage: the first place
   std::size_t bytes_ = 0;
 };
 

@@ -19,9 +19,9 @@ namespace sluice {
                                       const DataSource& source);
 
 // Refuses, on every rank alike, a GPU with less free memory than its ranks need, before anything is
-// allocated: Error(kDevice) with the tables of its ranks. Likewise a host with less memory than its
-// CPU ranks need: the system would end them later. `devices`: [rank of the job]; `memory`: of all
-// places.
+// allocated: Error(kDevice) with the tables of its ranks. Likewise a host, or a control group, with
+// less memory than its ranks need there, those on GPUs too: the system would end them later.
+// `devices`: [rank of the job]; `memory`: of all places.
 void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
                     const MemoryTable& memory);
 
