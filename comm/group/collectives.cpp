@@ -27,6 +27,8 @@ enum TagOffset : int {
   kSecondHandSumTag,
   kPartTag,
   kSecondHandPartTag,
+  kOtherPartTag,
+  kSecondHandOtherPartTag,
   kTagsEnd,
 };
 static_assert(kTagsEnd == Collectives::kTags);
@@ -77,7 +79,11 @@ Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
       copy_(std::make_shared<std::vector<std::byte>>(kFirstCopy)),
       sums_(comm, {.direct = base_tag + kSumTag, .second_hand = base_tag + kSecondHandSumTag},
             {.direct = base_tag + kPartTag, .second_hand = base_tag + kSecondHandPartTag},
-            interrupt) {}
+            interrupt),
+      gathers_(
+          comm, {},
+          {.direct = base_tag + kOtherPartTag, .second_hand = base_tag + kSecondHandOtherPartTag},
+          interrupt) {}
 
 // `expected_bytes`: of a receive; 0 for a send.
 void Collectives::wait(Request& request, std::size_t expected_bytes, const WaitSubject& subject) {

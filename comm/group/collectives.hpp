@@ -23,7 +23,7 @@ namespace sluice {
 class Collectives {
  public:
   // kTags tags of `comm`, from base_tag on, are this object's.
-  static constexpr int kTags = 9;
+  static constexpr int kTags = 11;
   Collectives(Communicator& comm, int base_tag, Interrupt* interrupt);
 
   void barrier();
@@ -64,6 +64,8 @@ class Collectives {
                   const KeepAlive& owner = nullptr);
   // The same without waiting, over this object's ranks and interrupt.
   [[nodiscard]] HostSums& sums() { return sums_; }
+  // The same for gathers that wait for no sums of sums(), and hold up none. It makes no sums.
+  [[nodiscard]] HostSums& gathers() { return gathers_; }
 
   [[nodiscard]] Communicator& communicator() { return comm_; }
 
@@ -91,7 +93,7 @@ class Collectives {
   // Of the piece that is being sent or received, or of a gather's subtree. The communicator shares
   // it after a throw.
   std::shared_ptr<std::vector<std::byte>> copy_;
-  HostSums sums_;
+  HostSums sums_, gathers_;
 };
 
 }  // namespace sluice

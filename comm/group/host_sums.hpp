@@ -30,7 +30,7 @@ class HostSums {
  public:
   // Of messages.
   struct Tags {
-    int direct, second_hand;
+    int direct = -1, second_hand = -1;
   };
   // What has started so far: the number of sums of parts, and of gathers. After a throw all of it
   // counts as done.

@@ -51,6 +51,34 @@ enum Flag : std::uint32_t {
   kDue = 8,     // rank 0: a save by the clock is due
 };
 
+// Whole values of a rank's parameters one after the other, where each replica has a part of them.
+// All replicas take all of them in one order, whichever saves them.
+class WholeValues {
+ public:
+  explicit WholeValues(Pipeline& pipeline) : pipeline_(pipeline) {
+    if (PipelineAccess::layout(pipeline).parameters.gather == Gather::kNever) return;
+    for (const Pipeline::Owned& owned : pipeline.parameters()) {
+      if (owned.owner) all_.push_back(owned.parameter);
+    }
+  }
+  // Goes on to the parameter of this name; where none of those left has it, past all of them.
+  void reach(const std::string& name) {
+    while (next_ < all_.size() && (next_ == 0 || all_[next_ - 1]->name != name)) {
+      if (next_ > 0) PipelineAccess::give_back(pipeline_, *all_[next_ - 1]);
+      PipelineAccess::lend(pipeline_, *all_[next_++]);
+    }
+  }
+  void end() {
+    reach("");
+    if (next_ > 0) PipelineAccess::give_back(pipeline_, *all_[next_ - 1]);
+  }
+
+ private:
+  Pipeline& pipeline_;
+  std::vector<const Parameter*> all_;
+  std::size_t next_ = 0;
+};
+
 }  // namespace
 
 struct Checkpointer::Impl {
@@ -488,7 +516,9 @@ void Checkpointer::Impl::begin() {
     for (TakenTensor& each : taken) {
       each.tensor = PipelineAccess::before_open_step(pipeline, each.tensor);
     }
-    snapshot.take(taken);
+    WholeValues values(pipeline);
+    snapshot.take(taken, [&](const TakenTensor& next) { values.reach(next.name); });
+    values.end();
     state = {};
     const std::string name = fmt::format("{} {}", run, sequence);
     state.save = checksum_hex(std::as_bytes(std::span(name)));

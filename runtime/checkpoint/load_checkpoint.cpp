@@ -78,7 +78,7 @@ std::vector<Wanted> wanted(Pipeline& pipeline, bool optimizer) {
     const TensorSpec whole{parameter.value.spec.dtype, parameter.whole_shape()};
     for (const PlacedPart& part :
          placed_parts(parameter.slice, parameter.parts, parameter.shape.elements())) {
-      all.push_back({parameter.name, whole, elements_of(parameter.value, part.first, part.count),
+      all.push_back({parameter.name, whole, elements_of(parameter.value, {part.first, part.count}),
                      part.slice});
     }
   };
@@ -137,10 +137,10 @@ void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const Wanted
     std::size_t parts = 0;
     for (; parts < tensors.size(); ++parts) {
       const Wanted& next = tensors[parts];
-      if (next.name != name || next.into.data != elements_of(into, elements, 0).data) break;
+      if (next.name != name || next.into.data != elements_of(into, {elements, 0}).data) break;
       elements += next.into.elements();
     }
-    const std::span<std::byte> bytes = mirror.writable_host_copy(elements_of(into, 0, elements));
+    const std::span<std::byte> bytes = mirror.writable_host_copy(elements_of(into, {0, elements}));
     const bool rounded = spec.dtype == DType::kBf16;  // state of an optimizer
     if (rounded) values.resize(static_cast<std::size_t>(elements));
     auto* to = rounded ? values.data() : reinterpret_cast<float*>(bytes.data());
@@ -154,6 +154,7 @@ void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const Wanted
     auto* rounds_to = reinterpret_cast<Bf16*>(bytes.data());
     for (std::size_t i = 0; rounded && i < values.size(); ++i) rounds_to[i] = to_bf16(values[i]);
     mirror.write_back();
+    PipelineAccess::drop_others(pipeline);
     tensors = tensors.subspan(parts);
   }
   pipeline.compute().wait();  // before the mirror goes

@@ -39,7 +39,8 @@ void place(const TensorSpec& whole, std::span<const PlacedPart> parts, std::size
 
 }  // namespace
 
-void Snapshot::take(std::span<const TakenTensor> tensors) {
+void Snapshot::take(std::span<const TakenTensor> tensors,
+                    const std::function<void(const TakenTensor&)>& before) {
   std::size_t bytes = 0;
   for (const TakenTensor& taken : tensors) {
     if (taken.holder == rank()) bytes += round_up(taken.whole.bytes(), 64);
@@ -48,6 +49,7 @@ void Snapshot::take(std::span<const TakenTensor> tensors) {
   copies_.clear();
   std::byte* to = memory_.data();
   for (const TakenTensor& taken : tensors) {
+    if (before) before(taken);
     if (taken.holder != rank()) {
       send(taken);
       continue;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -35,8 +36,9 @@ class Snapshot {
   // Collective over the sharers of parts, which take the same ones in the same order. Copies
   // tensors behind everything on the compute stream; done on return. The first call allocates and
   // touches the memory; later ones reuse it unless they need more. Bytes from a GPU and from other
-  // ranks pass through pieces of at most 32 MiB.
-  void take(std::span<const TakenTensor> tensors);
+  // ranks pass through pieces of at most 32 MiB. `before` is called before each tensor is read.
+  void take(std::span<const TakenTensor> tensors,
+            const std::function<void(const TakenTensor&)>& before = {});
   // Views of the copies that this rank holds, in the same order; valid until the next take().
   [[nodiscard]] const std::vector<NamedTensor>& tensors() const { return copies_; }
 

@@ -15,12 +15,6 @@
 
 namespace sluice {
 
-Tensor elements_of(const Tensor& tensor, std::int64_t first, std::int64_t count) {
-  const DType type = tensor.spec.dtype;
-  return {tensor.as<std::byte>() + static_cast<std::size_t>(first) * size_of(type),
-          {type, Shape{count}}};
-}
-
 std::vector<StatePart> state_parts(Pipeline& pipeline) {
   std::set<std::string> divided;
   for (const StageEntry& stage : PipelineAccess::layout(pipeline).parameters.stages) {
@@ -57,7 +51,7 @@ std::vector<StatePart> state_parts(Pipeline& pipeline) {
       if (count <= 0) continue;
       each.slice = part.slice;
       each.first = first - part.first;
-      each.tensor = elements_of(state.tensor, first - state.first, count);
+      each.tensor = elements_of(state.tensor, {first - state.first, count});
       if (each.is_whole()) each.tensor.spec.shape = whole;
       parts.push_back(each);
     }

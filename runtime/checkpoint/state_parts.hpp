@@ -28,9 +28,6 @@ struct StatePart {
   }
 };
 
-// `count` elements of a tensor from `first` on, as a vector.
-[[nodiscard]] Tensor elements_of(const Tensor& tensor, std::int64_t first, std::int64_t count);
-
 // Of all states of the rank's optimizers. Throws Error(kUsage) where a program's own optimizer has
 // other elements than Optimizer::state() says, or what its state() throws. Not collective.
 [[nodiscard]] std::vector<StatePart> state_parts(Pipeline& pipeline);

@@ -24,6 +24,7 @@
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
 #include "runtime/engine/state_store.hpp"
+#include "runtime/engine/unit_walk.hpp"
 #include "runtime/group/activity.hpp"
 #include "runtime/group/guard.hpp"
 #include "runtime/group/host_mirror.hpp"
@@ -132,6 +133,9 @@ struct Engine::Impl final : DeviceWait {
 
   const StepOutcome& run(const StepRequest& request_in, StepActions* actions);
   void execute(const PlanOp& op, StepActions* actions);
+  // In place of an op of a micro-batch that this replica does not have and others do: it takes part
+  // in their gathers.
+  void idle(const PlanOp& op);
   void post_recv(const PlanOp& op);
   void wait_recv(const PlanOp& op);
   void start_send(const PlanOp& op);
@@ -210,7 +214,7 @@ struct Engine::Impl final : DeviceWait {
   void hand_out(const PlanOp& op);
   // Runs `body`, the stage's own part of `op`; what it throws names the action.
   template <typename Body>
-  void in_stage(const LocalStage& stage, const PlanOp& op, const Body& body) {
+  void in_stage(const LocalStage& stage, const PlanOp& op, StageContext& ctx, const Body& body) {
     const auto where = [&] {
       const bool folds = config.plan->fold_every > 0;
       return fmt::format(
@@ -220,7 +224,9 @@ struct Engine::Impl final : DeviceWait {
     };
     try {
       collectives.begin(stage.binding, op, shape_of(op), result_of(stage, op) != nullptr);
+      if (units) ctx.units = units->begin(op);
       body();
+      if (units) units->end();
       collectives.end();
     } catch (const std::bad_alloc&) {
       throw_error(ErrorCode::kDevice, "{} of step {} on {}: out of host memory", where(),
@@ -245,6 +251,7 @@ struct Engine::Impl final : DeviceWait {
     transport->progress();
     if (config.nccl != nullptr) config.nccl->progress();
     if (config.sums != nullptr) config.sums->progress();
+    if (config.sharded != nullptr) config.sharded->progress();
   }
   Transport& transport_of(const Slot& slot) {
     return slot.route == RouteKind::kNccl ? *config.nccl : *transport;
@@ -298,8 +305,9 @@ struct Engine::Impl final : DeviceWait {
     if (config.activity == nullptr) return;
     config.activity->at(shown(what), static_cast<std::int32_t>(index_in_plan(place)));
   }
-  static bool host_takes_part(const PlanOp& op, const StageContext& ctx) {
-    return op.collectives > 0 || ctx.final_gradients != nullptr;
+  [[nodiscard]] bool host_takes_part(const PlanOp& op, const StageContext& ctx) const {
+    return op.collectives > 0 || ctx.final_gradients != nullptr ||
+           (units && config.sharded->use_units(op.stage));
   }
   UnitShape shape_of(const PlanOp& op) const {
     return {request.micro_batches[at(op.micro_batch)].count, request.positions};
@@ -318,7 +326,8 @@ struct Engine::Impl final : DeviceWait {
   DeviceTimer timer;   // of a GPU's compute ops
   RecordedCalls calls;
   PlannedCollectives collectives;
-  HostBuffer losses;  // LossResult per micro-batch, written by the device
+  std::optional<UnitWalk> units;  // none: parameters are whole
+  HostBuffer losses;              // LossResult per micro-batch, written by the device
   Event drained;
   StepRequest request;
   StepOutcome outcome;
@@ -340,13 +349,14 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       transport(make_message_transport(
           *config.communicator, table.tensors() + 1, config.piece_bytes,
           table.has_staged() ? config.compute->device() : Device{}, table.memory(), stream())),
-      messages(*config_in.compute, *transport, config_in.sums),
+      messages(*config_in.compute, *transport, config_in.sums, config_in.sharded),
       waiter(config_in.communicator->local_size()),
       batch(config_in.batch != nullptr ? *config_in.batch : own_batch.emplace(*config_in.compute)),
       timer(config_in.compute->device(), mine.ops.size()),
       calls(*config_in.compute, mine.ops.size(), config_in.cuda_graphs),
       collectives(config),
       drained(config_in.compute->device()) {
+  if (config.sharded != nullptr) units.emplace(*config.sharded, mine.ops);
   outcome.actions.resize(table.stages().size());
   if (!config.stages.empty() && config.stages.back().loss != nullptr) {
     const std::size_t count = at(config.plan->micro_batches);
@@ -360,14 +370,16 @@ Engine::Impl::Impl(const EngineConfig& config_in)
 
 const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions* actions) {
   request = request_in;
-  if (const PlanOp* op = table.first_op_out_of_range(request.micro_batches.size())) {
-    refuse(*op, "it names no micro-batch of the step");
+  const PlanOp* const beyond = table.first_op_out_of_range(request.micro_batches.size());
+  if (beyond != nullptr && !(units && config.plan->forward_only)) {
+    refuse(*beyond, "it names no micro-batch of the step");
   }
   outcome.busy_seconds = 0;
   outcome.peak_in_flight = 0;
   in_flight = 0;
   computed_until = 0;
   events.clear();
+  if (units) units->begin_run();
   for (LocalStage& stage : table.stages()) {
     stage.seconds = ActionSeconds{};
     stage.seconds.stage = stage.binding.index;
@@ -386,7 +398,11 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
     if (config.progress_in_actions && !on_gpu) progressing.emplace(messages);
     for (const PlanOp& op : mine.ops) {
       now_at(op);
-      execute(op, actions);
+      if (op.micro_batch >= std::ssize(request.micro_batches)) {
+        idle(op);
+      } else {
+        execute(op, actions);
+      }
       messages.rethrow();  // a receive that failed in an operator is not taken as complete
     }
   }
@@ -396,6 +412,12 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   }
   if (activity != nullptr) activity->enter(Doing::kCalling);
   return outcome;
+}
+
+void Engine::Impl::idle(const PlanOp& op) {
+  if (op.kind != OpKind::kCompute) return;
+  (void)units->begin(op);
+  units->end();
 }
 
 void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
@@ -421,6 +443,10 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
       return start_move(op);
     case OpKind::kWaitMove:
       return wait_move(op);
+    case OpKind::kUnshard:
+    case OpKind::kReshard:
+      if (!units) refuse(op, "this replica has all parameters");
+      return op.kind == OpKind::kUnshard ? units->unshard(op) : units->reshard(op);
     case OpKind::kFold:
       return fold(op, *actions);
     case OpKind::kReduceGrad:
@@ -646,7 +672,7 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   LossResult* const result = result_of(stage, op);
   const bool last = op.stage + 1 == config.plan->placement.stages();
   const bool gives = last && request.phase == Phase::kGenerate;
-  in_stage(stage, op, [&] {
+  in_stage(stage, op, ctx, [&] {
     if (result != nullptr) {
       result->weight = target_weight(stage.binding, request.batch->targets[at(op.micro_batch)]);
     }
@@ -714,7 +740,7 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   }
   const std::span<const Tensor> grad_inputs =
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
-  in_stage(stage, op, [&] {
+  in_stage(stage, op, ctx, [&] {
     calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx), [&] {
       in_pass(stage, op, [&] { call_backward(stage, op, ctx, gradient, grad_inputs); });
     });
@@ -737,7 +763,7 @@ bool Engine::Impl::take_recomputed(LocalStage& stage, const PlanOp& op) const {
 
 void Engine::Impl::recompute(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
   expect(op, BufferKind::kState, SlotState::kFilled);
-  in_stage(stage, op, [&] {
+  in_stage(stage, op, ctx, [&] {
     calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx),
               [&] { stage.binding.stage->recompute(ctx); });
   });
@@ -776,7 +802,7 @@ void Engine::Impl::record_calls(StepActions* actions) {
       if (slot != nullptr) slot->pool->shape(*slot, shape_of(op));
     }
     if (op.stage > 0) ctx.inputs = table.slot(op, BufferKind::kInput)->tensors;
-    in_stage(stage, op, [&] {
+    in_stage(stage, op, ctx, [&] {
       calls.record(index_in_plan(op), *stage.binding.stage, ctx, [&] {
         if (op.action == ActionKind::kForward) {
           return call_forward(stage, op, ctx, *table.slot(op, BufferKind::kOutput),

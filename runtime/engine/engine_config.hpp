@@ -21,6 +21,7 @@ namespace sluice {
 
 class ActivityBoard;  // runtime/group/activity.hpp
 class DeviceBatch;    // runtime/engine/device_batch.hpp
+class ShardedValues;  // runtime/engine/sharded_values.hpp
 class SlotStore;      // runtime/engine/slots.hpp
 class StateStore;     // runtime/engine/state_store.hpp
 
@@ -62,6 +63,7 @@ struct EngineConfig {
   Collective* tensor = nullptr;              // over the ranks that share the stages; null: one
   Collective* tensor_nccl = nullptr;         // likewise, of a GPU's values: NcclRoutes::tensor()
   HostSums* sums = nullptr;                  // progress with the messages; may be null
+  ShardedValues* sharded = nullptr;          // null: parameters are whole
   bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Expert
   // Shared with engines that never run at the same time; null: the engine's own.
   std::shared_ptr<SlotStore> slots = nullptr;

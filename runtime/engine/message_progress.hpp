@@ -9,15 +9,17 @@
 #include "comm/base/steady_seconds.hpp"
 #include "comm/group/host_sums.hpp"
 #include "comm/group/transport.hpp"
+#include "runtime/engine/sharded_values.hpp"
 #include "stages/compute/context_access.hpp"
 
 namespace sluice {
 
 class MessageProgress final : public ProgressHook {
  public:
-  // All outlive it. `sums` may be null.
-  MessageProgress(ComputeContext& compute, Transport& transport, HostSums* sums)
-      : compute_(compute), transport_(transport), sums_(sums) {}
+  // All outlive it. `sums` and `sharded` may be null.
+  MessageProgress(ComputeContext& compute, Transport& transport, HostSums* sums,
+                  ShardedValues* sharded = nullptr)
+      : compute_(compute), transport_(transport), sums_(sums), sharded_(sharded) {}
 
   // While it exists, operators advance messages and sums.
   class Scope {
@@ -47,6 +49,7 @@ class MessageProgress final : public ProgressHook {
     try {
       transport_.progress();
       if (sums_ != nullptr) sums_->progress();
+      if (sharded_ != nullptr) sharded_->progress();
     } catch (...) {
       error_ = std::current_exception();
     }
@@ -60,6 +63,7 @@ class MessageProgress final : public ProgressHook {
   ComputeContext& compute_;
   Transport& transport_;
   HostSums* sums_;
+  ShardedValues* sharded_;
   std::exception_ptr error_;
   double next_ = 0;
 };

@@ -91,7 +91,8 @@ const PlanOp* StageTable::first_op_out_of_range(std::size_t micro_batches) const
 void StageTable::find_ends() {
   for (const PlanOp& op : ops_) {
     if (op.kind != OpKind::kRelease && op.kind != OpKind::kReduceGrad &&
-        op.kind != OpKind::kReduceTied && op.kind != OpKind::kOptimizer) {
+        op.kind != OpKind::kReduceTied && op.kind != OpKind::kOptimizer &&
+        op.kind != OpKind::kUnshard && op.kind != OpKind::kReshard) {
       if (lowest_ == nullptr || op.micro_batch < lowest_->micro_batch) lowest_ = &op;
       if (highest_ == nullptr || op.micro_batch > highest_->micro_batch) highest_ = &op;
     }

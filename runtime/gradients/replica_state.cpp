@@ -8,6 +8,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/sha256.hpp"
 
@@ -16,8 +17,8 @@ namespace {
 
 using Digest = std::array<char, 64>;
 
-Digest digest_of(const Parameter& parameter, HostMirror& mirror) {
-  const std::string hex = sha256_hex(mirror.read_back(parameter.value));
+Digest digest_of(const Tensor& values, HostMirror& mirror) {
+  const std::string hex = sha256_hex(mirror.read_back(values));
   Digest digest = {};
   std::memcpy(digest.data(), hex.data(), digest.size());
   return digest;
@@ -111,30 +112,42 @@ void StageBuffers::join() {
   }
 }
 
-void check_replicas(JobContext& job, const TiedUses& tied, std::span<const StageBinding> stages,
-                    HostMirror& mirror, std::uint64_t step) {
+void check_replicas(JobContext& job, const ParameterTable& table, const TiedUses& tied,
+                    std::span<const StageBinding> stages, HostMirror& mirror, std::uint64_t step) {
+  const int replica = job.place.here.replica;
   for (const StageBinding& binding : stages) {
     ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
-    std::vector<Parameter*> compared = set->all();
-    for (Parameter* buffer : set->buffers()) {
-      if (buffer->across != ReplicaRule::kNothing) compared.push_back(buffer);
+    const auto compare = [&](const Parameter& parameter, const Tensor& here, bool on_replicas) {
+      const Digest mine = digest_of(here, mirror);
+      if (on_replicas) require_same(job, Axis::kReplica, mine, parameter, binding.index, step);
+      if (!parameter.slice.all()) return;
+      require_same(job, Axis::kTensor, mine, parameter, binding.index, step);
+    };
+    const std::vector<Parameter*> all = set->all();
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const int index = static_cast<int>(i);
+      const bool divided = table.gather != Gather::kNever &&
+                           !table.stages[at(binding.index)].parameters[i].ends.empty();
+      compare(*all[i], elements_of(all[i]->value, table.at_rest(binding.index, index, replica)),
+              !divided);
     }
-    for (const Parameter* parameter : compared) {
-      const Digest mine = digest_of(*parameter, mirror);
-      require_same(job, Axis::kReplica, mine, *parameter, binding.index, step);
-      if (!parameter->slice.all()) continue;
-      require_same(job, Axis::kTensor, mine, *parameter, binding.index, step);
+    for (const Parameter* buffer : set->buffers()) {
+      if (buffer->across != ReplicaRule::kNothing) compare(*buffer, buffer->value, true);
     }
   }
   for (std::size_t group = 0; group < tied.ties().size(); ++group) {
     const TiedParameter& tie = tied.ties()[group];
     const int owner = tied.rank_of(group, 0);
+    const ElementRange here =
+        table.at_rest(tie.uses.front().stage, tie.uses.front().index, replica);
+    const auto digest = [&](std::size_t use) {
+      return digest_of(elements_of(tied.parameter(group, use)->value, here), mirror);
+    };
     for (std::size_t use = 1; use < tie.uses.size(); ++use) {
       const int holder = tied.rank_of(group, use);
       Digest theirs = {};
-      if (job.place.here.pipeline == holder)
-        theirs = digest_of(*tied.parameter(group, use), mirror);
+      if (job.place.here.pipeline == holder) theirs = digest(use);
       if (job.place.here.pipeline == holder && holder != owner) {
         job.group(Axis::kPipeline).collectives->send(owner, object_bytes(theirs));
       }
@@ -142,7 +155,7 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
       if (holder != owner) {
         job.group(Axis::kPipeline).collectives->recv(holder, object_bytes(theirs));
       }
-      if (theirs == digest_of(*tied.parameter(group, 0), mirror)) continue;
+      if (theirs == digest(0)) continue;
       throw_error(ErrorCode::kMismatch,
                   "after step {} the copies of tied parameter '{}' on stages {} and {} differ",
                   step, tie.name, tie.uses.front().stage, tie.uses[use].stage);

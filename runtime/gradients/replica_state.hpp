@@ -47,11 +47,11 @@ class StageBuffers {
   std::vector<Kept> kept_;  // of stages that have buffers
 };
 
-// Collective over the job. Compares digests of every parameter with replica 0's, of those that all
-// ranks that share the stage have whole with tensor rank 0's, and of every tied copy with its
-// owner's. `stages` are this rank's. Throws Error(kMismatch) that names the parameter and both
-// holders.
-void check_replicas(JobContext& job, const TiedUses& tied, std::span<const StageBinding> stages,
-                    HostMirror& mirror, std::uint64_t step);
+// Collective over the job. Compares digests of what this rank has of every parameter at rest: of
+// what all replicas have with replica 0's, of those that all ranks that share the stage have whole
+// with tensor rank 0's, and of every tied copy with its owner's. `stages` are this rank's. Throws
+// Error(kMismatch) that names the parameter and both holders.
+void check_replicas(JobContext& job, const ParameterTable& table, const TiedUses& tied,
+                    std::span<const StageBinding> stages, HostMirror& mirror, std::uint64_t step);
 
 }  // namespace sluice

@@ -18,10 +18,6 @@ Parameter* find(const TiedUse& use, std::span<const StageBinding> stages) {
   return nullptr;
 }
 
-Tensor elements_of(const Tensor& tensor, const ElementRange& range) {
-  return {static_cast<float*>(tensor.data) + range.first, {DType::kF32, Shape{range.count}}};
-}
-
 }  // namespace
 
 TiedUses::TiedUses(JobContext& job, const StepPlans& plans, const ParameterTable& table,
@@ -106,18 +102,22 @@ void TiedUses::wait_all_on_stream() {
 void TiedUses::broadcast_tied_values() {
   wait_all_on_stream();
   for (std::size_t group = 0; group < parameters_.size(); ++group) {
+    const TiedUse& first = ties_[group].uses.front();
+    const ElementRange range = table_.at_rest(first.stage, first.index, job_.place.here.replica);
     for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
       const Parameter* const owner = parameters_[group].front();
       Parameter* const mine = parameters_[group][use];
       if (mine != nullptr) mine->bf16_copy_is_current = false;
+      if (range.count == 0) continue;
       if (owner != nullptr && mine != nullptr) {
         if (mine->value.data == owner->value.data) continue;  // inference
-        copy_async(mine->value.data, owner->value.data, mine->value.spec.bytes(),
+        const Tensor from = elements_of(owner->value, range);
+        copy_async(elements_of(mine->value, range).data, from.data, from.spec.bytes(),
                    compute_.stream());
       } else if (mine != nullptr) {
-        receive(mine->value, mine->memory, group, use);
+        receive(elements_of(mine->value, range), mine->memory, group, use);
       } else if (owner != nullptr) {
-        send(owner->value, owner->memory, group, use);
+        send(elements_of(owner->value, range), owner->memory, group, use);
       }
     }
   }

@@ -129,17 +129,26 @@ void require_sensible_training(const PipelineOptions::Training& training) {
 }
 
 void require_sensible_shards(const PipelineOptions& options) {
+  if (options.shape.shard_gather != ShardGather::kAuto &&
+      options.shape.shard != ShardLevel::kParameters) {
+    throw_usage(
+        "options.shape.shard_gather (--shard-gather) with shards of {}; legal: auto, or shards of "
+        "the parameters (--shard parameters)",
+        name_of(options.shape.shard));
+  }
   if (options.shape.shard == ShardLevel::kNone || options.training.inference) return;
   const OptimizerFactory& own = options.training.make_optimizer;
   if (own && !own.takes_slices()) {
     throw_usage(
-        "shards of the optimizer (options.shape.shard) with an OptimizerFactory of whole "
-        "parameters; legal: a factory that takes std::span<const ParameterSlice>, or no shards");
+        "shards of the {} (options.shape.shard) with an OptimizerFactory of whole parameters; "
+        "legal: a factory that takes std::span<const ParameterSlice>, or no shards",
+        name_of(options.shape.shard));
   }
   if (options.devices.all_reduce) {
     throw_usage(
-        "shards of the optimizer with --all-reduce, which gives every replica the whole gradient; "
-        "legal: one of the two");
+        "shards of the {} with --all-reduce, which gives every replica the whole gradient; legal: "
+        "one of the two",
+        name_of(options.shape.shard));
   }
 }
 
@@ -154,7 +163,10 @@ void require_sensible_offload(const PipelineOptions::Offload& offload) {
 
 }  // namespace
 
-const char* name_of(ShardLevel level) { return level == ShardLevel::kNone ? "none" : "optimizer"; }
+const char* name_of(ShardLevel level) {
+  constexpr std::array kNames = {"none", "optimizer", "parameters"};
+  return kNames[static_cast<std::size_t>(level)];
+}
 
 void require_sensible(const PipelineOptions& options) {
   if (options.shape.pipeline < 0) {
@@ -222,12 +234,13 @@ Facts agreed_values(const PipelineOptions& options) {
   add(values, {"build of Sluice", "comparison of replicas every", "trace"}, build_name(),
       replicas_every, trace);
   const auto& [pipeline, replicas, virtual_replicas, tensor, tensor_shards, sequence_parallel,
-               rank_order, micro_batches, micro_batch_size, batch_size, shard] = shape;
+               rank_order, micro_batches, micro_batch_size, batch_size, shard, shard_gather] =
+      shape;
   add(values,
       {"pipeline", "replicas", "virtual-replicas", "tensor", "tensor-shards", "sequence-parallel",
-       "rank-order", "micro-batches", "micro-batch-size", "batch-size", "shard"},
+       "rank-order", "micro-batches", "micro-batch-size", "batch-size", "shard", "shard-gather"},
       pipeline, replicas, virtual_replicas, tensor, tensor_shards, sequence_parallel, rank_order,
-      micro_batches, micro_batch_size, batch_size, shard);
+      micro_batches, micro_batch_size, batch_size, shard, shard_gather);
   const auto& [schedule, chunks, given] = order;
   add(values, {"schedule", "chunks", "SHA-256 of the schedule"}, schedule, chunks, given);
   const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs, memory] = devices;

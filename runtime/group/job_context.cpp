@@ -109,7 +109,10 @@ void JobContext::make_groups() {
     groups_[static_cast<std::size_t>(axis)] = RankGroup(
         world.ranks->split(place.topology.group_number(axis, place.here), place.here[axis]),
         std::make_unique<JobWatch>(*waits, axis, members));
-    if (!planned) group(axis).collectives->sums().set_hosts(place.hosts_of(members));
+    if (planned) continue;
+    for (HostSums* each : {&group(axis).collectives->sums(), &group(axis).collectives->gathers()}) {
+      each->set_hosts(place.hosts_of(members));
+    }
   }
   const std::vector<int> pipeline = place.topology.group(Axis::kPipeline, place.here);
   for (const int rank : pipeline) place.devices.push_back(devices.ranks[at(rank)]);

@@ -19,6 +19,12 @@ ElementRange common_part(const ElementRange& a, const ElementRange& b) {
   return {first, std::max<std::int64_t>(std::min(a.end(), b.end()) - first, 0)};
 }
 
+Tensor elements_of(const Tensor& tensor, const ElementRange& range) {
+  const DType type = tensor.spec.dtype;
+  const std::size_t before = static_cast<std::size_t>(range.first) * size_of(type);
+  return {tensor.as<std::byte>() + before, {type, Shape{range.count}}};
+}
+
 std::vector<ElementRange> ParameterEntry::shards() const {
   std::vector<ElementRange> all;
   for (const std::int64_t count : shard_elements(slice, parts, elements)) {

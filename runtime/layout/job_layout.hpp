@@ -29,6 +29,8 @@ struct ElementRange {
 };
 // What both have.
 [[nodiscard]] ElementRange common_part(const ElementRange& a, const ElementRange& b);
+// These elements, as a vector.
+[[nodiscard]] Tensor elements_of(const Tensor& tensor, const ElementRange& range);
 
 struct ParameterEntry {
   std::string name;
@@ -40,6 +42,7 @@ struct ParameterEntry {
   Slice slice = {};                   // Parameter::slice
   std::vector<SlicePart> parts = {};  // Parameter::parts
   int shares = 0;                     // Parameter::shares
+  bool copied = false;                // Parameter::bf16_copy on the stage's device
   std::int64_t whole_elements = 0;
   bool updated = true;  // by an optimizer; not so what is frozen, and buffers
   // [replica] where the part that it updates ends; each begins where the one before it ends. Empty:
@@ -72,6 +75,7 @@ struct StageEntry {
   std::size_t table_bytes = 0;     // of operators' constants, also shared
   bool own_memory = false;         // StageDescription::own_memory
   bool state_moves = false;        // StageDescription::state_moves
+  bool uses_units = false;         // StageDescription::uses_units
   bool recomputes = false;         // StageDescription::recomputes
   std::string note;                // StageDescription::note
   StageCollectives collectives;    // of the largest micro-batch
@@ -229,7 +233,14 @@ struct ParameterTable {
   std::vector<StageEntry> stages;   // [global stage]
   std::vector<TiedParameter> tied;  // [group], the channel of REDUCE_TIED
   bool cut = false;                 // replicas update parts: cut_parameters()
+  Gather gather = Gather::kNever;   // else replicas have these parts alone at rest
 
+  // What a replica has of the values of parameter `index` of `stage` between steps.
+  [[nodiscard]] ElementRange at_rest(int stage, int index, int replica) const {
+    const ParameterEntry& entry =
+        stages[static_cast<std::size_t>(stage)].parameters[static_cast<std::size_t>(index)];
+    return gather == Gather::kNever ? ElementRange{0, entry.elements} : entry.part(replica);
+  }
   // Whether parameter `index` of `stage` is the first use of its name.
   [[nodiscard]] bool is_owner(int stage, int index) const;
 };

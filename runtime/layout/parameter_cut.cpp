@@ -69,33 +69,97 @@ void cut_parameters(ParameterTable& table, int replicas) {
   }
 }
 
+namespace {
+
+// Adds the parts of a parameter that lies in `size` floats from `place` on; `packed` elements lie
+// in each.
+void add_range(const ParameterEntry& entry, std::size_t place, std::size_t size, std::size_t packed,
+               std::vector<CutRange>& ranges) {
+  if (size == 0 || entry.ends.empty()) return;
+  // Padding belongs to the last replica that has elements.
+  std::vector<std::size_t> ends;
+  for (const std::int64_t end : entry.ends) {
+    ends.push_back(end == entry.elements ? size : static_cast<std::size_t>(end) / packed);
+  }
+  // It goes on with the last range where it follows it and none of its elements is of a replica
+  // before that range's last one.
+  std::size_t first = 0;  // replica
+  while (first + 1 < ends.size() && ends[first] == 0) ++first;
+  const bool joins = !ranges.empty() && [&] {
+    const std::vector<std::size_t>& last = ranges.back().ends;
+    return ranges.back().begin + last.back() == place &&
+           (first + 1 == last.size() || last[first] == last.back());
+  }();
+  if (!joins) ranges.push_back({place, std::vector<std::size_t>(ends.size())});
+  CutRange& range = ranges.back();
+  const std::size_t offset = place - range.begin;
+  for (std::size_t r = first; r < ends.size(); ++r) range.ends[r] = offset + ends[r];
+}
+
+// In floats, padding included.
+std::size_t value_floats(const ParameterEntry& entry) {
+  return parameter_bytes(entry.elements) / sizeof(float);
+}
+std::size_t copy_floats(const ParameterEntry& entry) {
+  const auto bytes = static_cast<std::size_t>(entry.elements) * sizeof(Bf16);
+  return entry.copied ? round_up(bytes, kBufferAlignment) / sizeof(float) : 0;
+}
+
+std::size_t floats_of(std::span<const CutRange> ranges) {
+  std::size_t floats = 0;
+  for (const CutRange& each : ranges) floats += each.ends.back();
+  return floats;
+}
+
+}  // namespace
+
 std::vector<CutRange> ranges_of(const StageEntry& stage) {
   std::vector<CutRange> ranges;
-  std::size_t begin = 0;
+  std::size_t place = 0;
   for (const ParameterEntry& entry : stage.parameters) {
-    const std::size_t size = parameter_bytes(entry.elements) / sizeof(float);
-    const std::size_t place = std::exchange(begin, begin + size);
-    if (size == 0 || entry.ends.empty()) continue;
-    // Padding belongs to the last replica that has elements.
-    std::vector<std::size_t> ends;
-    for (const std::int64_t end : entry.ends) {
-      ends.push_back(end == entry.elements ? size : static_cast<std::size_t>(end));
-    }
-    // It goes on with the last range where it follows it and none of its elements is of a replica
-    // before that range's last one.
-    std::size_t first = 0;  // replica
-    while (first + 1 < ends.size() && ends[first] == 0) ++first;
-    const bool joins = !ranges.empty() && [&] {
-      const std::vector<std::size_t>& last = ranges.back().ends;
-      return ranges.back().begin + last.back() == place &&
-             (first + 1 == last.size() || last[first] == last.back());
-    }();
-    if (!joins) ranges.push_back({place, std::vector<std::size_t>(ends.size())});
-    CutRange& range = ranges.back();
-    const std::size_t offset = place - range.begin;
-    for (std::size_t r = first; r < ends.size(); ++r) range.ends[r] = offset + ends[r];
+    const std::size_t size = value_floats(entry);
+    add_range(entry, place, size, 1, ranges);
+    place += size;
   }
   return ranges;
+}
+
+CutRange CutRange::of(int replica) const {
+  const std::size_t before = replica == 0 ? 0 : ends[at(replica) - 1];
+  return {begin + before, {ends[at(replica)] - before}};
+}
+
+std::size_t ShardedUnit::bytes() const {
+  return (floats_of(values) + floats_of(copies)) * sizeof(float);
+}
+
+std::size_t ShardedUnit::own_bytes(int replica) const {
+  std::size_t floats = 0;
+  for (const std::vector<CutRange>* ranges : {&values, &copies}) {
+    for (const CutRange& each : *ranges) floats += each.of(replica).ends.back();
+  }
+  return floats * sizeof(float);
+}
+
+std::vector<ShardedUnit> sharded_units(const StageEntry& stage) {
+  std::vector<ShardedUnit> units;
+  std::size_t value = 0, copy = 0;
+  for (const ParameterEntry& entry : stage.parameters) {
+    const std::size_t values = value_floats(entry), copies = copy_floats(entry);
+    if (entry.elements > 0 && !entry.ends.empty()) {
+      const int number = stage.uses_units ? entry.unit : 0;
+      if (units.empty() || units.back().unit != number) units.push_back({number, {}, {}});
+      ShardedUnit& unit = units.back();
+      if (entry.copied) {
+        add_range(entry, copy, copies, 2, unit.copies);
+      } else {
+        add_range(entry, value, values, 1, unit.values);
+      }
+    }
+    value += values;
+    copy += copies;
+  }
+  return units;
 }
 
 }  // namespace sluice

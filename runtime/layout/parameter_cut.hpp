@@ -24,9 +24,22 @@ void cut_parameters(ParameterTable& table, int replicas);
 struct CutRange {
   std::size_t begin = 0;          // floats
   std::vector<std::size_t> ends;  // [replica] from `begin` on; the last one is the range's size
+  [[nodiscard]] CutRange of(int replica) const;  // its part alone
 };
 // The ranges of a stage's parameters that have been cut, the fewest, in order, none empty. They
 // cover these parameters with their padding.
 [[nodiscard]] std::vector<CutRange> ranges_of(const StageEntry& stage);
+
+// What replicas gather at a time of a stage whose parameters they have parts of: the values of cut
+// parameters, or, of those with a copy in bf16, that copy, of which two elements lie in a float.
+struct ShardedUnit {
+  int unit = 0;                          // Parameter::unit; 0 where it is the whole stage
+  std::vector<CutRange> values, copies;  // of the stage's flat values, and of all its copies
+  [[nodiscard]] std::size_t bytes() const;
+  [[nodiscard]] std::size_t own_bytes(int replica) const;
+};
+// Those of a stage in order: one for each of its units that have cut parameters where it uses units
+// (StageEntry::uses_units), else one.
+[[nodiscard]] std::vector<ShardedUnit> sharded_units(const StageEntry& stage);
 
 }  // namespace sluice

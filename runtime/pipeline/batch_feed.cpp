@@ -366,10 +366,17 @@ void BatchFeed::compare_samples(Call call) {
   }
 }
 
-SampleRange BatchFeed::share(int index) const {
-  const auto mine =
-      shares_.begin() + std::ptrdiff_t{layout_.place.here.replica} * layout_.place.shares + index;
-  return {std::accumulate(shares_.begin(), mine, std::int64_t{0}), *mine};
+SampleRange BatchFeed::share(int number) const {
+  const auto place = shares_.begin() + number;
+  return {std::accumulate(shares_.begin(), place, std::int64_t{0}), *place};
+}
+
+std::int64_t BatchFeed::largest_share() const {
+  std::int64_t most = 0;
+  for (int r = 0; r < layout_.place.topology.size.replica; ++r) {
+    most = std::max(most, share_of_replica(r).count);
+  }
+  return most;
 }
 
 SampleRange BatchFeed::share_of_replica(int replica) const {

@@ -47,10 +47,12 @@ class BatchFeed {
   [[nodiscard]] std::span<const std::int64_t> shares() const { return shares_; }
   // Of each sample, as UnitShape has them, after agree() of a call with a batch.
   [[nodiscard]] std::int64_t positions() const { return positions_; }
-  // Of the shares of this replica's virtual replicas: one of them, by its number in the replica,
-  // and all together. The first sample in the batch, and the number of samples.
-  [[nodiscard]] SampleRange share(int index) const;
+  // The share of a virtual replica, and those of this replica's together: the first sample in the
+  // batch, and the number of samples.
+  [[nodiscard]] SampleRange share(int number) const;
   [[nodiscard]] SampleRange share() const { return share_of_replica(layout_.place.here.replica); }
+  // The samples of the replica that has most.
+  [[nodiscard]] std::int64_t largest_share() const;
   // Asked::targets of the last agree(), added over virtual replicas by their tree. Ranks that share
   // the last stage count the same: the first one's.
   [[nodiscard]] double targets();

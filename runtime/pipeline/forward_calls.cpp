@@ -147,9 +147,9 @@ std::int64_t ForwardCalls::round_samples() const {
          static_cast<std::int64_t>(StepPlans::kRoundMicroBatches);
 }
 
-LossResult ForwardCalls::run_rounds(Phase phase, SampleRange samples, std::int64_t positions,
-                                    const Load& load, const OnOutputs& on_outputs,
-                                    std::int64_t least_rounds) {
+LossResult ForwardCalls::run_rounds(Phase phase, SampleRange samples, std::int64_t most,
+                                    std::int64_t positions, const Load& load,
+                                    const OnOutputs& on_outputs) {
   LossResult total;
   const std::int64_t size = parts_.layout.wires.edges.largest().samples;
   std::function<void(int, std::span<const Tensor>)> hand_on;
@@ -160,36 +160,48 @@ LossResult ForwardCalls::run_rounds(Phase phase, SampleRange samples, std::int64
   }
   if (samples.count >= size) parts_.need_size({size, positions});
   if (samples.count % size > 0) parts_.need_size({samples.count % size, positions});
-  for (std::int64_t i = 0, done = 0; done < samples.count || i < least_rounds; ++i) {
-    const std::int64_t count = std::min(round_samples(), samples.count - done);
+  const auto pieces = [&](std::int64_t count) { return (count + size - 1) / size; };
+  for (std::int64_t done = 0; done < most; done += round_samples()) {
+    const auto here = [&](std::int64_t all) {
+      return std::clamp<std::int64_t>(all - done, 0, round_samples());
+    };
+    const std::int64_t count = here(samples.count);
     ranges_.clear();
-    cut_samples({samples.first + done, count}, size, (count + size - 1) / size, ranges_);
-    done += count;
+    if (count > 0) cut_samples({samples.first + done, count}, size, pieces(count), ranges_);
     const BatchLoader::Batch& batch = load(ranges_);
-    if (count == 0) continue;
-    parts_.forward.plan(static_cast<int>(ranges_.size()));
-    const StepRequest request{.phase = phase,
-                              .step = 0,
-                              .seed = parts_.options.training.seed,
-                              .micro_batches = ranges_,
-                              .positions = positions,
-                              .batch = &batch,
-                              .on_outputs = hand_on ? &hand_on : nullptr};
-    Engine& engine = parts_.forward.engine(static_cast<int>(ranges_.size()));
-    const ProgressScope moves(parts_.job, engine);
-    const StepOutcome& outcome = engine.run(request, nullptr);
-    if (phase == Phase::kGenerate) continue;
-    for (const LossResult& loss : outcome.losses) {
-      total.sum += loss.sum;
-      total.weight += loss.weight;
-    }
+    const std::int64_t planned = pieces(parts_.sharded != nullptr ? here(most) : count);
+    if (planned == 0) continue;
+    run_round(phase, static_cast<int>(planned), positions, batch, hand_on ? &hand_on : nullptr,
+              total);
   }
   return total;
 }
 
+void ForwardCalls::run_round(Phase phase, int micro_batches, std::int64_t positions,
+                             const BatchLoader::Batch& batch,
+                             const std::function<void(int, std::span<const Tensor>)>* on_outputs,
+                             LossResult& total) {
+  parts_.forward.plan(micro_batches);
+  const StepRequest request{.phase = phase,
+                            .step = 0,
+                            .seed = parts_.options.training.seed,
+                            .micro_batches = ranges_,
+                            .positions = positions,
+                            .batch = &batch,
+                            .on_outputs = on_outputs};
+  Engine& engine = parts_.forward.engine(micro_batches);
+  const ProgressScope moves(parts_.job, engine);
+  const StepOutcome& outcome = engine.run(request, nullptr);
+  if (phase == Phase::kGenerate || outcome.losses.empty()) return;
+  for (const LossResult& loss : outcome.losses.first(ranges_.size())) {
+    total.sum += loss.sum;
+    total.weight += loss.weight;
+  }
+}
+
 EvaluationReport ForwardCalls::run_evaluation(
-    const std::string& who, const std::function<SampleRange(int index)>& share_of_index,
-    std::int64_t least_rounds, const Load& load) {
+    const std::string& who, const std::function<SampleRange(int number)>& share_of,
+    const Load& load) {
   EvaluationReport report;
   const auto joined = [](std::vector<LossResult>& losses) {
     add_leaves(losses.size(), [&](std::size_t to, std::size_t from) {
@@ -202,7 +214,12 @@ EvaluationReport ForwardCalls::run_evaluation(
     const RankPlace& place = parts_.layout.place;
     std::vector<LossResult> mine, all(at(parts_.job.world.ranks->size())), replicas;
     for (int i = 0; i < place.shares; ++i) {
-      mine.push_back(run_rounds(Phase::kEvaluate, share_of_index(i), 0, load, {}, least_rounds));
+      std::int64_t most = 0;
+      for (int r = 0; r < place.topology.size.replica; ++r) {
+        most = std::max(most, share_of(r * place.shares + i).count);
+      }
+      const SampleRange share = share_of(place.here.replica * place.shares + i);
+      mine.push_back(run_rounds(Phase::kEvaluate, share, most, 0, load, {}));
     }
     parts_.job.world.collectives->all_gather(joined(mine), all);
     for (int r = 0; r < place.topology.size.replica; ++r) {
@@ -231,22 +248,19 @@ EvaluationReport ForwardCalls::evaluate(const DataSource& other, std::int64_t sa
     throw_usage("an evaluation of {} samples; legal are 1 to {}", samples, kMost);
   });
   // All ranks agree before each round, also those of virtual replicas with fewer.
-  const RankPlace& place = parts_.layout.place;
-  const std::int64_t most = share_of(samples, place.virtual_replicas(), 0).count;
-  const auto share_of_index = [&](int index) {
-    return share_of(samples, place.virtual_replicas(), place.here.replica * place.shares + index);
-  };
-  return run_evaluation(fmt::format("evaluation of {} samples", samples), share_of_index,
-                        (most + round_samples() - 1) / round_samples(),
-                        [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
-                          parts_.feed->agree({.call = Call::kValues}, [&] {
-                            read_.place(other, ranges);
-                            read_.read(other, Phase::kEvaluate, 0, ranges, first_read_);
-                            (void)parts_.check_batch(read_.batch(), ranges, 0, /*targets=*/true);
-                          });
-                          first_read_ = false;
-                          return read_.batch();
-                        });
+  const int parts = parts_.layout.place.virtual_replicas();
+  return run_evaluation(
+      fmt::format("evaluation of {} samples", samples),
+      [&](int number) { return share_of(samples, parts, number); },
+      [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
+        parts_.feed->agree({.call = Call::kValues}, [&] {
+          read_.place(other, ranges);
+          read_.read(other, Phase::kEvaluate, 0, ranges, first_read_);
+          (void)parts_.check_batch(read_.batch(), ranges, 0, /*targets=*/true);
+        });
+        first_read_ = false;
+        return read_.batch();
+      });
 }
 
 EvaluationReport ForwardCalls::evaluate(const Batch& batch) {
@@ -255,7 +269,7 @@ EvaluationReport ForwardCalls::evaluate(const Batch& batch) {
   calls_.guarded("a batch", [&] { parts_.feed->distribute(batch, /*targets=*/true); });
   calls_.agree(Call::kValues, nullptr, 0, [this] { check_share(/*targets=*/true); });
   return run_evaluation(
-      "evaluation of a batch", [&](int i) { return parts_.feed->share(i); }, 0,
+      "evaluation of a batch", [&](int number) { return parts_.feed->share(number); },
       [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
         return parts_.feed->cut(ranges, parts_.feed->share().first);
       });
@@ -308,7 +322,7 @@ std::span<const Tensor> ForwardCalls::infer(const Batch& batch, const InferOptio
       };
     }
     (void)run_rounds(
-        Phase::kGenerate, share, positions,
+        Phase::kGenerate, share, parts_.feed->largest_share(), positions,
         [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
           return parts_.feed->cut(ranges, share.first);
         },

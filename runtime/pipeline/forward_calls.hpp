@@ -67,17 +67,23 @@ class ForwardCalls {
   // sample.
   using Load = std::function<const BatchLoader::Batch&(std::span<const SampleRange>)>;
   using OnOutputs = std::function<void(SampleRange samples, std::span<const Tensor> outputs)>;
-  // Collective over the pipeline: samples of this replica. Returns the sum of the losses, in the
-  // order of the samples, on the last stage's rank; zero elsewhere, without samples, and for
+  // Collective over the pipeline: samples of this replica; `most`: of the one that has most. Where
+  // replicas have parts of the parameters, also over the replicas. Returns the sum of the losses,
+  // in the order of the samples, on the last stage's rank; zero elsewhere, without samples, and for
   // Phase::kGenerate. `on_outputs`: as StepRequest's, with the micro-batch's samples.
   // `positions`: of each sample, as UnitShape has them.
-  LossResult run_rounds(Phase phase, SampleRange samples, std::int64_t positions, const Load& load,
-                        const OnOutputs& on_outputs, std::int64_t least_rounds = 0);
+  LossResult run_rounds(Phase phase, SampleRange samples, std::int64_t most, std::int64_t positions,
+                        const Load& load, const OnOutputs& on_outputs);
+  // The same of a round that has been read. `micro_batches`: of the replica that has most.
+  void run_round(Phase phase, int micro_batches, std::int64_t positions,
+                 const BatchLoader::Batch& batch,
+                 const std::function<void(int, std::span<const Tensor>)>* on_outputs,
+                 LossResult& total);
   [[nodiscard]] std::int64_t round_samples() const;
-  // `share_of_index`: the samples of each of this replica's virtual replicas, by its number here.
+  // `share_of`: the samples of each virtual replica.
   EvaluationReport run_evaluation(const std::string& who,
-                                  const std::function<SampleRange(int index)>& share_of_index,
-                                  std::int64_t least_rounds, const Load& load);
+                                  const std::function<SampleRange(int number)>& share_of,
+                                  const Load& load);
   // As PipelineParts::check_batch(), of this replica's share of the feed's batch.
   void check_share(bool targets);
   void require_loss() const;

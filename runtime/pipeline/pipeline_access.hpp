@@ -21,6 +21,7 @@ namespace sluice {
 
 class DataSource;
 class Pipeline;  // <sluice/pipeline.hpp>
+struct Parameter;
 
 // Of a layout that is planned alone: whether what needs too much memory is refused.
 enum class MemoryLimit { kHolds, kIsIgnored };
@@ -64,6 +65,13 @@ class PipelineAccess {
   static void set_step_flags(Pipeline& pipeline, std::function<std::uint32_t()> mine);
   // The bits that any rank had set in the last training step: the same on all ranks.
   [[nodiscard]] static std::uint32_t step_flags(const Pipeline& pipeline);
+  // Where each replica has a part of the parameters at rest: whole values of one, for saves and
+  // the like. Collective over the replicas, in one order of parameters. The values are there until
+  // give_back(), or drop_others(), which is for values that were written whole. Else all three do
+  // nothing.
+  static void lend(Pipeline& pipeline, const Parameter& parameter);
+  static void give_back(Pipeline& pipeline, const Parameter& parameter);
+  static void drop_others(Pipeline& pipeline);
   // Tells the watchdog which save is the newest complete one. Not collective; any thread.
   static void saved(Pipeline& pipeline, std::uint64_t step);
   // [rank of the job]

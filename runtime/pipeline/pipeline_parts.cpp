@@ -105,6 +105,10 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
     mirror = std::make_unique<HostMirror>(*compute);
     over_replicas = collective_over(job.group(Axis::kReplica), "replica");
     over_tensor_ranks = collective_over(job.group(Axis::kTensor), "tensor rank");
+    if (layout.parameters.gather != Gather::kNever) {
+      sharded = std::make_unique<ShardedValues>(job.group(Axis::kReplica).collectives->gathers(),
+                                                job.activity.get(), *compute, layout);
+    }
     prepare_stages();
     // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
     job.world.collectives->barrier();
@@ -252,7 +256,7 @@ void PipelineParts::prepare_stages() {
     rethrow_device_error_with_plan("the stages", [&] {
       if (binding.parameters != nullptr) {
         calling(fmt::format("stage {}, its parameters", index),
-                [&] { binding.parameters->allocate(compute->memory(), setup.seed, setup.trains); });
+                [&] { allocate(*binding.parameters, entry, setup); });
       }
       // As many slots as any plan has. Touches every page before the first step.
       const std::size_t bytes = binding.state.memory(at(setup.slots));
@@ -267,8 +271,21 @@ void PipelineParts::prepare_stages() {
       throw_usage("stage {} has another ParameterSet after prepare() than before", index);
     }
     require_prepared(binding, entry);
+    if (sharded != nullptr) sharded->add(binding);
     bindings.push_back(binding);
   }
+}
+
+void PipelineParts::allocate(ParameterSet& set, const StageEntry& entry, const StageSetup& setup) {
+  std::function<void(const Parameter&)> drawn;
+  if (sharded != nullptr) {
+    const std::vector<Parameter*> all = set.all();
+    drawn = [this, &entry, all](const Parameter& parameter) {
+      const auto index = std::ranges::find(all, &parameter) - all.begin();
+      sharded->drop_others(parameter, entry.parameters[static_cast<std::size_t>(index)]);
+    };
+  }
+  set.allocate(compute->memory(), setup.seed, setup.trains, drawn);
 }
 
 void PipelineParts::make_store() {
@@ -306,6 +323,7 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
                    .tensor = over_tensor_ranks.get(),
                    .tensor_nccl = nccl != nullptr ? nccl->tensor() : nullptr,
                    .sums = plan.forward_only ? nullptr : &replicas.sums(),
+                   .sharded = sharded.get(),
                    .progress_in_actions = options.expert.progress_in_actions,
                    .slots = slots,
                    .store = store.get(),

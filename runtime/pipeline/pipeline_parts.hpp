@@ -16,6 +16,7 @@
 
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/engine.hpp"
+#include "runtime/engine/sharded_values.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/state_store.hpp"
 #include "runtime/gradients/step_record.hpp"
@@ -94,8 +95,9 @@ struct PipelineParts {
   std::unique_ptr<GroupCollective> over_replicas, over_tensor_ranks;
   std::unique_ptr<NcclRoutes> nccl;
   std::unique_ptr<DeviceBatch> device_batch;
-  HostBuffer staged;                  // of all engines
-  std::unique_ptr<StateStore> store;  // likewise; null: nothing is offloaded
+  HostBuffer staged;                       // of all engines
+  std::unique_ptr<StateStore> store;       // likewise; null: nothing is offloaded
+  std::unique_ptr<ShardedValues> sharded;  // likewise; null: parameters are whole
   Batches batches;
   PlanCache training{job.place.here.pipeline, [this](int n) { return plan_smaller(n); },
                      [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};
@@ -114,6 +116,8 @@ struct PipelineParts {
   // The interfaces of a stage. Throws Error(kUsage) where one is missing.
   StageBinding bind(Stage& stage, int index);
   void prepare_stages();
+  // The parameters of a stage, before prepare().
+  void allocate(ParameterSet& set, const StageEntry& entry, const StageSetup& setup);
   void make_nccl();
   void make_store();
   [[nodiscard]] DeviceBatch::Capacity batch_capacity() const;

@@ -8,6 +8,7 @@
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/communicator.hpp"
 #include "runtime/data/batch_shape.hpp"
@@ -161,6 +162,7 @@ std::vector<Pipeline::Owned> Pipeline::buffers() {
 
 void Pipeline::values_changed() {
   impl_->calls.run_call(Call::kValuesChanged, "tied parameters", [&] {
+    PipelineAccess::drop_others(*this);
     impl_->parts.tied->mark_values_changed();
     impl_->parts.tied->broadcast_tied_values();
   });
@@ -174,6 +176,39 @@ std::vector<OptimizerState> Pipeline::optimizer_state() {
 
 void PipelineAccess::require_idle(const Pipeline& pipeline) {
   pipeline.impl_->calls.require_idle();
+}
+namespace {
+
+// Calls visit(values, entry) where replicas have parts of the parameter, which is this rank's.
+template <typename Visit>
+void with_sharded(PipelineParts& parts, const Parameter& parameter, const Visit& visit) {
+  if (parts.sharded == nullptr) return;
+  for (const StageBinding& binding : parts.bindings) {
+    if (binding.parameters == nullptr) continue;
+    const std::vector<Parameter*> all = binding.parameters->all();
+    const auto found = std::ranges::find(all, &parameter);
+    if (found == all.end()) continue;
+    const auto index = static_cast<std::size_t>(found - all.begin());
+    return visit(*parts.sharded,
+                 parts.layout.parameters.stages[at(binding.index)].parameters[index]);
+  }
+}
+
+}  // namespace
+
+void PipelineAccess::lend(Pipeline& pipeline, const Parameter& parameter) {
+  with_sharded(
+      pipeline.impl_->parts, parameter,
+      [&](ShardedValues& values, const ParameterEntry& entry) { values.lend(parameter, entry); });
+}
+void PipelineAccess::give_back(Pipeline& pipeline, const Parameter& parameter) {
+  with_sharded(pipeline.impl_->parts, parameter,
+               [&](ShardedValues& values, const ParameterEntry& entry) {
+                 values.drop_others(parameter, entry);
+               });
+}
+void PipelineAccess::drop_others(Pipeline& pipeline) {
+  if (pipeline.impl_->parts.sharded != nullptr) pipeline.impl_->parts.sharded->drop_all();
 }
 Collectives& PipelineAccess::world(Pipeline& pipeline) {
   return *pipeline.impl_->parts.job.world.collectives;

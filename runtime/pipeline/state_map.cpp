@@ -106,13 +106,18 @@ std::map<std::string, HostTensor> Pipeline::state() {
     for (Place place; place.pipeline < topology.size.pipeline; ++place.pipeline) {
       for (const int root : topology.group(Axis::kTensor, place)) {
         const bool here = world.communicator().rank() == root;
+        // The root's stages and slices, in any replica.
+        const bool lends = topology.place_of(root).tensor == layout.place.here.tensor &&
+                           place.pipeline == layout.place.here.pipeline;
         std::uint64_t count = mine.size();
         world.broadcast(object_bytes(count), root);
         for (std::uint64_t i = 0; i < count; ++i) {
           const Described described(
               all, world.broadcast_string(here ? describe(*mine[i]) : std::string(), root));
           values.resize(static_cast<std::size_t>(described.elements()) * sizeof(float));
+          if (lends) PipelineAccess::lend(*this, *mine[i]);
           if (here) std::ranges::copy(mirror.read_back(mine[i]->value), values.begin());
+          if (lends) PipelineAccess::give_back(*this, *mine[i]);
           world.broadcast(values, root);
           for_bytes(described.whole->spec.shape, described.parts,
                     [&](std::size_t from, std::size_t to, std::size_t bytes) {
@@ -137,6 +142,7 @@ void Pipeline::set_state(const std::map<std::string, HostTensor>& values) {
                   std::copy_n(&whole.bytes[from], bytes, &mine[to]);
                 });
       mirror.write_back();
+      PipelineAccess::drop_others(*this);
     }
     compute().wait();  // before the mirror goes
   });

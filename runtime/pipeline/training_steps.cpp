@@ -81,7 +81,7 @@ void TrainingSteps::cut_step() {
   }
   step_.ranges.clear();
   for (int i = 0; i < place.shares; ++i) {
-    const SampleRange share = parts_.feed->share(i);
+    const SampleRange share = parts_.feed->share(place.here.replica * place.shares + i);
     cut_samples({step_.earlier.samples + share.first, share.count}, size, pieces, step_.ranges);
   }
   parts_.training.plan(static_cast<int>(step_.ranges.size()));
@@ -200,7 +200,8 @@ StepReport TrainingSteps::end_batch(BatchEnd end, double started) {
     const ActivityScope comparing(*parts_.job.activity, Doing::kComparing);
     parts_.rethrow_oom_with_plan(
         fmt::format("the comparison of replicas after step {}", step_.done), [&] {
-          check_replicas(parts_.job, *parts_.tied, parts_.bindings, *parts_.mirror, step_.done);
+          check_replicas(parts_.job, parts_.layout.parameters, *parts_.tied, parts_.bindings,
+                         *parts_.mirror, step_.done);
         });
   }
   return report;

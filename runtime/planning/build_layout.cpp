@@ -448,6 +448,16 @@ MemoryTable memory_of_places(const JobContext& job, const PipelineOptions& optio
   return table;
 }
 
+// LowerOptions::gathers.
+std::vector<Gather> gathers_of(const JobLayout& layout) {
+  std::vector<Gather> gathers;
+  if (layout.parameters.gather == Gather::kNever) return gathers;
+  for (const StageEntry& stage : layout.parameters.stages) {
+    gathers.push_back(sharded_units(stage).empty() ? Gather::kNever : layout.parameters.gather);
+  }
+  return gathers;
+}
+
 // What lower() needs to know of the training step.
 LowerOptions lowering_of(const JobLayout& layout, bool inference) {
   const Placement& placement = layout.plans.order.placement;
@@ -457,6 +467,7 @@ LowerOptions lowering_of(const JobLayout& layout, bool inference) {
                                             !layout.parameters.stages[at(s)].has_shares());
   }
   if (inference) return lowering;
+  lowering.gathers = gathers_of(layout);
   for (const StageEntry& stage : layout.parameters.stages) {
     lowering.recomputes.push_back(stage.recomputes);
   }
@@ -530,6 +541,18 @@ void plan_offload(const PipelineOptions& options, JobLayout& layout) {
   }
 }
 
+// Whether replicas have parts of the parameters at rest. Refuses devices that cannot.
+bool shards_parameters(const PipelineOptions& options, const JobLayout& layout) {
+  if (options.shape.shard != ShardLevel::kParameters || options.training.inference) return false;
+  for (const RankDevice& rank : layout.place.devices) {
+    if (rank.device.kind == DeviceKind::kCpu) continue;
+    throw_usage(
+        "shards of the parameters on {} of {}; legal on GPUs: shards of the optimizer, or none",
+        to_string(rank.device), rank.host);
+  }
+  return layout.place.topology.size.replica > 1;
+}
+
 // Whether the memory that `needed` describes is within what was planned.
 bool fits(const StageEntry& needed, const StageEntry& planned) {
   return needed.state.until_input <= planned.state.until_input &&
@@ -568,8 +591,8 @@ Plan plan_step(const JobLayout& layout, const PipelineOptions& options, int micr
 
 Plan plan_forward(const JobLayout& layout, int micro_batches) {
   return plan_for(generate_forward_only(layout.plans.placement(), micro_batches),
-                  {.reduce_grad = false, .tied = {}}, needs_of(layout.wires.carrier),
-                  collectives_of(layout));
+                  {.reduce_grad = false, .tied = {}, .gathers = gathers_of(layout)},
+                  needs_of(layout.wires.carrier), collectives_of(layout));
 }
 
 BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, ComputeContext& compute,
@@ -614,13 +637,29 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   // The order that NCCL's queues need suits tagged messages too.
   layout.wires.carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();
   plan_offload(options, layout);
-  plans.train = plan_step(layout, options, micro_batches);
   if (any_size) plans.smaller = states_of_smaller_steps(options, layout);
-  if (division.round > 0) plans.forward = plan_forward(layout, static_cast<int>(division.round));
   plans.bubble_ideal =
       simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
   plans.cuda_graphs = options.devices.cuda_graphs;
-  layout.memory = memory_of_places(job, options, source, reports, layout);
+  const auto plan = [&](Gather gather) {
+    layout.parameters.gather = gather;
+    for (ParameterTable& table : layout.tensor_parameters) table.gather = gather;
+    plans.train = plan_step(layout, options, micro_batches);
+    if (division.round > 0) plans.forward = plan_forward(layout, static_cast<int>(division.round));
+    layout.memory = memory_of_places(job, options, source, reports, layout);
+    const std::size_t limit = options.devices.memory;
+    return limit > 0 && std::ranges::all_of(layout.memory.ranks, [&](const RankMemory& each) {
+             return each.total() <= limit;
+           });
+  };
+  const ShardGather when = options.shape.shard_gather;
+  if (!shards_parameters(options, layout)) {
+    plan(Gather::kNever);
+  } else if (when != ShardGather::kAuto) {
+    plan(when == ShardGather::kStep ? Gather::kPerStep : Gather::kPerUse);
+  } else if (options.devices.memory == 0 || !plan(Gather::kPerStep)) {
+    plan(Gather::kPerUse);
+  }
   return built;
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <map>
 #include <set>
@@ -28,6 +29,7 @@
 #include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/group/group_collective.hpp"
 #include "runtime/group/nccl_routes.hpp"
+#include "runtime/layout/parameter_cut.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "schedules/plan/collectives.hpp"
 #include "stages/operators/context.hpp"
@@ -97,7 +99,9 @@ class MemorySum {
     // Training keeps a copy of buffers until a step is done, and sums over virtual replicas.
     const std::size_t sums = at(TreeSum::levels(training.inference ? 1 : layout_.place.shares));
     std::size_t tables = 0;
-    std::vector<std::size_t> optimizer(at(layout_.place.topology.size.replica));
+    const bool sharded = layout_.parameters.gather != Gather::kNever;
+    // [replica] Of parameters of which it has a part alone.
+    std::vector<std::size_t> optimizer(at(layout_.place.topology.size.replica)), own = optimizer;
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {
       const StageEntry& entry = layout_.parameters.stages[at(stage)];
       std::set<std::string_view> names;
@@ -105,7 +109,11 @@ class MemorySum {
         const std::int64_t elements = entry.parameters[i].elements;
         const bool is_new = names.insert(entry.parameters[i].name).second;
         if (training.inference && !is_new) continue;  // ParameterSet::allocate()
-        add_bytes(memory_.parameters, parameter_bytes(elements));
+        if (sharded && !entry.parameters[i].ends.empty()) {
+          add_parts(entry.parameters[i], own);
+        } else {
+          add_bytes(memory_.parameters, parameter_bytes(elements));
+        }
         if (training.inference) continue;
         add_bytes(memory_.gradients, multiply_bytes(parameter_bytes(elements),
                                                     1 + sums + at(entry.parameters[i].shares)));
@@ -125,7 +133,8 @@ class MemorySum {
       const std::size_t activations = entry.state.in_plan(splits).memory(at(states.slots));
       const std::size_t workspace = sum_of_bytes(
           {padded(entry.workspace_bytes), splits ? 0 : padded(entry.shared_gradient_bytes)});
-      add_bytes(memory_.parameters, padded(entry.copy_bytes));
+      add_bytes(memory_.parameters,
+                padded(entry.copy_bytes) - (sharded ? cut_copy_bytes(entry) : 0));
       add_bytes(memory_.activations, activations);
       add_bytes(memory_.workspace, workspace);
       add_bytes(options_.offload.activations == PipelineOptions::Offload::To::kHost
@@ -139,6 +148,8 @@ class MemorySum {
       tables = std::max(tables, entry.table_bytes);
     }
     memory_.optimizer = *std::max_element(optimizer.begin(), optimizer.end());
+    add_bytes(memory_.parameters, *std::max_element(own.begin(), own.end()));
+    add_bytes(memory_.parameters, gathered_bytes());
     memory_.operators =
         sum_of_bytes({padded(operator_bytes_), padded(tables), library_bytes(device_)});
   }
@@ -234,6 +245,57 @@ class MemorySum {
   }
 
  private:
+  // What StageEntry::copy_bytes has of parameters of which a replica has a part.
+  static std::size_t cut_copy_bytes(const StageEntry& entry) {
+    std::size_t bytes = 0;
+    for (const ParameterEntry& each : entry.parameters) {
+      if (!each.copied || each.ends.empty()) continue;
+      add_bytes(bytes, padded(sizeof(Bf16) * static_cast<std::size_t>(each.elements)));
+    }
+    return bytes;
+  }
+  static void add_parts(const ParameterEntry& entry, std::vector<std::size_t>& own) {
+    const std::size_t size = sizeof(float) + (entry.copied ? sizeof(Bf16) : 0);
+    for (std::size_t r = 0; r < own.size(); ++r) {
+      add_bytes(own[r], size * static_cast<std::size_t>(entry.part(static_cast<int>(r)).count));
+    }
+  }
+
+  // What is there of other replicas' parts of the parameters, at most.
+  [[nodiscard]] std::size_t gathered_bytes() const {
+    if (layout_.parameters.gather == Gather::kNever) return 0;
+    std::map<int, std::size_t> stages;
+    std::vector<std::size_t> units;
+    for (const int stage : layout_.plans.placement().stages_of(rank_)) {
+      for (const ShardedUnit& unit : sharded_units(layout_.parameters.stages[at(stage)])) {
+        std::size_t least = unit.bytes();
+        for (int r = 0; r < layout_.place.topology.size.replica; ++r) {
+          least = std::min(least, unit.own_bytes(r));
+        }
+        units.push_back(unit.bytes() - least);
+        add_bytes(stages[stage], units.back());
+      }
+    }
+    if (layout_.parameters.gather == Gather::kPerUse) {
+      std::ranges::sort(units, std::greater<>());
+      std::size_t both = 0;
+      for (std::size_t i = 0; i < std::min<std::size_t>(units.size(), 2); ++i) {
+        add_bytes(both, units[i]);
+      }
+      return both;
+    }
+    std::size_t most = 0;
+    layout_.plans.for_each_plan([&](const Plan& plan) {
+      std::size_t now = 0;
+      for (const PlanOp& op : plan.ranks[at(rank_)].ops) {
+        if (op.kind == OpKind::kUnshard) add_bytes(now, stages[op.stage]);
+        if (op.kind == OpKind::kReshard) now -= stages[op.stage];
+        most = std::max(most, now);
+      }
+    });
+    return most;
+  }
+
   // The most values of a stage that HostSums adds at a time, in bytes.
   [[nodiscard]] std::size_t summed_by_host(const StageEntry& stage) const {
     std::size_t gradients = 0, most = 0;

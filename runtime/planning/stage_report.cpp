@@ -42,11 +42,12 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PlannedCollective, axis, kind, bytes, type)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageCollectives, forward, loss, answer, backward_input,
                                    backward_weight, recompute)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit, slice, parts,
-                                   shares, whole_elements)
+                                   shares, copied, whole_elements)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients, alignment)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
-                                   own_memory, state_moves, recomputes, note, collectives)
+                                   own_memory, state_moves, uses_units, recomputes, note,
+                                   collectives)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients, answers,
                                    gives_answers)
 
@@ -247,7 +248,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     set_collectives(report.entry, description, report.outputs.empty(), index, peers);
     if (report.outputs.empty()) {
       report.entry.note = description.note;
-      report.entry.state_moves = true;
+      report.entry.state_moves = report.entry.uses_units = true;
       report.model = description.model;
     } else {
       require_like(report.outputs.front(), description.outputs, index);
@@ -262,6 +263,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     raise(report.entry, description);
     report.entry.state_moves =
         report.entry.state_moves && description.state_moves && !description.own_memory;
+    report.entry.uses_units = report.entry.uses_units && description.uses_units;
   }
   if (loss != nullptr && peers.ranks[static_cast<std::size_t>(CollectiveAxis::kTensor)] > 1) {
     try {
@@ -288,6 +290,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
                       .slice = p->slice,
                       .parts = p->parts,
                       .shares = p->shares,
+                      .copied = keeps_bf16(*p, compute.device().kind),
                       .whole_elements = p->whole_shape().elements()});
       }
     };

@@ -13,9 +13,9 @@
 namespace sluice {
 namespace {
 
-constexpr std::array<std::string_view, 12> kOpNames = {
-    "post", "wait",        "send",        "wait-sent", "compute", "release",
-    "fold", "reduce-grad", "reduce-tied", "optimizer", "move",    "wait-moved"};
+constexpr std::array<std::string_view, 14> kOpNames = {
+    "post",        "wait",        "send",      "wait-sent", "compute",    "release", "fold",
+    "reduce-grad", "reduce-tied", "optimizer", "move",      "wait-moved", "unshard", "reshard"};
 constexpr std::array<std::string_view, kBufferKinds> kBufferNames = {
     "input", "output", "grad-output", "grad-input", "state", "stored"};
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 
 #include <sluice/plan.hpp>
@@ -121,6 +122,58 @@ std::vector<Step> kept_steps(const std::vector<Step>& all, const LowerOptions& o
   return steps;
 }
 
+// Places UNSHARD and RESHARD around a rank's steps.
+class GatherPlaces {
+ public:
+  // Both outlive this.
+  GatherPlaces(const std::vector<Step>& steps, const std::vector<Gather>& gathers)
+      : steps_(steps), gathers_(gathers) {
+    for (std::size_t i = 0; i < steps.size() && !gathers.empty(); ++i) {
+      for_stages(steps[i], [&](int stage) { last_[stage] = i; });
+    }
+  }
+  void before(std::size_t step, std::vector<Step>& out) {
+    if (gathers_.empty()) return;
+    for_stages(steps_[step], [&](int stage) {
+      if (!whole_.insert(stage).second) return;
+      out.push_back({make_action(ActionKind::kUnshard, stage)});
+    });
+  }
+  void after(std::size_t step, std::vector<Step>& out) {
+    if (gathers_.empty()) return;
+    for_stages(steps_[step], [&](int stage) {
+      const bool ends = last_[stage] == step ||
+                        (gathers_[at(stage)] == Gather::kPerUse && !uses(step + 1, stage));
+      if (!ends || whole_.erase(stage) == 0) return;
+      out.push_back({make_action(ActionKind::kReshard, stage)});
+    });
+  }
+
+ private:
+  template <typename Visit>
+  void for_stages(const Step& step, const Visit& visit) const {
+    const auto take = [&](const Action& action) {
+      if (is_compute(action.kind) && gathers_[at(action.stage)] != Gather::kNever) {
+        visit(action.stage);
+      }
+    };
+    take(step.action);
+    if (step.overlapped) take(*step.overlapped);
+  }
+  [[nodiscard]] bool uses(std::size_t step, int stage) const {
+    bool used = false;
+    if (step < steps_.size()) {
+      for_stages(steps_[step], [&](int other) { used = used || other == stage; });
+    }
+    return used;
+  }
+
+  const std::vector<Step>& steps_;
+  const std::vector<Gather>& gathers_;
+  std::map<int, std::size_t> last_;  // [stage] step
+  std::set<int> whole_;              // stages
+};
+
 // Throws Error(kUsage) where the list says something of some stages alone.
 void require_entries(std::size_t entries, std::size_t stages, const char* what) {
   if (entries == 0 || entries == stages) return;
@@ -144,6 +197,7 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   require_entries(options.overlapped_grad_sums.size(), stages,
                   "which sums overlap with computation");
   require_entries(options.recomputes.size(), stages, "which stages recompute");
+  require_entries(options.gathers.size(), stages, "when parameters are gathered");
   require_entries(options.resident.size(), stages, "how many states stay");
   Schedule lowered = empty_schedule(schedule.name, schedule.placement, schedule.micro_batches);
   lowered.forward_only = schedule.forward_only;
@@ -169,10 +223,13 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
     if (!options.resident.empty() && !schedule.forward_only) {
       moves = choose_moves(steps, own, options.resident);
     }
+    GatherPlaces gathers(steps, options.gathers);
     std::size_t offloads = 0, fetches = 0;
     for (std::size_t i = 0; i < steps.size(); ++i) {
       append_moves(moves.fetches, i, fetches, out);
+      gathers.before(i, out);
       append_step(schedule.placement, steps[i], i, options.recomputes, last, out);
+      gathers.after(i, out);
       append_moves(moves.offloads, i, offloads, out);
     }
     if (!schedule.forward_only) {

@@ -584,6 +584,12 @@ class RankPlanner {
         return moves_.offload(buffers_.view(action.stage), action);
       case ActionKind::kFetch:
         return moves_.fetch(buffers_.view(action.stage), action);
+      case ActionKind::kUnshard:
+        emit(plan_.ops, OpKind::kUnshard, action);
+        return;
+      case ActionKind::kReshard:
+        emit(plan_.ops, OpKind::kReshard, action);
+        return;
       case ActionKind::kReduceGrad:
         emit(plan_.ops, OpKind::kReduceGrad, action);
         return;
@@ -596,7 +602,7 @@ class RankPlanner {
       default:
         refuse("plan of '", schedule_.name, "': rank ", rank_, " lists ", action,
                ", which plans do not carry; legal are F, B, I, W, RECOMPUTE, messages, OFFLOAD, "
-               "FETCH, REDUCE_GRAD, REDUCE_TIED and OPTIMIZER");
+               "FETCH, UNSHARD, RESHARD, REDUCE_GRAD, REDUCE_TIED and OPTIMIZER");
     }
   }
 

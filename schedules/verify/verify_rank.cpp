@@ -222,6 +222,9 @@ class ProgressReplay {
     static constexpr std::array<std::uint8_t, 4> kNeeds = {0, kForwardDone, kForwardDone,
                                                            kForwardDone | kInputDone};
     Stage& stage = stages_[at(own)];
+    if (stage.shard == Shard::kAway) {
+      return refusal_.object("the stage's parameters are not there: UNSHARD comes before");
+    }
     std::uint8_t& done = stage.done[op.micro_batch];
     if (op.action == ActionKind::kRecompute) return recompute(op, stage, done == kForwardDone);
     if (stage.recomputed >= 0 &&
@@ -269,6 +272,23 @@ class ProgressReplay {
     return op.micro_batch == last || refusal_.object("the last micro-batch of the group is ", last);
   }
 
+  // Stages of which the list has an UNSHARD begin without their parameters.
+  void begin_away(int own) { stages_[at(own)].shard = Shard::kAway; }
+
+  bool unshard(int own) {
+    Shard& shard = stages_[at(own)].shard;
+    if (shard == Shard::kThere) return refusal_.object("the stage has its parameters already");
+    shard = Shard::kThere;
+    return true;
+  }
+
+  bool reshard(int own) {
+    Shard& shard = stages_[at(own)].shard;
+    if (shard != Shard::kThere) return refusal_.object("no UNSHARD of the stage comes before");
+    shard = Shard::kAway;
+    return true;
+  }
+
   bool reduce_grad(int own) {
     Stage& stage = stages_[at(own)];
     if (stage.reduced) return refusal_.object("this stage's gradients are reduced already");
@@ -302,6 +322,7 @@ class ProgressReplay {
         return refusal_.object("the gradients of stage ", own_.all()[at(own)], " are not reduced");
       }
     }
+    if (!check_all_away()) return false;
     for (std::size_t group = 0; group < plan_.tied.size(); ++group) {
       if (!takes_part(group) || tied_reduced_[group]) continue;
       return refusal_.object("tied group ", group, " is not reduced");
@@ -318,15 +339,19 @@ class ProgressReplay {
     for (int own = 0; at(own) < stages_.size(); ++own) {
       if (!check_complete(own)) return refusal_.object(refusal_.why, " at the end");
     }
-    return true;
+    return check_all_away();
   }
 
  private:
+  // Of the parameters of a stage: whole at all times; where each replica has a part, that alone, or
+  // all of them.
+  enum class Shard : std::uint8_t { kWhole, kAway, kThere };
   struct Stage {
     std::uint8_t* done = nullptr;  // [micro_batch] bits
     std::int32_t complete = 0;     // micro-batches
     std::int32_t recomputed = -1;  // micro-batch, up to its B or I; -1: none
     bool reduced = false;
+    Shard shard = Shard::kWhole;
     // Of F; of W and B.
     std::array<std::int32_t, 2> folds = {}, since_fold = {};
     // [F, B, I, W, RECOMPUTE] whose collectives all others make
@@ -417,6 +442,15 @@ class ProgressReplay {
                   concat("the stage's ", to_string(*whole), ", whose halves these are,"));
   }
 
+  // An update would leave what was gathered behind.
+  bool check_all_away() {
+    for (int own = 0; at(own) < stages_.size(); ++own) {
+      if (stages_[at(own)].shard != Shard::kThere) continue;
+      return refusal_.object("no RESHARD follows the UNSHARD of stage ", own_.all()[at(own)]);
+    }
+    return true;
+  }
+
   bool takes_part(std::size_t group) const {
     const std::vector<int>& stages = plan_.tied[group].stages;
     return std::any_of(stages.begin(), stages.end(),
@@ -458,6 +492,10 @@ class RankReplay {
     const RankPlan& list = plan_.ranks[at(own_.rank)];
     for (const BufferPool& pool : list.pools) {
       if (!buffers_.add_pool(pool, own_.find(pool.stage))) return about_rank();
+    }
+    for (const PlanOp& op : list.ops) {
+      const int own = op.kind == OpKind::kUnshard ? own_.find(op.stage) : -1;
+      if (own >= 0) progress_.begin_away(own);
     }
     events_.reserve(list.ops.size());
     for (std::size_t i = 0; i < list.ops.size(); ++i) {
@@ -512,6 +550,10 @@ class RankReplay {
         return replay_start_of_move(op, own);
       case OpKind::kWaitMove:
         return replay_end_of_move(op, own);
+      case OpKind::kUnshard:
+        return progress_.unshard(own);
+      case OpKind::kReshard:
+        return progress_.reshard(own);
       case OpKind::kReduceTied:
         if (!progress_.reduce_tied(op.channel)) return false;
         events_.emplace_back(op, op.channel, 0);

@@ -28,11 +28,12 @@ struct ProgressEvent {
         index(index_in) {}
 };
 
-// True for the op kinds that leave an event. kReduceGrad leaves none: its parties are the same rank
-// of every replica, whose lists are equal.
+// True for the op kinds that leave an event. kReduceGrad and kUnshard leave none: their parties are
+// the same rank of every replica, whose lists are equal.
 [[nodiscard]] constexpr bool leaves_event(OpKind kind) {
   return kind != OpKind::kCompute && kind != OpKind::kRelease && kind != OpKind::kFold &&
-         kind != OpKind::kReduceGrad && kind != OpKind::kStartMove && kind != OpKind::kWaitMove;
+         kind != OpKind::kReduceGrad && kind != OpKind::kStartMove && kind != OpKind::kWaitMove &&
+         kind != OpKind::kUnshard && kind != OpKind::kReshard;
 }
 
 // The order in which one end of a channel lists its messages: a table only where micro-batches do

@@ -243,6 +243,7 @@ void LayerRun::add_parameters(ParameterSet& set, const std::string& name) {
     part.first_parameter = set.size();
     each.layer->add_parameters(set, name + each.name);
     part.parameters = set.size() - part.first_parameter;
+    if (part.parameters > 0) part.unit = set.all().back()->unit;
     part.overwrites = part.parameters == 0 || each.layer->overwrites_gradients();
     overwrites_gradients_ = overwrites_gradients_ && part.overwrites;
   }
@@ -509,6 +510,7 @@ void LayerRun::run_forward(Call& call, std::size_t part, const Tensor& y) {
     return join_forward(call.stage.compute, skip, input_of(call, part),
                         source(call, skips_.source_of(skip.from)), y);
   }
+  use(call.stage, parts_[part]);
   LayerCall made = call_of(call, part);
   NumberedLayer& each = layers_[parts_[part].index];
   naming(each, [&] {
@@ -549,6 +551,7 @@ void LayerRun::keep_again(Call call, const Tensor& y) {
 }
 
 void LayerRun::recompute(Call call) {
+  use(call.stage, parts_.back());
   LayerCall made = call_of(call, parts_.size() - 1);
   naming(layers_.back(), [&] { recomputing_->recompute(made); });
 }
@@ -580,6 +583,7 @@ Tensor LayerRun::rounded_input(const Call& call, std::size_t part) const {
 
 void LayerRun::layer_backward(Call& call, std::size_t part, const Tensor& dy, const Tensor& dx,
                               Halves halves) {
+  use(call.stage, parts_[part]);
   LayerCall made = call_of(call, part);
   made.rounded_dy = rounded(call, part);
   made.recomputed = recomputing_ != nullptr && part + 1 == parts_.size() && call.stage.recomputed;
@@ -677,6 +681,7 @@ void LayerRun::backward_weight(Call call, std::span<const Tensor> grad_outputs) 
   for (std::size_t i = parts_.size(); i-- > 0;) {
     if (parts_[i].join) continue;
     call.stage.compute.progress();
+    use(call.stage, parts_[i]);
     LayerCall made = call_of(call, i);
     made.rounded_dy = rounded(call, i);
     NumberedLayer& each = layers_[parts_[i].index];
@@ -684,6 +689,11 @@ void LayerRun::backward_weight(Call call, std::span<const Tensor> grad_outputs) 
            [&] { each.layer->backward_weight(made, output_gradient(call, i, grad_outputs[0])); });
     announce(call.stage, parts_[i]);
   }
+}
+
+void LayerRun::use(const StageContext& ctx, const Part& part) const {
+  if (!outermost_ || part.parameters == 0 || ctx.units == nullptr) return;
+  ctx.units->use(part.unit);
 }
 
 // Gradients from this part on are final.

@@ -181,6 +181,7 @@ class LayerRun {
     LayerPromises promises;
     bool overwrites = false, falls_back = false;  // falls back: Edges::kF32
     std::size_t first_parameter = 0, parameters = 0;
+    int unit = 0;                    // of the parameters
     std::size_t first_gradient = 0;  // in flat_grads(), in floats
   };
   // Gradients of the sources, of one call.
@@ -219,6 +220,8 @@ class LayerRun {
                               std::span<const Tensor> grad_inputs);
   void end_source_gradients(Call& call, std::span<const Tensor> grad_inputs);
   void announce(const StageContext& ctx, const Part& part) const;
+  // Before the part's parameters are read.
+  void use(const StageContext& ctx, const Part& part) const;
 
   std::vector<NumberedLayer> layers_;
   bool recomputes_, outermost_, rounds_;

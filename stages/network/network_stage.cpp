@@ -61,7 +61,7 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
   description.shared_gradient_bytes = plan.shared_gradients;
   description.workspace_bytes =
       std::max(needs.memory.scratch, other_scratch(description.outputs[0], compute));
-  description.state_moves = true;
+  description.state_moves = description.uses_units = true;
   description.copy_bytes = parameters_.bf16_copy_bytes(compute.device().kind);
   description.operator_bytes = needs.operator_bytes;
   description.table_bytes = needs.table_bytes;
@@ -267,6 +267,7 @@ LossNetworkStage::LossNetworkStage(StageLayers parts, std::string kind, std::uni
   const std::size_t layers = set().size();
   loss_->add_parameters(set());
   const std::vector<Parameter*> all = set().all();
+  if (all.size() > layers) unit_ = all.back()->unit;
   for (std::size_t i = layers; i < all.size(); ++i) {
     all[i]->asks_next_write = all[i]->written_by_loss = true;
   }
@@ -324,6 +325,10 @@ void LossNetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> output
   ctx.compute.wait();  // before the targets are freed
 }
 
+void LossNetworkStage::use_parameters(const StageContext& ctx) const {
+  if (unit_ && ctx.units != nullptr) ctx.units->use(*unit_);
+}
+
 // The outputs of a prepared size that these targets fit, which may be for any number of samples.
 const TensorSpec& LossNetworkStage::outputs_for(std::span<const Tensor> targets) const {
   if (targets.size() != 1)
@@ -343,6 +348,7 @@ const TensorSpec& LossNetworkStage::outputs_for(std::span<const Tensor> targets)
 void LossNetworkStage::loss(StageContext& ctx, std::span<const Tensor> outputs,
                             std::span<const Tensor> targets, double* sum) {
   ParameterSet* const set = parameters();
+  use_parameters(ctx);
   if (ctx.phase == Phase::kTrain && set != nullptr && !loss_->leaves_gradients()) {
     GradientAccess::zero_stale(*set, ctx.compute.stream());
   }
@@ -351,6 +357,7 @@ void LossNetworkStage::loss(StageContext& ctx, std::span<const Tensor> outputs,
 
 void LossNetworkStage::answer(StageContext& ctx, std::span<const Tensor> outputs,
                               std::span<const Tensor> answers) {
+  use_parameters(ctx);
   naming(kind_, [&] { loss_->answer(ctx, outputs[0], answers[0]); });
 }
 

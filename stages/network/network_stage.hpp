@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -117,9 +118,12 @@ class LossNetworkStage final : public NetworkStage, public LossStage {
  private:
   [[nodiscard]] TensorSpec targets_of(const TensorSpec& outputs) const;
   [[nodiscard]] const TensorSpec& outputs_for(std::span<const Tensor> targets) const;
+  // Before they are read.
+  void use_parameters(const StageContext& ctx) const;
 
   std::string kind_;
   std::unique_ptr<Loss> loss_;
+  std::optional<int> unit_;  // of its parameters; none: it has no parameters
 };
 
 }  // namespace sluice::nn

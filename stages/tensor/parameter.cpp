@@ -245,7 +245,8 @@ Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, Re
   return buffer;
 }
 
-void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients) {
+void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients,
+                            const std::function<void(const Parameter&)>& drawn) {
   if (allocated_) {
     throw_usage(
         "ParameterSet::allocate() is called twice; legal: once, which a pipeline does before "
@@ -259,7 +260,6 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
   if (gradients) memory_->grads = memory.allocate(bytes);
   flat_floats_ = bytes / sizeof(float);
   const Stream stream(device);
-  fill_zero_async(memory_->values.data(), bytes, stream.view());
   zero_grads(stream.view());
   stream.view().synchronize();
 
@@ -272,7 +272,7 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
     ++offset;
   }
   if (gradients) allocate_shares(memory);
-  draw_values(device, seed);
+  draw_values(device, seed, drawn);
   allocate_buffers(memory, seed);
   allocate_bf16_copies(memory);
   mark_values_changed();
@@ -318,7 +318,7 @@ std::span<float> ParameterSet::flat_shares(int share) const {
       floats};
 }
 
-static bool keeps_bf16(const Parameter& parameter, DeviceKind device) {
+bool keeps_bf16(const Parameter& parameter, DeviceKind device) {
   return parameter.keeps_bf16 == Bf16Copy::kEverywhere ||
          (parameter.keeps_bf16 == Bf16Copy::kOnGpus && device != DeviceKind::kCpu);
 }
@@ -347,20 +347,25 @@ void ParameterSet::allocate_bf16_copies(const DeviceMemory& memory) {
 
 // In place on a CPU: a copy of the largest parameter would be the most that a pipeline for
 // inference takes beside its values.
-void ParameterSet::draw_values(Device device, std::uint64_t seed) {
-  std::vector<float> drawn;  // in host memory
+void ParameterSet::draw_values(Device device, std::uint64_t seed,
+                               const std::function<void(const Parameter&)>& drawn) {
+  std::vector<float> values;  // in host memory, with padding
   const std::byte* end = nullptr;
   for (Parameter& parameter : parameters_) {
     const auto* const place = parameter.value.as<const std::byte>();
     if (end != nullptr && place < end) continue;  // shared with an earlier use
     end = place + padded_bytes(parameter);
     if (device.kind == DeviceKind::kCpu) {
-      draw(parameter, seed, parameter.value.floats());
-      continue;
+      const std::span<float> own = parameter.value.floats();
+      draw(parameter, seed, own);
+      std::fill(own.data() + own.size(), own.data() + padded_bytes(parameter) / sizeof(float), 0.F);
+    } else {
+      values.assign(padded_bytes(parameter) / sizeof(float), 0);
+      draw(parameter, seed,
+           std::span(values).first(static_cast<std::size_t>(parameter.shape.elements())));
+      copy_now(device, parameter.value.data, values.data(), values.size() * sizeof(float));
     }
-    drawn.resize(static_cast<size_t>(parameter.shape.elements()));
-    draw(parameter, seed, drawn);
-    copy_now(device, parameter.value.data, drawn.data(), drawn.size() * sizeof(float));
+    if (drawn) drawn(parameter);
   }
 }
 

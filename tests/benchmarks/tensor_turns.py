@@ -20,13 +20,13 @@ Each row trains a GPT-2 of `--layers` blocks with `--tokens` tokens a micro-batc
 import argparse
 import json
 import pathlib
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 
-from turns import ENVIRONMENT, Runs, heads_of, ratio
+import torch_ranks
+from turns import Runs, heads_of, ratio
 
 ROWS = ("shards", "busy", "depth", "memory", "pytorch")
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -42,7 +42,6 @@ PARSER.add_argument("--steps", type=int, default=4, help="of a turn, after one t
 PARSER.add_argument("--link", help="of two hosts in the row depth, as tc says it: 1gbit")
 PARSER.add_argument("--torch-rank", type=int, help=argparse.SUPPRESS)
 OPTIONS = PARSER.parse_args()
-VOCABULARY = 256
 
 
 def row_shards(runs, width):
@@ -134,90 +133,27 @@ def row_depth_over_link(runs, width):
 
 
 def row_pytorch(runs, width):
-    def theirs():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        environment = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        words = [sys.executable, __file__, *sys.argv[1:], "--widths", str(width), "--torch-rank"]
-        ranks = [subprocess.Popen([*words, str(r)], env=environment, stdout=subprocess.PIPE, text=True) for r in (0, 1)]
-        out = [each.communicate()[0] for each in ranks]
-        if ranks[0].returncode != 0:
-            sys.exit(f"PyTorch: exit {ranks[0].returncode}")
-        return float(out[0].split()[-1])
-
-    rounds = runs.in_turns([theirs, lambda: runs.train(width, 2, "--tensor", 2)])
+    rounds = runs.in_turns([lambda: torch_ranks.seconds(__file__, "--widths", str(width)),
+                            lambda: runs.train(width, 2, "--tensor", 2)])
     return f"PyTorch {statistics.median(r[0] for r in rounds):.3f} s, --tensor 2: " \
            f"{statistics.median(r[1] for r in rounds):.3f} s, speed / PyTorch's {ratio(rounds, 0, 1):.3f}"
 
 
 def torch_rank(rank, width):
     """The same model by parallelize_module; prints the median seconds of a step."""
-    import time
-
     import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.nn import functional
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    heads = heads_of(width)
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
-            self.output = nn.Linear(width, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x):
-            samples, sequence, _ = x.shape
-            normed = self.norm1(x)
-            q, k, v = (each(normed).view(samples, sequence, heads // 2, -1).transpose(1, 2)
-                       for each in (self.q, self.k, self.v))
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.output(mixed.transpose(1, 2).reshape(samples, sequence, -1))
-            return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-    class Gpt2(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(OPTIONS.context, width)
-            self.blocks = nn.ModuleList(Block() for _ in range(OPTIONS.layers))
-            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-
-        def forward(self, tokens):
-            x = self.tokens(tokens) + self.positions.weight
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(x))
-
-    torch.manual_seed(1)
-    model = Gpt2()
+    mesh = torch_ranks.begin(rank)
+    model = torch_ranks.gpt2(OPTIONS, width, heads_of(width) // 2)
     for block in model.blocks:
         plan = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
         plan.update({name: RowwiseParallel() for name in ("output", "down")})
         parallelize_module(block, mesh, plan)
     shared = [each for each in model.parameters() if isinstance(each, DTensor)]
     whole = [each for each in model.parameters() if not isinstance(each, DTensor)]
-    optimizer = torch.optim.AdamW([{"params": shared}, {"params": whole}], lr=1e-5, foreach=True)
-    tokens = torch.randint(VOCABULARY, (OPTIONS.tokens // OPTIONS.context, OPTIONS.context))
-    seconds = []
-    for _ in range(OPTIONS.steps + 1):
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        for _ in range(OPTIONS.micro_batches):
-            logits = model(tokens)
-            functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-        optimizer.step()
-        seconds.append(time.perf_counter() - begin)
-    print(statistics.median(seconds[1:]))
-    torch.distributed.destroy_process_group()
+    torch_ranks.train(OPTIONS, model, torch.optim.AdamW([{"params": shared}, {"params": whole}], lr=1e-5, foreach=True))
 
 
 def main():

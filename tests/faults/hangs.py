@@ -23,6 +23,7 @@ from harness import (PATIENCE, PEER, Job, Setup, Violation, arguments, main, met
 
 RANKS = 4
 SPLIT = ("--pipeline", "2", "--replicas", "2")
+SHARDED = (*SPLIT, "--shard", "parameters")
 SHARING = (("--pipeline", "2", "--tensor", "2"), ("--tensor", "2"))  # ranks share stages
 REPORT_TIME = 10.0  # seconds beyond the limit
 GONE_TIME = 5.0     # seconds from the report on
@@ -34,7 +35,7 @@ SHARED_WAIT = (r"waits since \S+ s for the (?:sum|reduce-scatter|all-gather) of 
 
 
 def ranks_of(split):
-    return math.prod(map(int, split[1::2]))
+    return math.prod(int(word) for word in split if word.isdigit())
 
 
 class Case:
@@ -375,6 +376,8 @@ def cases_of(setup, options):
     return [
         *((f"SIGSTOP of rank {rank}", lambda rank=rank: stopped(setup, limit, rank)[0]) for rank in stops),
         *((f"kill -9 of rank {rank}, spared", lambda rank=rank: killed(setup, limit, rank)[0]) for rank in kills),
+        *((f"SIGSTOP of rank {rank}, sharded parameters", lambda rank=rank: stopped(setup, limit, rank, SHARDED)[0])
+          for rank in stops[-1:]),
         *((f"{name} of rank {rank} of {ranks_of(split)}, shared",
            lambda hit=hit, rank=rank, split=split: shared(setup, limit, hit, rank, split))
           for name, hit, rank, split in shares),

@@ -31,6 +31,8 @@ LAYOUTS = ((4, ("--pipeline", "2", "--replicas", "2")), (2, ("--pipeline", "2"))
            (1, ()), (3, ("--save-precision", "bf16")), (4, ("--pipeline", "2", "--replicas", "2", "--schedule", "gpipe")),
            (4, ("--pipeline", "2", "--replicas", "2", "--shard", "optimizer")),
            (3, ("--replicas", "3", "--shard", "optimizer")), (2, ("--tensor", "2")),
+           (3, ("--replicas", "3", "--shard", "parameters")),
+           (4, ("--pipeline", "2", "--replicas", "2", "--shard", "parameters", "--shard-gather", "step")),
            (4, ("--pipeline", "2", "--tensor", "2", "--tensor-shards", "4")),
            (4, ("--replicas", "2", "--tensor", "2", "--shard", "optimizer")),
            (4, ("--pipeline", "4", "--partition", "1,1,0,0", "--micro-batches", "6", "--recompute", "attention",
@@ -198,11 +200,14 @@ def campaign():
         story += 1
         if options.story is not None:
             break
-    digests = {reference.digest for layout, reference in references.items()
-               if "--replicas" in layout[1] and "--tensor" not in layout[1]}
-    if len(digests) > 1:
-        violations += 1
-        print(f"the references of two replicas differ: {sorted(digests)}")
+    digests = collections.defaultdict(set)  # by number of replicas
+    for layout, reference in references.items():
+        if "--replicas" in layout[1] and "--tensor" not in layout[1]:
+            digests[layout[1][layout[1].index("--replicas") + 1]].add(reference.digest)
+    for replicas, seen in digests.items():
+        if len(seen) > 1:
+            violations += 1
+            print(f"the references of {replicas} replicas differ: {sorted(seen)}")
     print(f"kill campaign: {kills} kills ({aimed} of them in a file operation) in {story} stories, "
           f"seed {options.seed}, {violations} violations, mpirun itself hung {hangs} times, "
           f"{time.monotonic() - start:.0f} s")

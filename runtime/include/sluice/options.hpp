@@ -94,9 +94,20 @@ enum class ShardLevel {
   // The state of the optimizer (ZeRO stage 1, Rajbhandari et al. 2020): each replica updates a part
   // of the parameters and sends it to the others. No bit of a training changes.
   kOptimizer,
+  // The parameters too (ZeRO stage 3; FSDP, Zhao et al. 2023): each replica has the part that it
+  // updates alone, and units of layers (ParameterSet::begin_unit()) are gathered while they are
+  // used. Of frozen parameters each has all. CPUs alone. No bit of a training changes.
+  kParameters,
 };
-// "none", "optimizer".
+// "none", "optimizer", "parameters".
 [[nodiscard]] const char* name_of(ShardLevel level);
+
+// When the parameters of a stage are gathered, with ShardLevel::kParameters.
+enum class ShardGather {
+  kAuto,  // kStep where Devices::memory has a limit and a rank needs no more then, else kUse
+  kUse,   // each unit before each use, one ahead: two units are there at once
+  kStep,  // once a step: all of the stage's, from its first action to its last
+};
 
 struct PipelineOptions {
   // How many ranks there are, and how a step's samples are divided among them.
@@ -129,6 +140,7 @@ struct PipelineOptions {
     // Samples per step; 0: virtual replicas * micro_batches * micro_batch_size.
     std::int64_t batch_size = 0;
     ShardLevel shard = ShardLevel::kNone;
+    ShardGather shard_gather = ShardGather::kAuto;
   };
 
   // The order in which each rank runs its micro-batches.

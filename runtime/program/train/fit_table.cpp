@@ -6,10 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "comm/base/index.hpp"
+#include "runtime/layout/parameter_cut.hpp"
 
 namespace sluice {
 namespace {
@@ -40,6 +42,25 @@ double moved_bytes(const JobLayout& layout) {
   return most;
 }
 
+// What the rank that gathers most gets of parameters in a step beside what an update sends.
+double gathered_bytes(const JobLayout& layout) {
+  double most = 0;
+  for (const RankPlan& rank : layout.plans.train.ranks) {
+    double bytes = 0;
+    std::set<int> seen;
+    for (const PlanOp& op : rank.ops) {
+      if (op.kind != OpKind::kCompute || op.action == ActionKind::kRecompute) continue;
+      if (seen.insert(op.stage).second) continue;  // an update sends as much
+      for (const ShardedUnit& unit : sharded_units(layout.parameters.stages[at(op.stage)])) {
+        bytes += static_cast<double>(unit.bytes());
+      }
+    }
+    most = std::max(most, bytes);
+  }
+  const double replicas = layout.place.topology.size.replica;
+  return most * (replicas - 1) / replicas;
+}
+
 // Of a training's operations, how many are computed once more.
 double share_again(const TransformerConfig& model) {
   const auto sum = [](const std::vector<double>& costs) {
@@ -56,22 +77,24 @@ class FitTable {
 
   std::string text() {
     add("as given", given_, "");
-    const bool shards = options_.shape.shard == ShardLevel::kNone && options_.shape.replicas > 1 &&
-                        !options_.devices.all_reduce;
+    const std::vector<ShardLevel> shards = levels();
     const bool offloads = options_.offload.activations == OffloadTo::kNowhere && waits();
     const bool recomputes =
         std::ranges::all_of(model_.recompute_blocks,
                             [](Recompute each) { return each == Recompute::kNone; }) &&
         model_.recompute == Recompute::kNone;
-    if (shards) plan(true, false, Recompute::kNone);
-    if (offloads) plan(false, true, Recompute::kNone);
+    const ShardLevel as_given = options_.shape.shard;
+    for (const ShardLevel level : shards) plan(level, false, Recompute::kNone);
+    if (offloads) plan(as_given, true, Recompute::kNone);
     if (recomputes) {
-      plan(false, false, Recompute::kAttention);
-      plan(false, false, Recompute::kBlock);
+      plan(as_given, false, Recompute::kAttention);
+      plan(as_given, false, Recompute::kBlock);
     }
-    if (shards + offloads + recomputes > 1) {
-      plan(shards, offloads, recomputes ? Recompute::kBlock : Recompute::kNone);
+    const Recompute most = recomputes ? Recompute::kBlock : Recompute::kNone;
+    if (offloads || recomputes) {
+      for (const ShardLevel level : shards) plan(level, offloads, most);
     }
+    if (shards.empty() && offloads && recomputes) plan(as_given, true, most);
     return rows_ > 1 ? text_ : "";
   }
 
@@ -86,16 +109,26 @@ class FitTable {
     return false;
   }
 
-  void plan(bool shards, bool offloads, Recompute recompute) {
+  // Those above the one given.
+  [[nodiscard]] std::vector<ShardLevel> levels() const {
+    std::vector<ShardLevel> all;
+    if (options_.shape.replicas == 1 || options_.devices.all_reduce) return all;
+    for (const ShardLevel level : {ShardLevel::kOptimizer, ShardLevel::kParameters}) {
+      if (level > options_.shape.shard) all.push_back(level);
+    }
+    return all;
+  }
+
+  void plan(ShardLevel shards, bool offloads, Recompute recompute) {
     TransformerConfig model = model_;
     PipelineOptions options = options_;
     std::string names, costs;
     const auto append = [](std::string& text, const char* between, const std::string& more) {
       text += (text.empty() ? "" : between) + more;
     };
-    if (shards) {
-      options.shape.shard = ShardLevel::kOptimizer;
-      append(names, " ", "--shard optimizer");
+    options.shape.shard = shards;
+    if (shards != options_.shape.shard) {
+      append(names, " ", fmt::format("--shard {}", name_of(shards)));
     }
     const bool on_gpus = std::ranges::all_of(given_.place.devices, [](const RankDevice& each) {
       return each.device.kind != DeviceKind::kCpu;
@@ -112,7 +145,12 @@ class FitTable {
              recompute == Recompute::kBlock ? "--recompute block" : "--recompute attention");
     }
     const JobLayout layout = layout_of_(model, options);
-    if (shards) append(costs, "; ", "no more bytes over the network");
+    if (shards != options_.shape.shard) {
+      append(costs, "; ",
+             layout.parameters.gather != Gather::kPerUse
+                 ? "no more bytes over the network"
+                 : fmt::format("{:.1f} MiB more to a rank a step", mebi(gathered_bytes(layout))));
+    }
     if (offloads) {
       append(costs, "; ", fmt::format("{:.1f} MiB out and back a step", mebi(moved_bytes(layout))));
     }

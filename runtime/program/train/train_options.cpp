@@ -365,10 +365,21 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
   add_tensor_ranks(table, shape);
   table
       .add_choice("shard", shape.shard,
-                  {{"none", ShardLevel::kNone}, {"optimizer", ShardLevel::kOptimizer}},
+                  {{"none", ShardLevel::kNone},
+                   {"optimizer", ShardLevel::kOptimizer},
+                   {"parameters", ShardLevel::kParameters}},
                   "what replicas divide: optimizer: each keeps the state of a part of the "
-                  "parameters and updates it; the results are the same")
+                  "parameters and updates it; parameters: each has that part of them alone, and "
+                  "layers are gathered while they are used; the results are the same")
       .mark(kListedLater);
+  table
+      .add_choice(
+          "shard-gather", shape.shard_gather,
+          {{"auto", ShardGather::kAuto}, {"use", ShardGather::kUse}, {"step", ShardGather::kStep}},
+          "when --shard parameters gathers: use: each layer before each use; step: all of a "
+          "stage once a step, which takes more memory and fewer bytes over the network; "
+          "auto: step where that is within --memory, else use")
+      .mark(kLayout);
   add_offload(table, offload);
   add_rank_order(table, shape.rank_order);
   table.add_choice("schedule", order.schedule, training_schedules(),

@@ -42,6 +42,13 @@
 #pragma GCC visibility push(default)
 namespace sluice {
 
+// When the parameters of a stage, of which each replica has a part, are whole on each of them.
+enum class Gather : std::uint8_t {
+  kNever,    // each replica has all of them at all times
+  kPerStep,  // from the first action of the stage in a step to its last
+  kPerUse,   // from unit to unit, one ahead, while actions of the stage follow each other
+};
+
 struct LowerOptions {
   bool reduce_grad = true;       // REDUCE_GRAD per stage and OPTIMIZER per rank (training)
   std::vector<TiedStages> tied;  // one REDUCE_TIED on every rank that owns one of the stages
@@ -51,8 +58,10 @@ struct LowerOptions {
   // [stage] It computes something again before its backward needs a gradient. Empty: none does.
   std::vector<bool> recomputes = {};
   // The schedule's own UNSHARD, RESHARD and REDUCE_GRAD stay in it, for a file that is written of
-  // it. A plan has no op for them.
+  // it. No plan is made of that.
   bool keep_sharding = false;
+  // [stage] Empty: kNever.
+  std::vector<Gather> gathers = {};
   // [stage] How many micro-batches' states the stage should have on its device at once: a rank
   // offloads those that wait longest for their backward, as few as that takes. Below 2: any
   // number. Empty: no stage offloads. Not of a forward-only schedule.
@@ -69,14 +78,17 @@ struct LowerOptions {
 // reductions and the optimizer, except for a forward-only schedule. Where the sum
 // overlaps with computation, REDUCE_GRAD comes right after the last B or W of its stage, before the
 // messages that follow. Otherwise it comes at the list's end, where it holds up no other rank.
+// UNSHARD comes before the first action of a stage, and before the message that it waits for;
+// RESHARD right after its last one and what that sends, of a stage with Gather::kPerUse also before
+// another stage's action.
 // OFFLOAD comes after the F and its message, FETCH one compute action ahead of the B or I and
 // before the messages of that action (after PipeOffload, Wan et al. 2025, arXiv 2503.01328). A
 // state that leaves takes its slot during the rank's next action, one that comes back during the
 // action before its own. A bound that no choice of micro-batches reaches is missed by as little as
 // that takes. A REDUCE_TIED names the first stage of its group on that rank; groups come in the
 // order of `tied`. Requires: check() found nothing. Throws Error(kUsage) for schedules with
-// messages, moves or RECOMPUTE, for illegal groups and where `overlapped_grad_sums`, `recomputes`
-// or `resident` has not one entry per stage.
+// messages, moves or RECOMPUTE, for illegal groups and where `overlapped_grad_sums`, `recomputes`,
+// `gathers` or `resident` has not one entry per stage.
 [[nodiscard]] Schedule lower(const Schedule& schedule, const LowerOptions& options);
 
 // LowerOptions::resident by which each stage keeps half of what it has in flight, rounded up; 0,
@@ -103,6 +115,9 @@ enum class OpKind : std::uint8_t {
   kOptimizer,   // collective over the job: norm, guard, clip, update
   kStartMove,   // action OFFLOAD | FETCH: between the slots of kState and kStored
   kWaitMove,    // block until that OFFLOAD has left, or that FETCH has filled, the slot of kState
+  kUnshard,     // collective over the stage's replicas, as is what it starts: the stage may have
+                // its parameters whole from here on
+  kReshard,     // each replica has its part of them alone from here on
 };
 
 struct PlanOp {
@@ -258,7 +273,8 @@ struct Verification {
 // Where a plan folds, a stage has run all F of a group of micro-batches, and its fold, before any F
 // of a later group, and likewise all W or B; all folds come before the stage's reductions.
 // What is offloaded is fetched before it is read; a slot that it leaves, or comes back to, is
-// written or read after the wait alone. Nothing is posted, held or away at the end. Reductions come
+// written or read after the wait alone. A stage with an UNSHARD computes between it and its RESHARD
+// alone. Nothing is posted, held, away or whole at the end. Reductions come
 // after all backwards of their stage, over replicas before over tied uses; the optimizer comes
 // after all of them and last. A broken rule ends the search (the other fields are then empty). Then
 // replays it under every model; REDUCE_TIED and OPTIMIZER wait for every rank that takes part. A

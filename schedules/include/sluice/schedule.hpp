@@ -37,8 +37,8 @@ enum class ActionKind : std::uint8_t {
   kRecvBackward,    // RECV_B: gradient from stage + 1
   kReduceGrad,      // REDUCE_GRAD: this stage's gradients summed over replicas
   kReduceTied,      // REDUCE_TIED: gradients of a tied parameter summed over its uses
-  kUnshard,         // UNSHARD
-  kReshard,         // RESHARD
+  kUnshard,         // UNSHARD: the stage's parameters may be gathered from its replicas
+  kReshard,         // RESHARD: each replica keeps its part of them alone
   kOptimizer,       // OPTIMIZER: norm, guard, clip, update; once per rank
   kOffload,         // OFFLOAD: what the stage keeps of the micro-batch leaves its device
   kFetch,           // FETCH: it comes back
@@ -50,8 +50,8 @@ enum class ActionKind : std::uint8_t {
   return kind <= ActionKind::kBackwardWeight;
 }
 // True for what a file may say of sharded parameters: UNSHARD, RESHARD, REDUCE_GRAD. A schedule
-// keeps it, and check() looks at its stage and rank. Here ranks hold whole parameters, and lower()
-// places the sums itself. So lower() leaves it out, and simulate() takes no time for it.
+// keeps it, and check() looks at its stage and rank. lower() places all three itself
+// (LowerOptions::gathers): it leaves out those of the schedule.
 [[nodiscard]] constexpr bool is_sharding(ActionKind kind) {
   return kind == ActionKind::kUnshard || kind == ActionKind::kReshard ||
          kind == ActionKind::kReduceGrad;

@@ -104,6 +104,9 @@ struct Parameter {
 // are stale. Where only some are, zeroes those in order of `stream`. None is stale after that.
 [[nodiscard]] Write next_write(std::initializer_list<Parameter*> parameters, StreamView stream);
 
+// Whether its set keeps a bf16 copy of it on such a device.
+[[nodiscard]] bool keeps_bf16(const Parameter& parameter, DeviceKind device);
+
 // Bytes of a parameter's values in their set's memory; its gradients take as many.
 [[nodiscard]] std::size_t parameter_bytes(std::int64_t elements);
 
@@ -144,8 +147,10 @@ class ParameterSet {
   // `gradients` false: the stage never runs backward (StageSetup::trains). It then has no
   // gradients, and uses of one name share the first one's value. Throws Error(kUsage) for a second
   // call, for a name used twice and not tied, for uses of different shapes or initial values and
-  // for more bytes than a std::size_t holds, and what `memory` throws.
-  void allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients = true);
+  // for more bytes than a std::size_t holds, and what `memory` throws. `drawn`, if any, gets each
+  // parameter whose initial values are there, before the next one takes memory on a CPU.
+  void allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients = true,
+                const std::function<void(const Parameter&)>& drawn = {});
 
   // Throws Error(kUsage) before allocate(), but for an empty set.
   void require_memory() const;
@@ -182,7 +187,8 @@ class ParameterSet {
   void allocate_buffers(const DeviceMemory& memory, std::uint64_t seed);
   void allocate_shares(const DeviceMemory& memory);
   void allocate_bf16_copies(const DeviceMemory& memory);
-  void draw_values(Device device, std::uint64_t seed);
+  void draw_values(Device device, std::uint64_t seed,
+                   const std::function<void(const Parameter&)>& drawn);
 
   bool allocated_ = false;
   int unit_ = 0;

@@ -99,6 +99,10 @@ struct StageDescription {
   // another slot, after forward(): while the micro-batch waits for its backward, others use the
   // memory (PipelineOptions::Offload). There are no addresses in it.
   bool state_moves = false;
+  // It calls ctx.units->use() before each unit of its parameters that an action reads: ascending in
+  // forward() and loss(), descending in backward calls. recompute() reads the last one alone. Else
+  // all of its parameters are there in each of its calls.
+  bool uses_units = false;
   // Calls of ctx.collective and ctx.tensor, which become part of the plan. For every size of
   // micro-batch the same axes, kinds and types in the same order; for smaller ones no more bytes.
   StageCollectives collectives = {};
@@ -206,6 +210,18 @@ class FinalGradients {
   virtual void from(std::size_t begin) = 0;
 };
 
+// Where each replica has a part of the parameters at rest (ShardLevel::kParameters), the units of a
+// stage that says `uses_units` are whole one at a time. The runtime implements it.
+class ParameterUnits {
+ public:
+  virtual ~ParameterUnits() = default;
+  // Returns when the values of the unit's parameters (Parameter::unit), or their bf16 copies where
+  // they have some, are whole, for later work of the compute stream. They are up to the next use of
+  // another unit, or the end of the action. Collective over the replicas, which make the same
+  // calls. Throws Error(kUsage) for a unit out of order.
+  virtual void use(int unit) = 0;
+};
+
 struct StageContext {
   // What a stage keeps of one micro-batch in flight: memory of the runtime on the stage's device,
   // as many bytes as described for the largest micro-batch. Each part starts at a multiple of
@@ -248,6 +264,7 @@ struct StageContext {
   // gradients, if sums over replicas can overlap; else null. Use is optional. All replicas make the
   // same calls in the same order.
   FinalGradients* final_gradients = nullptr;
+  ParameterUnits* units = nullptr;  // null: all parameters are whole
   // In backward calls: recompute() was the stage's last call, for this micro-batch.
   bool recomputed = false;
   // Whether the step's batches before this one, and after it, are none: accumulate() adds batches.

@@ -1,10 +1,13 @@
-// Trainings whose replicas divide the optimizer's state have the bits of those that do not: a set
+// Trainings whose replicas divide the optimizer's state, or the parameters too, have the bits of
+// those that do not: a set
 // of configurations in which every pair of values occurs; with SLUICE_ALL_SHARDS=1 the product of
 // the values of schedule, depth, replicas, shards, optimizer, ties and clipping. Mistakes with
 // shards are at the end.
 #include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -96,8 +99,10 @@ enum Factor {
   kCalls,      // of a step: kOneCall...
   kFactors
 };
-constexpr std::array<int, kFactors> kValues = {4, 2, 4, 2, 4, 2, 2, 2, 2, 2, 3};
+constexpr std::array<int, kFactors> kValues = {4, 2, 4, 4, 4, 2, 2, 2, 2, 2, 3};
 constexpr std::array<const char*, 4> kSchedules = {"gpipe", "1f1b", "interleaved", "zb-v"};
+// none, optimizer, and parameters that are gathered per use and per step.
+enum Shards { kNoShards, kOptimizerShards, kGatheredPerUse, kGatheredPerStep };
 constexpr std::array<const char*, 4> kOptimizers = {"sgd", "adamw", "adamw bf16", "own"};
 enum Calls { kOneCall, kAccumulated, kOpenStep };
 
@@ -149,7 +154,7 @@ std::vector<Configuration> covering_set() {
     const Pair seed = *missing.begin();
     Configuration next{};
     std::set<int> fixed = {kShard, seed[0], seed[2]};
-    next[kShard] = 1;
+    next[kShard] = 1 + static_cast<int>(chosen.size() % 3);
     next[at(seed[0])] = seed[1];
     next[at(seed[2])] = seed[3];
     for (int factor = 0; factor < kFactors; ++factor) {
@@ -208,7 +213,7 @@ TEST(ShardCoverTest, EveryPairOfValuesOccursWithShards) {
   EXPECT_EQ(seen, all_pairs());
   EXPECT_LE(chosen.size(), 26U);
   const std::vector<Configuration> all = all_configurations();
-  EXPECT_EQ(std::set<Configuration>(all.begin(), all.end()).size(), 4U * 2 * 4 * 2 * 4 * 2 * 2);
+  EXPECT_EQ(std::set<Configuration>(all.begin(), all.end()).size(), 4U * 2 * 4 * 4 * 4 * 2 * 2);
 }
 
 // --- trainings ---
@@ -225,13 +230,20 @@ TransformerConfig model_of(const Configuration& of) {
   return model;
 }
 
+void set_shards(PipelineOptions& options, int shards) {
+  constexpr std::array kLevels = {ShardLevel::kNone, ShardLevel::kOptimizer,
+                                  ShardLevel::kParameters, ShardLevel::kParameters};
+  options.shape.shard = kLevels.at(static_cast<std::size_t>(shards));
+  options.shape.shard_gather = shards == kGatheredPerStep ? ShardGather::kStep : ShardGather::kAuto;
+}
+
 PipelineOptions options_of(const Configuration& of) {
   PipelineOptions options;
   options.shape = {.pipeline = depth_of(of),
                    .replicas = replicas_of(of),
                    .micro_batches = 3,
                    .micro_batch_size = 2};
-  options.shape.shard = of[kShard] != 0 ? ShardLevel::kOptimizer : ShardLevel::kNone;
+  set_shards(options, of[kShard]);
   options.order.schedule = kSchedules[at(of[kSchedule])];
   PipelineOptions::Training& training = options.training;
   if (of[kOptimizer] == 0) training.optimizer = OptimizerConfig::sgd(0.9F);
@@ -298,8 +310,10 @@ Digests gathered(Pipeline& pipeline, const Digests& mine) {
 Digests values_of(Pipeline& pipeline) {
   Digests mine;
   for (const Pipeline::Owned& each : pipeline.parameters()) {
+    PipelineAccess::lend(pipeline, *each.parameter);
     mine[each.parameter->name] =
         sha256_hex(std::as_bytes(std::span<const float>(each.parameter->value.floats())));
+    PipelineAccess::give_back(pipeline, *each.parameter);
   }
   return gathered(pipeline, mine);
 }
@@ -336,6 +350,7 @@ Digests optimizer_state_of(Pipeline& pipeline) {
 struct Outcome {
   std::vector<double> numbers;  // losses, norms, counted targets
   double validation = 0;
+  std::string answers;  // of infer()
   Digests values, gradients, optimizer_state;
 };
 
@@ -370,7 +385,14 @@ Outcome train(Communicator& comm, const Configuration& of, const Look& at_end = 
   const std::int64_t full = 6 * replicas_of(of);
   for (std::uint64_t step = 1; step <= 3; ++step) {
     one_step(comm, pipeline, Tokens(step, step == 2 ? full - 3 : full), of[kCalls], outcome);
-    if (step == 1) outcome.validation = pipeline.evaluate(Tokens(9, 5).all(comm)).loss;
+    if (step != 1) continue;
+    outcome.validation = pipeline.evaluate(Tokens(9, 5).all(comm)).loss;
+    // From four replicas on one has no sample.
+    const Tokens three(8, 3);
+    const Batch asked{.inputs = three.all(comm).inputs};
+    for (const Tensor& answer : pipeline.infer(asked, {.to = InferOptions::kEveryRank})) {
+      outcome.answers += sha256_hex({answer.as<const std::byte>(), answer.spec.bytes()});
+    }
   }
   outcome.values = values_of(pipeline);
   outcome.optimizer_state = optimizer_state_of(pipeline);
@@ -394,6 +416,7 @@ Outcome train_on_some(const Configuration& of, const Look& at_end = {}) {
 void expect_same(const Outcome& expected, const Outcome& actual, const std::string& where) {
   EXPECT_EQ(expected.numbers, actual.numbers) << where;
   EXPECT_EQ(expected.validation, actual.validation) << where;
+  EXPECT_EQ(expected.answers, actual.answers) << where;
   EXPECT_EQ(expected.gradients, actual.gradients) << where;
   EXPECT_EQ(expected.values, actual.values) << where;
   EXPECT_EQ(expected.optimizer_state, actual.optimizer_state) << where;
@@ -430,6 +453,7 @@ TEST(ShardsTest, HaveTheBitsOfTrainingsWithoutShards) {
       const Outcome& expected = references.of(other);
       if (world().rank() != 0) continue;
       EXPECT_GT(expected.numbers.front(), 1);
+      EXPECT_FALSE(expected.answers.empty());
       EXPECT_FALSE(expected.values.empty());
       EXPECT_FALSE(expected.optimizer_state.empty());
       expect_same(expected, outcome, to_string(each) + fmt::format(", p{} expected", depth + 1));
@@ -443,12 +467,12 @@ TEST(ShardsTest, HaveTheBitsOfTrainingsWithoutShards) {
 
 // --- gradients and values of the program's own ---
 // 1F1B, AdamW with clipping and ties.
-Configuration small_configuration(int depth, int replicas, bool shards) {
+Configuration small_configuration(int depth, int replicas, int shards) {
   Configuration of{};
   of[kSchedule] = of[kOptimizer] = of[kTies] = of[kClip] = 1;
   of[kDepth] = depth - 1;
   of[kReplicas] = replicas - 1;
-  of[kShard] = shards ? 1 : 0;
+  of[kShard] = shards;
   return of;
 }
 
@@ -459,20 +483,23 @@ void expect_same_with_shards(int depth, int replicas, const PipelineOptions& mor
   const auto comm = first_ranks(depth * replicas);
   if (comm == nullptr) return;
   const TensorSpec tokens{DType::kI32, {kContext}};
-  std::array<Outcome, 2> outcomes;
-  for (const bool shards : {false, true}) {
+  std::array<Outcome, 4> outcomes;
+  for (int shards = 0; shards < kValues[kShard]; ++shards) {
     const Configuration of = small_configuration(depth, replicas, shards);
     PipelineOptions options = options_of(of);
     options.training.skip_nonfinite = more.training.skip_nonfinite;
     Pipeline pipeline(*comm, Transformer(model_of(of)),
                       BatchSpec{.inputs = {tokens}, .targets = {tokens}, .feed = Feed::kRank0},
                       options);
-    Outcome& outcome = outcomes.at(shards ? 1 : 0);
+    Outcome& outcome = outcomes.at(static_cast<std::size_t>(shards));
     body(pipeline, *comm, outcome);
     outcome.values = values_of(pipeline);
     outcome.optimizer_state = optimizer_state_of(pipeline);
   }
-  expect_same(outcomes[0], outcomes[1], fmt::format("p{} d{}", depth, replicas));
+  for (int shards = 1; shards < kValues[kShard]; ++shards) {
+    expect_same(outcomes[0], outcomes.at(static_cast<std::size_t>(shards)),
+                fmt::format("p{} d{} shard {}", depth, replicas, shards));
+  }
 }
 
 // Every replica changes the whole gradients between the two calls.
@@ -594,7 +621,7 @@ TEST(ShardsTest, EachReplicaHasOptimizerStateOfItsPartsAlone) {
   if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
   for (int optimizer = 0; optimizer < 4; ++optimizer) {
     for (const int depth : {1, 2}) {
-      Configuration of = small_configuration(depth, 5 - depth, /*shards=*/true);
+      Configuration of = small_configuration(depth, 5 - depth, kOptimizerShards);
       of[kOptimizer] = optimizer;
       of[kGroups] = optimizer % 2;
       (void)train_on_some(of, [&](Pipeline& pipeline) { expect_state_of_own_parts(pipeline, of); });
@@ -625,10 +652,10 @@ struct Numbers {
 };
 
 // AdamW over replicas alone.
-PipelineOptions sharded_options(int replicas, bool shards = true) {
+PipelineOptions sharded_options(int replicas, int shards = kOptimizerShards) {
   PipelineOptions options;
   options.shape = {.replicas = replicas, .micro_batches = 1, .micro_batch_size = 2};
-  options.shape.shard = shards ? ShardLevel::kOptimizer : ShardLevel::kNone;
+  set_shards(options, shards);
   options.training.learning_rate = {.peak = 1e-2};
   options.checks.replicas_every = 1;
   return options;
@@ -643,12 +670,12 @@ void on_some(int ranks, const std::function<void(Communicator&)>& body) {
 TEST(ShardsTest, MoreReplicasThanBlocksAreLegal) {
   for (const bool own : {false, true}) {
     on_some(5, [&](Communicator& comm) {
-      std::array<Outcome, 2> outcomes;
-      for (const bool shards : {false, true}) {
+      std::array<Outcome, 4> outcomes;
+      for (int shards = 0; shards < kValues[kShard]; ++shards) {
         PipelineOptions options = sharded_options(5, shards);
         if (own) options.training.make_optimizer = make_slice_momentum;
         Pipeline pipeline(comm, tiny_model(), tiny_batches(), options);
-        Outcome& outcome = outcomes.at(shards ? 1 : 0);
+        Outcome& outcome = outcomes.at(static_cast<std::size_t>(shards));
         for (int step = 0; step < 3; ++step) {
           add(outcome, pipeline.train_step(Numbers(10).batch(comm)));
         }
@@ -656,7 +683,9 @@ TEST(ShardsTest, MoreReplicasThanBlocksAreLegal) {
         outcome.optimizer_state = optimizer_state_of(pipeline);
         pipeline.close();
       }
-      expect_same(outcomes[0], outcomes[1], own ? "own optimizer" : "AdamW");
+      for (std::size_t shards = 1; shards < outcomes.size(); ++shards) {
+        expect_same(outcomes[0], outcomes.at(shards), own ? "own optimizer" : "AdamW");
+      }
     });
   }
 }
@@ -733,7 +762,8 @@ TEST(ShardMistakesTest, AllReduceIsRefused) {
 
 TEST(ShardMistakesTest, RanksThatDisagreeAboutShardsAreNamed) {
   expect_refused(3, ErrorCode::kMismatch, {"shard", "optimizer", "none"}, [](Communicator& comm) {
-    const Pipeline none(comm, tiny_model(), tiny_batches(), sharded_options(3, comm.rank() != 1));
+    const Pipeline none(comm, tiny_model(), tiny_batches(),
+                        sharded_options(3, comm.rank() != 1 ? kOptimizerShards : kNoShards));
   });
 }
 
@@ -790,6 +820,116 @@ TEST(ShardMistakesTest, FewerSamplesThanReplicasAreRefusedAndChangeNothing) {
     EXPECT_EQ(values_of(pipeline), before);
     EXPECT_EQ(pipeline.train_step(Numbers(5).batch(comm)).step, 2U);
   });
+}
+
+// --- what each replica has of the parameters ---
+// Bytes of the pages within `memory` that are there.
+std::size_t resident_bytes(std::span<float> memory) {
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = (reinterpret_cast<std::uintptr_t>(memory.data()) + page - 1) / page * page;
+  const auto end = reinterpret_cast<std::uintptr_t>(memory.data() + memory.size()) / page * page;
+  if (begin >= end) return 0;
+  std::vector<unsigned char> pages((end - begin) / page);
+  EXPECT_EQ(mincore(reinterpret_cast<void*>(begin), end - begin, pages.data()), 0);
+  return page * static_cast<std::size_t>(std::ranges::count_if(
+                    pages, [](unsigned char each) { return (each & 1) != 0; }));
+}
+
+// Of all parameters of this rank.
+std::size_t resident_values(Pipeline& pipeline) {
+  std::size_t bytes = 0;
+  for (const Pipeline::Owned& each : pipeline.parameters()) {
+    bytes += resident_bytes(each.parameter->value.floats());
+  }
+  return bytes;
+}
+
+// What this rank's replica has of them, and what pages at the borders may add.
+struct OwnBytes {
+  std::size_t own = 0, borders = 0;
+};
+OwnBytes own_bytes(Pipeline& pipeline) {
+  const JobLayout& layout = PipelineAccess::layout(pipeline);
+  OwnBytes bytes;
+  for (const StageEntry& stage : layout.parameters.stages) {
+    for (const ParameterEntry& each : stage.parameters) {
+      bytes.own +=
+          sizeof(float) * static_cast<std::size_t>(each.part(layout.place.here.replica).count);
+      bytes.borders += 2 * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    }
+  }
+  return bytes;
+}
+
+// Before the first step, after steps, evaluations, and values that are read or written as a whole.
+TEST(ShardsTest, AReplicaHasItsPartOfTheParametersAloneBetweenSteps) {
+  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
+  on_some(4, [](Communicator& comm) {
+    const Configuration of = small_configuration(1, 4, kGatheredPerUse);
+    TransformerConfig model = model_of(of);
+    model.width = 128;
+    const TensorSpec tokens{DType::kI32, {kContext}};
+    Pipeline pipeline(comm, Transformer(model),
+                      BatchSpec{.inputs = {tokens}, .targets = {tokens}, .feed = Feed::kRank0},
+                      options_of(of));
+    const auto [own, borders] = own_bytes(pipeline);
+    EXPECT_GT(own, borders / 2);
+    const auto expect_part = [&, own = own, borders = borders](const char* when) {
+      const std::size_t here = resident_values(pipeline);
+      EXPECT_GE(here + borders, own) << when;
+      EXPECT_LE(here, own + borders) << when;
+    };
+    expect_part("at first");
+    (void)pipeline.train_step(Tokens(1, 24).all(comm));
+    expect_part("after a step");
+    (void)pipeline.evaluate(Tokens(2, 5).all(comm));
+    expect_part("after an evaluation");
+    std::map<std::string, HostTensor> values = pipeline.state();
+    expect_part("after state()");
+    pipeline.set_state(values);
+    expect_part("after set_state()");
+  });
+}
+
+// Says that it uses units, and uses them in the given order.
+class StageOfUnits : public WrappedStage {
+ public:
+  explicit StageOfUnits(std::vector<int> order)
+      : WrappedStage(std::make_unique<ArithmeticStage>(0)), order_(std::move(order)) {
+    ParameterSet& set = *WrappedStage::parameters();
+    for (int unit = 1; unit < 3; ++unit) {
+      set.begin_unit();
+      set.add(fmt::format("more {}", unit), {7}, Init::constant(1));
+    }
+  }
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    StageDescription description = WrappedStage::describe(inputs, compute);
+    description.uses_units = true;
+    return description;
+  }
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    for (const int unit : order_) ctx.units->use(unit);
+    WrappedStage::forward(ctx, x, y);
+  }
+
+ private:
+  std::vector<int> order_;
+};
+
+TEST(ShardMistakesTest, UnitsThatAreUsedOutOfOrderAreRefused) {
+  expect_refused(2, ErrorCode::kUsage,
+                 {"stage 0, forward of micro-batch 0",
+                  "unit 0 of the parameters is used after a unit that follows it",
+                  "legal: ascending in forward() and loss()"},
+                 [](Communicator& comm) {
+                   const StageFactory make = [](int, int) -> std::unique_ptr<Stage> {
+                     return std::make_unique<StageOfUnits>(std::vector{0, 1, 0});
+                   };
+                   const auto source = counting_source(6);
+                   Pipeline pipeline(comm, make, *source, sharded_options(2, kGatheredPerUse));
+                   (void)pipeline.train_step();
+                 });
 }
 
 }  // namespace

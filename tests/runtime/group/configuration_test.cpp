@@ -161,7 +161,8 @@ TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
        [](auto& o) { o.tensor_shards = 2; }, [](auto& o) { o.sequence_parallel = false; },
        [](auto& o) { o.rank_order = RankOrder::kReplicaFirst; },
        [](auto& o) { o.micro_batches = 2; }, [](auto& o) { o.micro_batch_size = 2; },
-       [](auto& o) { o.batch_size = 2; }, [](auto& o) { o.shard = ShardLevel::kOptimizer; }});
+       [](auto& o) { o.batch_size = 2; }, [](auto& o) { o.shard = ShardLevel::kOptimizer; },
+       [](auto& o) { o.shard_gather = ShardGather::kStep; }});
   expect_compared<Options::Order>(
       [](auto& o) -> auto& { return o.order; },
       {[](auto& o) { o.schedule = "gpipe"; }, [](auto& o) { o.chunks = 2; },

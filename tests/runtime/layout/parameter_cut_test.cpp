@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <random>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -440,6 +441,62 @@ TEST(ParameterCutTest, WithoutACutAllReplicasHaveTheWhole) {
   const ParameterEntry entry = entry_of("a", 5);
   EXPECT_EQ(entry.part(3).first, 0);
   EXPECT_EQ(entry.part(3).count, 5);
+}
+
+// --- units that replicas gather ---
+std::size_t bytes_of(const std::vector<CutRange>& ranges) {
+  std::size_t floats = 0;
+  for (const CutRange& each : ranges) floats += each.ends.back();
+  return floats * sizeof(float);
+}
+
+// Every cut parameter is in one unit: its values, or its copy in bf16.
+TEST(ShardedUnitsTest, TheyHaveAllThatIsCutOnce) {
+  RandomTables random;
+  for (int round = 0; round < 200; ++round) {
+    ParameterTable table = random.next();
+    const int replicas = random.number(2, 5);
+    cut(table, replicas);
+    for (StageEntry& stage : table.stages) {
+      stage.uses_units = random.number(0, 1) == 1;
+      std::size_t values = 0, copies = 0;
+      std::set<int> numbers;
+      for (ParameterEntry& each : stage.parameters) {
+        each.copied = random.number(0, 1) == 1;
+        if (each.ends.empty() || each.elements == 0) continue;
+        numbers.insert(stage.uses_units ? each.unit : 0);
+        (each.copied ? copies : values) +=
+            each.copied ? round_up(static_cast<std::size_t>(each.elements) * 2, kBufferAlignment)
+                        : parameter_bytes(each.elements);
+      }
+      std::vector<int> seen;
+      for (const ShardedUnit& unit : sharded_units(stage)) {
+        seen.push_back(unit.unit);
+        values -= bytes_of(unit.values);
+        copies -= bytes_of(unit.copies);
+        std::size_t own = 0;
+        for (int r = 0; r < replicas; ++r) own += unit.own_bytes(r);
+        EXPECT_EQ(own, unit.bytes());
+      }
+      EXPECT_THAT(seen, ::testing::ElementsAreArray(numbers));
+      EXPECT_EQ(values, 0U);
+      EXPECT_EQ(copies, 0U);
+    }
+  }
+}
+
+// The copy of a parameter of 3 blocks lies behind one of a frozen parameter, and two of its
+// elements in a float.
+TEST(ShardedUnitsTest, CopiesLieBehindThoseOfFrozenParameters) {
+  ParameterTable table = table_of({entry_of("frozen a", 64), entry_of("b", 3 * kSumBlock)});
+  for (ParameterEntry& each : table.stages[0].parameters) each.copied = true;
+  cut(table, 2);
+  const std::vector<ShardedUnit> units = sharded_units(table.stages[0]);
+  ASSERT_EQ(units.size(), 1U);
+  EXPECT_THAT(units[0].values, IsEmpty());
+  ASSERT_EQ(units[0].copies.size(), 1U);
+  EXPECT_EQ(units[0].copies[0].begin, kBufferAlignment / sizeof(float));
+  EXPECT_THAT(units[0].copies[0].ends, ElementsAre(kSumBlock, 3 * kSumBlock / 2));
 }
 
 }  // namespace

@@ -193,7 +193,7 @@ TEST(PlanTest, RefusesWhatCannotBePlanned) {
   tied.tied = {{{0, 1}}};
   EXPECT_THROW((void)make_plan(lower(schedule, tied), {}), Error);
   Schedule unknown = lower(schedule, {});
-  unknown.ranks[0].push_back(parse_step("0UNSHARD"));
+  unknown.ranks[0].push_back({{.kind = static_cast<ActionKind>(99)}});
   EXPECT_THROW((void)make_plan(unknown, {}), Error);
 }
 

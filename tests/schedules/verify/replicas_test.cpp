@@ -131,6 +131,8 @@ class Job {
       case OpKind::kFold:
       case OpKind::kStartMove:
       case OpKind::kWaitMove:
+      case OpKind::kUnshard:
+      case OpKind::kReshard:
         break;
       case OpKind::kReduceGrad:
         issue_sums(rank, op.stage, kPieces - 1, 1);

@@ -103,8 +103,21 @@ TEST(OptionsTest, ReplicasDivideWhatIsNamed) {
   EXPECT_EQ(options.pipeline.shape.shard, ShardLevel::kOptimizer);
   EXPECT_THAT(describe_configuration(options.pipeline.expert.configuration),
               HasSubstr("  shard optimizer  "));
-  EXPECT_THAT(refusal({"--shard", "gradients"}),
-              AllOf(HasSubstr("--shard"), HasSubstr("'gradients'"), HasSubstr("none, optimizer")));
+  EXPECT_THAT(refusal({"--shard", "activations"}),
+              AllOf(HasSubstr("--shard"), HasSubstr("'activations'"), HasSubstr("none, optimizer"),
+                    HasSubstr("parameters")));
+}
+
+TEST(OptionsTest, ParametersAreGatheredWhenIsNamed) {
+  const auto gather = [](const std::vector<std::string>& words) {
+    return parse(words).pipeline.shape.shard_gather;
+  };
+  EXPECT_EQ(gather({"--shard", "parameters"}), ShardGather::kAuto);
+  EXPECT_EQ(gather({"--shard", "parameters", "--shard-gather", "use"}), ShardGather::kUse);
+  EXPECT_EQ(gather({"--shard", "parameters", "--shard-gather", "step"}), ShardGather::kStep);
+  EXPECT_THAT(refusal({"--shard", "optimizer", "--shard-gather", "use"}),
+              AllOf(HasSubstr("--shard-gather) with shards of optimizer"),
+                    HasSubstr("legal: auto, or shards of the parameters")));
 }
 
 TEST(OptionsTest, RecomputesWhatIsNamed) {
