@@ -42,6 +42,7 @@ std::string text_of(ShardLevel level) { return name_of(level); }
 std::string text_of(DType type) { return name_of(type); }
 std::string text_of(const std::vector<DeviceChoice>& choices) { return to_string(choices); }
 std::string text_of(const std::vector<std::int64_t>& numbers) { return joined(numbers, ","); }
+std::string text_of(const std::vector<int>& numbers) { return joined(numbers, ","); }
 // What it makes cannot be compared.
 std::string text_of(const OptimizerFactory& make) { return make ? "own" : "none"; }
 
@@ -246,8 +247,10 @@ Facts agreed_values(const PipelineOptions& options) {
   const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs, memory] = devices;
   add(values, {"device", "transport", "threads", "tf32", "all-reduce", "cuda-graphs", "memory"},
       choices, transport, threads, tf32, all_reduce, cuda_graphs, memory);
-  const auto& [activations, scratch] = offload;
-  add(values, {"offload of activations", "directory of what is offloaded"}, activations, scratch);
+  const auto& [activations, scratch, resident] = offload;
+  add(values,
+      {"offload of activations", "directory of what is offloaded", "what stages do not offload"},
+      activations, scratch, resident);
   add_training(training, values);
   const auto& [on, timeout, action_timeout, directory, ends_process, first_port, last_port] = watch;
   add(values,

@@ -524,7 +524,13 @@ void plan_offload(const PipelineOptions& options, JobLayout& layout) {
         "legal: a disk, or GPUs alone",
         rank.host);
   }
-  layout.plans.resident = half_resident(layout.plans.order);
+  const auto stages = at(layout.plans.order.placement.stages());
+  layout.plans.resident = options.offload.resident;
+  if (layout.plans.resident.empty()) layout.plans.resident = half_resident(layout.plans.order);
+  if (layout.plans.resident.size() != stages) {
+    throw_usage("options.offload.resident has {} entries; legal are 0 and {}, one per stage",
+                layout.plans.resident.size(), stages);
+  }
   for (std::size_t s = 0; s < layout.plans.resident.size(); ++s) {
     int& resident = layout.plans.resident[s];
     layout.parameters.stages[s].state.alignment = StateStore::alignment(options.offload);
@@ -533,7 +539,7 @@ void plan_offload(const PipelineOptions& options, JobLayout& layout) {
     }
     const StageEntry& entry = layout.parameters.stages[s];
     if (!entry.own_memory && entry.state.kept() == 0) resident = 0;  // nothing to offload
-    if (resident == 0 || entry.state_moves) continue;
+    if (resident < 2 || entry.state_moves) continue;
     throw_usage(
         "stage {} keeps what it needs of a micro-batch where it cannot be offloaded; legal: stages "
         "that say it may move (StageDescription::state_moves), as those of Sluice's layers do",

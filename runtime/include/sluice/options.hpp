@@ -185,6 +185,9 @@ struct PipelineOptions {
     // may move (StageDescription::state_moves).
     To activations = To::kNowhere;
     std::string directory = {};
+    // [stage] How many micro-batches a stage keeps on its device in place of half; below 2: all.
+    // Where so few cannot be reached, by as little more as that takes. Empty: half.
+    std::vector<int> resident = {};
   };
 
   struct Training {

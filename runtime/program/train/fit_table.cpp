@@ -28,16 +28,11 @@ double most_bytes(const JobLayout& layout) {
   return static_cast<double>(most);
 }
 
-// What the rank that moves most moves out, and back, in a step.
+// Of the rank that moves most.
 double moved_bytes(const JobLayout& layout) {
   double most = 0;
-  for (const RankPlan& rank : layout.plans.train.ranks) {
-    double bytes = 0;
-    for (const PlanOp& op : rank.ops) {
-      if (op.kind != OpKind::kStartMove || op.action != ActionKind::kOffload) continue;
-      bytes += static_cast<double>(layout.parameters.stages[at(op.stage)].state.kept());
-    }
-    most = std::max(most, bytes);
+  for (int rank = 0; rank < layout.plans.placement().ranks(); ++rank) {
+    most = std::max(most, moved_bytes(layout, rank));
   }
   return most;
 }

@@ -5,8 +5,13 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <numeric>
+#include <optional>
 #include <string_view>
 #include <utility>
+
+#include <sluice/plan.hpp>
 
 #include "comm/base/index.hpp"
 #include "comm/base/joined.hpp"
@@ -52,44 +57,82 @@ const RankMemory& memory_of(const JobLayout& layout, int rank) {
                            [](const auto& a, const auto& b) { return a.total() < b.total(); });
 }
 
+// Estimates, in operations and bytes a second: of a CPU's thread and a GPU; of a rank's moves to
+// the host and to a disk, which the host's ranks share. The same everywhere, so that all ranks and
+// a
+// --dry-run choose alike.
+constexpr double kThreadRate = 5e10, kGpuRate = 1e14;
+constexpr double kHostRate = 2e10, kDiskRate = 5e8;
+
 // How many blocks of a stage recompute what.
 struct Counts {
   int attention = 0, block = 0;
 };
 
-// A stage's blocks, and what one of them frees and costs on average.
+// What a stage has of a micro-batch, in bytes, where all of its blocks are of a kind, or the last
+// one alone is kBlock: what comes after it goes with it.
+struct StageShare {
+  double none = 0, attention = 0, block = 0, last = 0;
+};
+
+// A stage's blocks; what it has, and what of that moves; and the operations that a block repeats
+// for a sample.
 struct StageBlocks {
   int first = 0, count = 0;
-  std::int64_t freed_by_attention = 0, freed_by_block = 0;  // bytes, over all micro-batches held
+  StageShare slot = {}, kept = {};
   double cost_of_attention = 0, cost_of_block = 0;
+
+  // What `counts` change of `bytes`.
+  [[nodiscard]] double less(const StageShare& bytes, const Counts& counts) const {
+    double less = 0;
+    if (counts.attention > 0) less += counts.attention * (bytes.none - bytes.attention) / count;
+    if (counts.block > 0) less += bytes.none - bytes.last;
+    if (counts.block > 1) less += (counts.block - 1) * (bytes.last - bytes.block) / (count - 1);
+    return less;
+  }
+};
+
+// What a stage does with micro-batches that wait, where it keeps so many.
+struct StageMoves {
+  int resident = 0;  // LowerOptions::resident
+  int slots = 0, moves = 0;
 };
 
 // Settings of the first stages of a rank.
 struct Pick {
-  std::int64_t freed = 0;
-  double cost = 0;
+  double freed = 0;  // bytes
+  double cost = 0;   // operations that are repeated for a sample
   std::vector<Counts> stages = {};
 };
 
-// Those of which no other one costs less and frees as much, from cheap to dear, up to the first
-// that frees `needed`.
-std::vector<Pick> best_of(std::vector<Pick> picks, std::int64_t needed) {
+// A rank's whole setting.
+struct RankPick {
+  Pick pick;
+  std::size_t level = 0;  // of what leaves
+  double seconds = 0, moved = 0;
+};
+
+// Those of which no other one costs less and frees as much, from cheap to dear.
+std::vector<Pick> best_of(std::vector<Pick> picks) {
   std::ranges::sort(picks, [](const Pick& a, const Pick& b) {
     return a.cost != b.cost ? a.cost < b.cost : a.freed > b.freed;
   });
   std::vector<Pick> best;
   for (Pick& pick : picks) {
-    if (!best.empty() && pick.freed <= best.back().freed) continue;
-    best.push_back(std::move(pick));
-    if (best.back().freed >= needed) break;
+    if (best.empty() || pick.freed > best.back().freed) best.push_back(std::move(pick));
   }
   return best;
 }
 
-// Each setting of the stage after each of `before`. Of many blocks, counts in steps.
-// `stages`: of the rank; the more, the coarser the counts.
-std::vector<Pick> with_stage(const std::vector<Pick>& before, const StageBlocks& stage,
-                             int stages) {
+// Which kinds blocks of a rank have beside none.
+struct Kinds {
+  bool attention = false, block = false;
+};
+
+// Each setting of the stage, of which `slots` micro-batches stay, after each of `before`. Of many
+// blocks, counts in steps. `stages`: of the rank; the more, the coarser the counts.
+std::vector<Pick> with_stage(const std::vector<Pick>& before, const StageBlocks& stage, int slots,
+                             int stages, Kinds allowed) {
   constexpr int kSteps = 128;
   const int step = 1 + stage.count / std::max(kSteps / (stages * stages), 1);
   std::vector<Pick> after;
@@ -98,80 +141,146 @@ std::vector<Pick> with_stage(const std::vector<Pick>& before, const StageBlocks&
     visit(most);
   };
   for (const Pick& pick : before) {
-    counts_to(stage.count, [&](int block) {
-      counts_to(stage.count - block, [&](int attention) {
+    counts_to(allowed.block ? stage.count : 0, [&](int block) {
+      counts_to(allowed.attention ? stage.count - block : 0, [&](int attention) {
         Pick& made = after.emplace_back(pick);
-        made.freed += attention * stage.freed_by_attention + block * stage.freed_by_block;
-        made.cost += attention * stage.cost_of_attention + block * stage.cost_of_block;
         made.stages.push_back({attention, block});
+        made.freed += slots * stage.less(stage.slot, made.stages.back());
+        made.cost += attention * stage.cost_of_attention + block * stage.cost_of_block;
       });
     });
   }
   return after;
 }
 
-class RecomputeSearch {
+// [stage] How many micro-batches leave in a step.
+std::vector<int> moves_of(const Plan& plan) {
+  std::vector<int> moves(at(plan.placement.stages()));
+  for (const RankPlan& rank : plan.ranks) {
+    for (const PlanOp& op : rank.ops) {
+      if (op.kind != OpKind::kStartMove || op.action != ActionKind::kOffload) continue;
+      ++moves[at(op.stage)];
+    }
+  }
+  return moves;
+}
+
+class FitSearch {
  public:
-  RecomputeSearch(const TransformerConfig& model, const Partition& partition, std::size_t limit,
-                  const LayoutOfModel& layout_of)
+  FitSearch(const TransformerConfig& model, const Partition& partition,
+            const PipelineOptions& options, const LayoutOfOptions& layout_of)
       : model_(model),
         partition_(partition),
-        limit_(limit),
+        given_(options),
         layout_of_(layout_of),
-        blocks_(at(model.layers), Recompute::kNone) {}
+        offloads_(options.offload.activations != PipelineOptions::Offload::To::kNowhere),
+        blocks_(at(model.layers), Recompute::kNone) {
+    if (offloads_) resident_.assign(at(partition.stages()), 0);
+  }
 
   RecomputeChoice run() {
     layouts_.push_back(planned());
     if (fits(layouts_[0])) return choice(layouts_[0]);
-    for (const Recompute kind : {Recompute::kAttention, Recompute::kBlock}) {
-      blocks_.assign(blocks_.size(), kind);
-      layouts_.push_back(planned());
-    }
+    find_levels();
+    plan_settings();
     MemoryTable least;  // of each rank
     for (int rank = 0; rank < ranks(); ++rank) {
-      least.ranks.push_back(memory_of(layouts_[at(least_kind(rank))], rank));
+      least.ranks.push_back(memory_of(layouts_[at(least_setting(rank))], rank));
     }
-    require_within(limit_, least,
-                   "no --recompute needs less; a smaller --micro-batch-size, more ranks in the "
-                   "pipeline or another schedule do");
+    require_within(limit(), least,
+                   offloads_ ? "no --recompute and no --offload of activations need less; a "
+                               "smaller --micro-batch-size, more ranks in the pipeline or another "
+                               "schedule do"
+                             : "no --recompute needs less; a smaller --micro-batch-size, more "
+                               "ranks in the pipeline or another schedule do");
     blocks_.assign(blocks_.size(), Recompute::kNone);
+    std::ranges::fill(resident_, 0);
     freed_.assign(at(ranks()), 0);
     JobLayout layout = layouts_[0];
     for (int attempt = 0; !fits(layout); ++attempt) {
       for (int rank = 0; rank < ranks(); ++rank) {
         const std::size_t total = memory_of(layout, rank).total();
-        if (total <= limit_) continue;
-        const std::int64_t needed = freed_[at(rank)] + static_cast<std::int64_t>(total - limit_);
+        if (total <= limit()) continue;
+        const double needed = freed_[at(rank)] + static_cast<double>(total - limit());
         if (attempt >= kAttempts || !choose(rank, needed)) take_least(rank);
       }
       layout = planned();
-      if (attempt > 2 * kAttempts) require_within(limit_, layout.memory, "no setting was found");
+      if (attempt > 2 * kAttempts) require_within(limit(), layout.memory, "no setting was found");
     }
     return choice(layout);
   }
 
  private:
   static constexpr int kAttempts = 8;
+  static constexpr int kLevels = 8;  // of what leaves, beside nothing
 
-  [[nodiscard]] int ranks() const { return layouts_[0].plans.placement().ranks(); }
+  [[nodiscard]] std::size_t limit() const { return given_.devices.memory; }
+  [[nodiscard]] const Placement& placement() const { return layouts_[0].plans.placement(); }
+  [[nodiscard]] int ranks() const { return placement().ranks(); }
   [[nodiscard]] TransformerConfig chosen() const {
     TransformerConfig model = model_;
     model.recompute_blocks = blocks_;
     return model;
   }
-  [[nodiscard]] JobLayout planned() const { return layout_of_(chosen()); }
+  [[nodiscard]] JobLayout planned() const {
+    PipelineOptions options = given_;
+    options.offload.resident = resident_;
+    return layout_of_(chosen(), options);
+  }
   [[nodiscard]] bool fits(const JobLayout& layout) const {
     return std::ranges::all_of(layout.memory.ranks,
-                               [&](const RankMemory& each) { return each.total() <= limit_; });
+                               [&](const RankMemory& each) { return each.total() <= limit(); });
   }
 
-  // The setting of all blocks with which a rank needs least.
-  [[nodiscard]] int least_kind(int rank) const {
+  // From nothing that leaves to as much as can.
+  void find_levels() {
+    const Schedule& order = layouts_[0].plans.order;
+    const std::vector<int> in_flight = most_in_flight(order);
+    const int most = offloads_ ? *std::ranges::max_element(in_flight) : 0;
+    const int levels = std::clamp(most - 2, 0, kLevels);
+    for (int level = 0; level <= levels; ++level) {
+      std::vector<int> resident;
+      for (const int held : in_flight) {
+        resident.push_back(level == 0 || held <= 2 ? 0 : held - (held - 2) * level / levels);
+      }
+      const Plan plan =
+          assemble_plan(lower(order, {.reduce_grad = false, .tied = {}, .resident = resident}), {});
+      const std::vector<int> moves = moves_of(plan);
+      std::vector<StageMoves>& stages = levels_.emplace_back();
+      for (std::size_t s = 0; s < resident.size(); ++s) {
+        stages.push_back({.resident = resident[s],
+                          .slots = StepPlans::states_of(plan, static_cast<int>(s)).slots,
+                          .moves = moves[s]});
+      }
+    }
+  }
+
+  // All blocks of one kind, and all stages at the first level or at the last one.
+  void plan_settings() {
+    for (int stage = 0; stage < partition_.stages(); ++stage) {
+      const int last = std::min(partition_.first[at(stage) + 1] - 1, model_.layers) - 1;
+      if (last >= std::max(partition_.first[at(stage)] - 1, 0)) {
+        blocks_[at(last)] = Recompute::kBlock;
+      }
+    }
+    last_blocks_ = planned();
+    for (const std::size_t level : {std::size_t{0}, levels_.size() - 1}) {
+      for (std::size_t s = 0; s < resident_.size(); ++s) resident_[s] = levels_[level][s].resident;
+      for (const auto& [name, kind] : kKinds) {
+        blocks_.assign(blocks_.size(), kind);
+        if (level > 0 || kind != Recompute::kNone) layouts_.push_back(planned());
+      }
+      if (levels_.size() == 1) break;
+    }
+  }
+
+  // The one of them with which a rank needs least.
+  [[nodiscard]] int least_setting(int rank) const {
     int least = 0;
-    for (int kind = 1; kind < std::ssize(layouts_); ++kind) {
-      if (memory_of(layouts_[at(kind)], rank).total() <
+    for (int setting = 1; setting < std::ssize(layouts_); ++setting) {
+      if (memory_of(layouts_[at(setting)], rank).total() <
           memory_of(layouts_[at(least)], rank).total()) {
-        least = kind;
+        least = setting;
       }
     }
     return least;
@@ -181,42 +290,119 @@ class RecomputeSearch {
     const int first = std::max(partition_.first[at(stage)] - 1, 0);
     const int end = std::min(partition_.first[at(stage) + 1] - 1, model_.layers);
     StageBlocks all{.first = first, .count = std::max(end - first, 0)};
-    if (all.count == 0) return all;
-    const auto kept = [&](std::size_t kind) {
-      const JobLayout& layout = layouts_[kind];
-      const bool splits = layout.plans.splits_backward();
-      return static_cast<std::int64_t>(
-          layout.parameters_at(0).stages[at(stage)].state.in_plan(splits).slot() *
-          at(layout.plans.states_of(stage).slots));
+    const auto bytes = [&](const auto& of) {
+      const auto in = [&](const JobLayout& layout) {
+        const StateBytes& state = layout.parameters_at(0).stages[at(stage)].state;
+        return static_cast<double>(std::invoke(of, state.in_plan(layout.plans.splits_backward())));
+      };
+      return StageShare{in(layouts_[0]), in(layouts_[1]), in(layouts_[2]), in(*last_blocks_)};
     };
+    all.slot = bytes(&StateBytes::slot);
+    all.kept = bytes(&StateBytes::kept);
     const auto cost = [&](Recompute kind) {
       TransformerConfig model = model_;
       model.recompute_blocks.assign(blocks_.size(), kind);
       const std::vector<double> costs = recompute_costs(model);
-      double sum = 0;
-      for (int block = first; block < end; ++block) sum += costs[at(block) + 1];
-      return sum / all.count;
+      return std::accumulate(costs.begin() + first + 1, costs.begin() + first + 1 + all.count,
+                             0.0) /
+             std::max(all.count, 1);
     };
-    all.freed_by_attention = (kept(0) - kept(1)) / all.count;
-    all.freed_by_block = (kept(0) - kept(2)) / all.count;
     all.cost_of_attention = cost(Recompute::kAttention);
     all.cost_of_block = cost(Recompute::kBlock);
     return all;
   }
 
-  // False where no setting frees `needed` bytes by this count.
-  bool choose(int rank, std::int64_t needed) {
-    std::vector<StageBlocks> stages;
-    std::vector<Pick> picks = {{}};
-    const std::vector<int>& own = layouts_[0].plans.placement().stages_of(rank);
-    for (const int stage : own) {
-      stages.push_back(blocks_of(stage));
-      picks = best_of(with_stage(picks, stages.back(), static_cast<int>(own.size())), needed);
+  // Over the layers of a rank.
+  [[nodiscard]] double sum_of(const std::vector<double>& costs, int rank) const {
+    double sum = 0;
+    for (const int stage : placement().stages_of(rank)) {
+      const auto first = costs.begin() + partition_.first[at(stage)];
+      sum = std::accumulate(first, costs.begin() + partition_.first[at(stage) + 1], sum);
     }
-    if (picks.back().freed < needed) return false;
-    freed_[at(rank)] = picks.back().freed;
+    return sum;
+  }
+  [[nodiscard]] bool on_cpu(int rank) const {
+    return layouts_[0].place.devices[at(rank)].device.kind == DeviceKind::kCpu;
+  }
+  [[nodiscard]] double move_rate() const {
+    return given_.offload.activations == PipelineOptions::Offload::To::kHost ? kHostRate
+                                                                             : kDiskRate;
+  }
+
+  // What a rank computes, and beside it moves out and back, in a step in which it repeats so many
+  // operations for a sample and offloads so many bytes.
+  [[nodiscard]] std::pair<double, double> seconds_of(int rank, double repeated,
+                                                     double moved) const {
+    const JobLayout& layout = layouts_[0];
+    const double operations = 3 * sum_of(layer_costs(model_), rank) + repeated;  // forward, I, W
+    const double samples = static_cast<double>(layout.wires.edges.largest().samples) *
+                           layout.plans.train.micro_batches / layout.place.topology.size.tensor;
+    return {operations * samples / (on_cpu(rank) ? given_.devices.threads * kThreadRate : kGpuRate),
+            2 * moved / move_rate()};
+  }
+
+  // What a rank needs beside its states where some of its blocks are of these kinds: workspace.
+  [[nodiscard]] double beside_states(int rank, const std::vector<StageBlocks>& stages,
+                                     Kinds kinds) const {
+    const auto of = [&](const JobLayout& layout, double StageShare::*all) {
+      double more = static_cast<double>(memory_of(layout, rank).total()) -
+                    static_cast<double>(memory_of(layouts_[0], rank).total());
+      for (std::size_t i = 0; i < stages.size(); ++i) {
+        const int slots = levels_[0][at(placement().stages_of(rank)[i])].slots;
+        more += slots * (stages[i].slot.none - stages[i].slot.*all);
+      }
+      return more;
+    };
+    return std::max(kinds.attention ? of(layouts_[1], &StageShare::attention) : 0,
+                    kinds.block ? of(layouts_[2], &StageShare::block) : 0);
+  }
+
+  // Takes one that frees `needed` bytes by this count, at a level and with blocks of these kinds,
+  // where its step is shorter than that of `best`, or as long and moves less.
+  void consider(std::size_t level, Kinds kinds, int rank, const std::vector<StageBlocks>& stages,
+                double needed, std::optional<RankPick>& best) const {
+    const std::vector<int>& own = placement().stages_of(rank);
+    Pick leaves{.freed = -beside_states(rank, stages, kinds)};
+    double kept = 0;
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      const auto s = at(own[i]);
+      leaves.freed += (levels_[0][s].slots - levels_[level][s].slots) * stages[i].slot.none;
+      kept += levels_[level][s].moves * stages[i].kept.none;
+    }
+    std::vector<Pick> picks = {leaves};
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      picks = best_of(with_stage(picks, stages[i], levels_[level][at(own[i])].slots,
+                                 static_cast<int>(own.size()), kinds));
+    }
+    for (Pick& pick : picks) {
+      if (pick.freed < needed) continue;
+      double moved = kept;
+      for (std::size_t i = 0; i < own.size(); ++i) {
+        moved -= levels_[level][at(own[i])].moves * stages[i].less(stages[i].kept, pick.stages[i]);
+      }
+      const auto [computing, moving] = seconds_of(rank, pick.cost, moved);
+      const double seconds = std::max(computing, moving);
+      if (best && std::pair(seconds, moved) >= std::pair(best->seconds, best->moved)) continue;
+      best = RankPick{std::move(pick), level, seconds, moved};
+    }
+  }
+
+  // False where no setting frees `needed` bytes by this count.
+  bool choose(int rank, double needed) {
+    std::vector<StageBlocks> stages;
+    for (const int stage : placement().stages_of(rank)) stages.push_back(blocks_of(stage));
+    std::optional<RankPick> best;
+    for (std::size_t level = 0; level < levels_.size(); ++level) {
+      for (const Kinds kinds :
+           {Kinds{}, {.attention = true}, {.block = true}, {.attention = true, .block = true}}) {
+        consider(level, kinds, rank, stages, needed, best);
+      }
+    }
+    if (!best) return false;
+    freed_[at(rank)] = best->pick.freed;
+    take_level(rank, best->level);
     for (std::size_t i = 0; i < stages.size(); ++i) {
-      const Counts& counts = picks.back().stages[i];
+      const Counts& counts = best->pick.stages[i];
       // Its last block is the first to go back: what that recomputes can run before the gradient is
       // there (RECOMPUTE).
       const auto end = blocks_.begin() + stages[i].first + stages[i].count;
@@ -227,10 +413,19 @@ class RecomputeSearch {
     return true;
   }
 
+  void take_level(int rank, std::size_t level) {
+    if (!offloads_) return;
+    for (const int stage : placement().stages_of(rank)) {
+      resident_[at(stage)] = levels_[level][at(stage)].resident;
+    }
+  }
+
   // The head goes by the last block, also where it is alone on its stage.
   void take_least(int rank) {
-    const auto kind = static_cast<Recompute>(least_kind(rank));
-    for (const int stage : layouts_[0].plans.placement().stages_of(rank)) {
+    const auto setting = at(least_setting(rank));
+    const auto kind = static_cast<Recompute>(setting % kKinds.size());
+    take_level(rank, setting < kKinds.size() ? 0 : levels_.size() - 1);
+    for (const int stage : placement().stages_of(rank)) {
       const StageBlocks stage_blocks = blocks_of(stage);
       std::fill_n(blocks_.begin() + stage_blocks.first, stage_blocks.count, kind);
       if (stage + 1 == partition_.stages()) blocks_.back() = kind;
@@ -240,24 +435,75 @@ class RecomputeSearch {
   [[nodiscard]] RecomputeChoice choice(const JobLayout& layout) const {
     std::size_t most = 0;
     for (const RankMemory& each : layout.memory.ranks) most = std::max(most, each.total());
-    return {chosen(), fmt::format("recompute auto: {}; at most {:.1f} MiB a rank of {:.1f} MiB",
-                                  text_of(blocks_), mebi(most), mebi(limit_))};
+    RecomputeChoice choice{.model = chosen(), .offload = {}, .remark = {}};
+    choice.remark = fmt::format("recompute auto: {}; at most {:.1f} MiB a rank of {:.1f} MiB",
+                                text_of(blocks_), mebi(most), mebi(limit()));
+    if (!offloads_) return choice;
+    const std::string leaves = leaving(layout, choice.model);
+    if (!leaves.empty()) {
+      choice.offload = given_.offload;
+      choice.offload.resident = resident_;
+      choice.remark += "; " + leaves;
+    } else {
+      choice.remark += "; nothing is offloaded: ";
+      choice.remark += layouts_.size() == 1 ? "it fits as it is"
+                                            : "recomputation takes less time, " + estimates(0);
+    }
+    return choice;
+  }
+
+  // Of the rank whose moves take most of its step; empty: nothing leaves.
+  [[nodiscard]] std::string leaving(const JobLayout& layout, const TransformerConfig& model) const {
+    const std::vector<double> repeated = recompute_costs(model);
+    std::string text;
+    double most = 0;
+    for (int rank = 0; rank < ranks(); ++rank) {
+      const auto [computing, moving] =
+          seconds_of(rank, sum_of(repeated, rank), moved_bytes(layout, rank));
+      if (moving <= most * computing) continue;
+      most = moving / computing;
+      text = fmt::format(
+          "offload: on rank {}, which moves most, {:.2g} s of moves beside {:.2g} s of computing, "
+          "{}",
+          rank, moving, computing, estimates(rank));
+    }
+    return text;
+  }
+  [[nodiscard]] std::string estimates(int rank) const {
+    return fmt::format("by estimates of {:g} GB/s and {:g} Gflop/s a {}", move_rate() / 1e9,
+                       (on_cpu(rank) ? kThreadRate : kGpuRate) / 1e9,
+                       on_cpu(rank) ? "thread" : "GPU");
   }
 
   const TransformerConfig& model_;
   const Partition& partition_;
-  const std::size_t limit_;
-  const LayoutOfModel& layout_of_;
-  std::vector<Recompute> blocks_;    // [block] as chosen so far
-  std::vector<JobLayout> layouts_;   // [setting of all blocks]
-  std::vector<std::int64_t> freed_;  // [rank] by the last choice, as it counted
+  const PipelineOptions& given_;
+  const LayoutOfOptions& layout_of_;
+  const bool offloads_;
+  std::vector<Recompute> blocks_;  // [block] as chosen so far
+  std::vector<int> resident_;      // [stage] likewise; empty: nothing may leave
+  // [setting of all blocks] with all that stays; then with as much that leaves as can.
+  std::vector<JobLayout> layouts_;
+  std::optional<JobLayout> last_blocks_;         // kBlock for each stage's last block alone
+  std::vector<std::vector<StageMoves>> levels_;  // [level][stage]; at the first one nothing leaves
+  std::vector<double> freed_;                    // [rank] by the last choice, as it counted
 };
 
 }  // namespace
 
+double moved_bytes(const JobLayout& layout, int rank) {
+  const std::vector<int> moves = moves_of(layout.plans.train);
+  double bytes = 0;
+  for (const int stage : layout.plans.placement().stages_of(rank)) {
+    bytes +=
+        moves[at(stage)] * static_cast<double>(layout.parameters.stages[at(stage)].state.kept());
+  }
+  return bytes;
+}
+
 RecomputeChoice choose_recompute(const TransformerConfig& model, const Partition& partition,
-                                 std::size_t limit, const LayoutOfModel& layout_of) {
-  return RecomputeSearch(model, partition, limit, layout_of).run();
+                                 const PipelineOptions& options, const LayoutOfOptions& layout_of) {
+  return FitSearch(model, partition, options, layout_of).run();
 }
 
 RecomputeOption parse_recompute(const std::string& text) {

@@ -1,11 +1,12 @@
-// What each block of a training's model recomputes: --recompute.
+// What each block of a training's model recomputes, and with auto how much leaves the device:
+// --recompute, --offload.
 #pragma once
 
-#include <cstddef>
 #include <functional>
 #include <string>
 #include <vector>
 
+#include <sluice/options.hpp>
 #include <sluice/stage.hpp>
 #include <sluice/transformer.hpp>
 
@@ -34,21 +35,33 @@ void take_recompute(const RecomputeOption& option, TransformerConfig& model);
 
 struct RecomputeChoice {
   TransformerConfig model;
-  std::string remark;  // one line: what was chosen, and the memory that it takes
+  PipelineOptions::Offload offload;  // that of the options, with what stages keep
+  std::string remark;  // one line: what was chosen, the memory that it takes, what moves take
 };
 
-// The layout of the job with this model; the same on all ranks, whether or not it fits.
-using LayoutOfModel = std::function<JobLayout(const TransformerConfig& model)>;
+// The layout of the job with this model and these options, whether or not it fits; collective over
+// the ranks that plan.
+using LayoutOfOptions =
+    std::function<JobLayout(const TransformerConfig& model, const PipelineOptions& options)>;
 
-// What the blocks of `model` recompute so that no rank needs more than `limit` bytes on its device.
-// Each rank's stages recompute the fewest floating-point operations that free what it lacks: a
-// stage by as many bytes a block as a block of it frees with the setting, for each micro-batch that
-// the schedule holds there. Blocks of a stage that recompute more come last. Every choice is
-// planned, so what it says fits. Calls `layout_of` once where nothing has to be recomputed, else a
-// few times more. Throws Error(kUsage) where no setting of one kind per rank fits, with the least
+// What a pipeline's rank moves out, and back, in a step.
+[[nodiscard]] double moved_bytes(const JobLayout& layout, int rank);
+
+// What the blocks of `model` recompute, and where the options offload, how many micro-batches each
+// stage keeps, so that no rank needs more than Devices::memory. Of both together each rank takes
+// what makes its step shortest: the longer of its computation and of its moves, since these run
+// beside it. Among equals it is what moves less. Where nothing may leave, that is the fewest
+// floating-point operations. A choice follows from the plan and from fixed estimates of how fast
+// ranks compute and move, so all ranks, and a --dry-run in one process, make the same.
+//
+// A stage of each rank frees as many bytes a block as a block of it frees with the setting, for
+// each micro-batch that it keeps. Blocks of a stage that recompute more come last. Every choice is
+// planned, so what it says fits. Calls `layout_of` once where everything fits as it is, else a few
+// times more. Throws Error(kUsage) where no setting of one kind per rank fits, with the least
 // memory that one needs.
 [[nodiscard]] RecomputeChoice choose_recompute(const TransformerConfig& model,
-                                               const Partition& partition, std::size_t limit,
-                                               const LayoutOfModel& layout_of);
+                                               const Partition& partition,
+                                               const PipelineOptions& options,
+                                               const LayoutOfOptions& layout_of);
 
 }  // namespace sluice

@@ -243,8 +243,8 @@ void add_computing_options(OptionTable& table, TrainOptions& options) {
   table.add_parsed(
       "recompute", "KIND[*N][,...]|auto",
       "none, attention or block: what backward computes again instead of keeping it, of all blocks "
-      "or of N in a row, such as block*2,attention,none; auto: the least that fits --memory; the "
-      "results are the same",
+      "or of N in a row, such as block*2,attention,none; auto: the least that fits --memory, "
+      "beside what --offload takes away; the results are the same",
       [&](const std::string& text) { options.recompute = parse_recompute(text); },
       [&] { return to_string(options.recompute); });
   table
@@ -317,8 +317,8 @@ void add_offload(OptionTable& table, PipelineOptions::Offload& offload) {
       .add_parsed(
           "offload", "WHAT:WHERE",
           "what leaves the device between its uses: none, or activations, of which each stage then "
-          "keeps half; to host (of a GPU), disk=DIR, or disk-cached=DIR through the page cache; "
-          "changes no bit",
+          "keeps half, or with --recompute auto what takes least time; to host (of a GPU), "
+          "disk=DIR, or disk-cached=DIR through the page cache; changes no bit",
           [&](const std::string& text) { offload = parse_offload(text); },
           [&] { return text_of(offload); })
       .mark(kLayout | kListedLater);

@@ -99,7 +99,7 @@ class Training {
   void plan_pipeline();
   [[nodiscard]] JobLayout planned(const TransformerConfig& model, const PipelineOptions& options,
                                   MemoryLimit limit);
-  void choose_recomputation();
+  void choose_what_fits();
   void dry_run(Communicator& comm, ControlChannel& control);
   void make_pipeline();
   void open_metrics();
@@ -289,8 +289,7 @@ bool Training::prepare() {
     if (first()) require_writable_outputs(options_);
   });
   plan_pipeline();
-  if (options_.recompute.automatic)
-    guarded(control, world_.rank(), [&] { choose_recomputation(); });
+  if (options_.recompute.automatic) guarded(control, world_.rank(), [&] { choose_what_fits(); });
   if (!options_.dry_run) return true;
   dry_run(*comm, control);
   require_stdout();
@@ -370,13 +369,14 @@ JobLayout Training::planned(const TransformerConfig& model, const PipelineOption
   return PipelineAccess::plan_layout(world_, options, stages(model), *data_.source, limit);
 }
 
-void Training::choose_recomputation() {
+void Training::choose_what_fits() {
   RecomputeChoice chosen =
-      choose_recompute(model_, choice_.partition, pipeline_options_.devices.memory,
-                       [&](const TransformerConfig& model) {
-                         return planned(model, pipeline_options_, MemoryLimit::kIsIgnored);
+      choose_recompute(model_, choice_.partition, pipeline_options_,
+                       [&](const TransformerConfig& model, const PipelineOptions& options) {
+                         return planned(model, options, MemoryLimit::kIsIgnored);
                        });
   model_ = std::move(chosen.model);
+  pipeline_options_.offload = std::move(chosen.offload);
   if (first()) fmt::print("{}\n", chosen.remark);
 }
 

@@ -262,6 +262,23 @@ TEST(StateMemoryTest, WhatLeavesIsCountedApart) {
   });
 }
 
+TEST(StateMemoryTest, AsManyStayAsTheOptionSays) {
+  const TemporaryDirectory directory;
+  std::size_t most = 0;
+  for (const auto& [resident, stored] : {std::pair(2, 6), std::pair(6, 1), std::pair(0, 0)}) {
+    PipelineOptions options = offloading(directory.path(), 7);
+    options.offload.resident = {resident};
+    run_loopback(1, [&](Communicator& comm) {
+      const JobLayout layout = PipelineAccess::plan_layout(
+          comm, options,
+          [&](int stage, int) { return std::make_unique<MovingStage>(stage, &most); },
+          *counting_source(7));
+      EXPECT_EQ(layout.plans.states_of(0).slots, resident == 0 ? 7 : resident);
+      EXPECT_EQ(layout.plans.states_of(0).stored, stored);
+    });
+  }
+}
+
 TEST(StateMemoryTest, WhatCannotLeaveIsRefused) {
   const TemporaryDirectory directory;
   using To = PipelineOptions::Offload::To;
@@ -285,6 +302,9 @@ TEST(StateMemoryTest, WhatCannotLeaveIsRefused) {
   refused(
       options, [](int stage, int) { return std::make_unique<ApartStage>(stage); },
       "legal: stages that say it may move (StageDescription::state_moves)");
+  options.offload.resident = {2, 2};
+  refused(options, moving, "options.offload.resident has 2 entries; legal are 0 and 1");
+  options.offload.resident.clear();
   options.offload.directory.clear();
   refused(options, moving, "names a disk and no directory");
   options.offload = {.activations = To::kNowhere, .directory = "here"};

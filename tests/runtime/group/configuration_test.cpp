@@ -151,9 +151,10 @@ void expect_compared(const std::function<Options&(PipelineOptions&)>& part,
 TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
   static_assert(fields_of<PipelineOptions>() == 8);
   using Options = PipelineOptions;
-  expect_compared<Options::Offload>([](auto& o) -> auto& { return o.offload; },
-                                    {[](auto& o) { o.activations = Options::Offload::To::kHost; },
-                                     [](auto& o) { o.directory = "other"; }});
+  expect_compared<Options::Offload>(
+      [](auto& o) -> auto& { return o.offload; },
+      {[](auto& o) { o.activations = Options::Offload::To::kHost; },
+       [](auto& o) { o.directory = "other"; }, [](auto& o) { o.resident = {2}; }});
   expect_compared<Options::Shape>(
       [](auto& o) -> auto& { return o.shape; },
       {[](auto& o) { o.pipeline = 2; }, [](auto& o) { o.replicas = 2; },

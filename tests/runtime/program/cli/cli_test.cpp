@@ -506,6 +506,15 @@ TEST_F(CliTest, RecomputesTheLeastThatFitsToTheSameDigest) {
   EXPECT_THAT(least.out, HasSubstr("block*"));
   EXPECT_THAT(least.out, HasSubstr(" MiB a rank of 15.0 MiB"));
   EXPECT_EQ(sluice("digest least").out, sluice("digest plain").out);
+  fs::create_directory("scratch");
+  const Outcome both = mpirun(
+      2, SLUICE_PROGRAM,
+      small(fits + "--schedule gpipe --offload activations:disk-cached=scratch --save both"));
+  ASSERT_EQ(both.code, 0) << both.err;
+  EXPECT_THAT(both.out, HasSubstr("block*"));
+  EXPECT_THAT(both.out, HasSubstr("; offload: on rank "));
+  EXPECT_THAT(both.out, HasSubstr(" on the device and "));
+  EXPECT_EQ(sluice("digest both").out, sluice("digest plain").out);
   expect_refusal_after_list(sluice(small("--dry-run --memory 15M " + layout)), 2,
                             "most of it for activations");
   const std::string resume = "train --resume least --steps 3 ";  // with --memory

@@ -1,4 +1,4 @@
-// --recompute auto: against every setting of each rank's blocks.
+// --recompute auto: against every setting of each rank's blocks, and of what its stages offload.
 #include "runtime/program/train/recompute_choice.hpp"
 
 #include <gmock/gmock.h>
@@ -33,13 +33,16 @@ class RecomputeChoiceTest : public ::testing::Test {
   }
 
   [[nodiscard]] JobLayout planned(const TransformerConfig& model) {
+    return planned(model, options_);
+  }
+  [[nodiscard]] JobLayout planned(const TransformerConfig& model, const PipelineOptions& options) {
     ++plans_;
     JobLayout layout;
     const auto source = testing::synthetic_tokens(model);
     run_loopback(1, [&](Communicator& comm) {
       const Transformer stages(model);
       layout = PipelineAccess::plan_layout(
-          comm, options_,
+          comm, options,
           [&](const StagePlace& place) { return stages.stage_of(partition_, place.stage); },
           *source, MemoryLimit::kIsIgnored);
     });
@@ -50,8 +53,11 @@ class RecomputeChoiceTest : public ::testing::Test {
   }
   [[nodiscard]] RecomputeChoice choose(std::size_t limit) {
     plans_ = 0;
-    return choose_recompute(model_, partition_, limit,
-                            [&](const TransformerConfig& model) { return planned(model); });
+    options_.devices.memory = limit;
+    return choose_recompute(model_, partition_, options_,
+                            [&](const TransformerConfig& model, const PipelineOptions& options) {
+                              return planned(model, options);
+                            });
   }
   // What backward computes again of stages of `rank`.
   [[nodiscard]] double cost_of(const TransformerConfig& model, const JobLayout& layout, int rank) {
@@ -147,6 +153,75 @@ TEST_F(RecomputeChoiceTest, FitsWhereARankHasSeveralStages) {
   const std::size_t limit = least + (all - least) / 3;
   const JobLayout layout = planned(choose(limit).model);
   for (int rank = 0; rank < 2; ++rank) EXPECT_LE(total(layout, rank), limit);
+}
+
+// What a rank's step takes by the estimates that the remark says: of one thread and of a disk.
+double seconds_of(const std::vector<double>& costs, double repeated, double moved, int rank) {
+  double operations = repeated;
+  for (std::size_t i = 0; i < 4; ++i)
+    operations += 3 * costs[4 * static_cast<std::size_t>(rank) + i];
+  return std::max(operations * 8 * 2 / 5e10, 2 * moved / 5e8);
+}
+
+// Each rank's step is as short as that of every setting that fits: of its blocks, and of how many
+// micro-batches stay. Wide layers compute long enough to hide all moves, narrow ones do not.
+TEST_F(RecomputeChoiceTest, EachRankOffloadsAndRecomputesWhatTakesLeast) {
+  divide("gpipe", {0, 4, 8});
+  options_.shape.micro_batches = 8;
+  options_.offload = {.activations = PipelineOptions::Offload::To::kDisk, .directory = "/none"};
+  std::set<bool> offloads, recomputes;
+  for (const int width : {32, 128, 512}) {
+    model_.width = width;
+    std::vector<TransformerConfig> settings = all_settings();
+    std::vector<std::pair<TransformerConfig, JobLayout>> layouts;
+    std::size_t low = 0, high = 0;
+    for (const TransformerConfig& model : settings) {
+      for (const int resident : {0, 2, 3, 4, 5, 6, 7}) {
+        PipelineOptions options = options_;
+        options.offload.resident = {resident, resident};
+        layouts.emplace_back(model, planned(model, options));
+        const std::size_t most =
+            std::max(total(layouts.back().second, 0), total(layouts.back().second, 1));
+        low = low == 0 ? most : std::min(low, most);
+        high = std::max(high, most);
+      }
+    }
+    for (int part = 0; part <= 8; ++part) {
+      SCOPED_TRACE("width " + std::to_string(width) + ", eighth " + std::to_string(part));
+      const std::size_t limit = low + (high - low) * static_cast<std::size_t>(part) / 8;
+      const RecomputeChoice choice = choose(limit);
+      PipelineOptions options = options_;
+      options.offload = choice.offload;
+      const JobLayout layout = planned(choice.model, options);
+      for (int rank = 0; rank < 2; ++rank) {
+        const auto seconds = [&](const TransformerConfig& model, const JobLayout& of) {
+          return seconds_of(layer_costs(model), cost_of(model, of, rank), moved_bytes(of, rank),
+                            rank);
+        };
+        EXPECT_LE(total(layout, rank), limit);
+        double least = std::numeric_limits<double>::max();
+        for (const auto& [model, of] : layouts) {
+          if (total(of, rank) <= limit) least = std::min(least, seconds(model, of));
+        }
+        EXPECT_LE(seconds(choice.model, layout), least * (1 + 1e-9)) << choice.remark;
+        offloads.insert(moved_bytes(layout, rank) > 0);
+        recomputes.insert(cost_of(choice.model, layout, rank) > 0);
+      }
+    }
+  }
+  EXPECT_EQ(offloads.size(), 2U);
+  EXPECT_EQ(recomputes.size(), 2U);
+}
+
+TEST_F(RecomputeChoiceTest, OffloadsNothingWhereAllFits) {
+  divide("gpipe", {0, 4, 8});
+  options_.offload = {.activations = PipelineOptions::Offload::To::kDisk, .directory = "/none"};
+  const RecomputeChoice choice = choose(std::size_t{1} << 40);
+  EXPECT_EQ(plans_, 1);
+  EXPECT_EQ(choice.offload.activations, PipelineOptions::Offload::To::kNowhere);
+  EXPECT_THAT(choice.remark, ::testing::HasSubstr("nothing is offloaded: it fits as it is"));
+  expect_error(ErrorCode::kUsage, {"no --recompute and no --offload of activations need less"},
+               [&] { (void)choose(std::size_t{1} << 20); });
 }
 
 TEST_F(RecomputeChoiceTest, NamesTheLeastAndItsLargestPart) {
