@@ -9,15 +9,18 @@
 namespace sluice {
 namespace {
 
-// Takes the limit in `folder` where it is no larger than those below it.
-void take_limit(const std::string& folder, const char* file, HostMemory& memory) {
-  std::size_t limit = 0;
-  struct stat facts {};
-  const std::size_t least = memory.group.empty() ? memory.bytes - 1 : memory.allowed;
-  if (!(std::ifstream(folder + file) >> limit) || limit > least) return;  // "max": none
-  if (::stat(folder.c_str(), &facts) != 0) return;
-  memory.allowed = limit;
-  memory.group = fmt::format("{}:{}", facts.st_dev, facts.st_ino);
+// Takes each limit in `folder` where it is no larger than those below it. Above memory.high the
+// system takes pages away and holds processes back, so a training would only crawl.
+void take_limits(const std::string& folder, bool unified, HostMemory& memory) {
+  for (const char* file : {unified ? "memory.max" : "memory.limit_in_bytes", "memory.high"}) {
+    std::size_t limit = 0;
+    struct stat facts {};
+    const std::size_t least = memory.group.empty() ? memory.bytes - 1 : memory.allowed;
+    if (!(std::ifstream(folder + file) >> limit) || limit > least) continue;  // "max": none
+    if (::stat(folder.c_str(), &facts) != 0) continue;
+    memory.allowed = limit;
+    memory.group = fmt::format("{}:{}", facts.st_dev, facts.st_ino);
+  }
 }
 
 }  // namespace
@@ -34,12 +37,12 @@ HostMemory host_memory(const std::string& root) {
     const std::string mount = root + (unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory");
     std::string group = line.substr(path + (unified ? 2 : 8));
     for (;;) {
-      take_limit(mount + group + "/", unified ? "memory.max" : "memory.limit_in_bytes", memory);
+      take_limits(mount + group + "/", unified, memory);
       const std::size_t slash = group.rfind('/');
       if (group.size() <= 1 || slash == std::string::npos) break;
       group.resize(slash);
     }
-    take_limit(mount + "/", unified ? "memory.max" : "memory.limit_in_bytes", memory);
+    take_limits(mount + "/", unified, memory);
   }
   return memory;
 }

@@ -7,8 +7,10 @@
 namespace sluice {
 
 struct HostMemory {
-  std::size_t bytes = 0;    // of the host; 0: not known
-  std::size_t allowed = 0;  // by the control group that allows least; without `group`: 0
+  std::size_t bytes = 0;  // of the host; 0: not known
+  // By the control group that allows least: its limit, or from where on the system slows its
+  // processes. Without `group`: 0.
+  std::size_t allowed = 0;
   // Of that group, where it allows less than the host has: the same in all of its processes,
   // another in other groups of the machine. Else empty.
   std::string group = {};

@@ -47,6 +47,22 @@ TEST_F(HostMemoryTest, IsTheLeastThatAGroupAllowsOrOneAboveIt) {
   EXPECT_NE(here().group, of_a);
 }
 
+// A group may have no limit and yet hold its processes back from an amount on.
+TEST_F(HostMemoryTest, CountsWhereAGroupIsSlowedAsALimit) {
+  write("proc/self/cgroup", "0::/a/b");
+  write("sys/fs/cgroup/a/b/memory.max", "max");
+  write("sys/fs/cgroup/a/b/memory.high", "6000000");
+  EXPECT_EQ(here().allowed, 6000000U);
+  const std::string of_b = here().group;
+  write("sys/fs/cgroup/a/b/memory.max", "5000000");
+  EXPECT_EQ(here().allowed, 5000000U);
+  EXPECT_EQ(here().group, of_b);
+  write("sys/fs/cgroup/a/memory.max", "7000000");
+  write("sys/fs/cgroup/a/memory.high", "4000000");
+  EXPECT_EQ(here().allowed, 4000000U);
+  EXPECT_NE(here().group, of_b);
+}
+
 TEST_F(HostMemoryTest, KnowsGroupsOfTheFirstVersion) {
   write("proc/self/cgroup", "4:memory:/job\n1:cpu:/job\n0::/");
   write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "7000000");
