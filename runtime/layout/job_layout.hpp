@@ -245,12 +245,21 @@ struct ParameterTable {
   [[nodiscard]] bool is_owner(int stage, int index) const;
 };
 
+// Memory of a GPU, of a control group or of a host, and the ranks that take it.
+struct SharedMemory {
+  enum class Of { kGpu, kGroup, kHost } of = Of::kHost;
+  std::vector<int> ranks;  // of the job
+  std::size_t needed = 0, available = kTooManyBytes;
+  [[nodiscard]] bool is_enough() const { return needed <= available && needed < kTooManyBytes; }
+};
+
 struct MemoryTable {
   // [pipeline rank * tensors + tensor coordinate], of any replica.
   std::vector<RankMemory> ranks;
   int tensors = 1;
   std::size_t operator_bytes = 0;  // this rank's scratch for operators: ComputeContext::workspace()
   std::size_t save_bytes = 0;      // of a whole save: f32 values and optimizer state
+  std::vector<SharedMemory> shared = {};  // in an order that the devices alone determine
 
   [[nodiscard]] const RankMemory& of(const Place& place) const {
     const int index = place.pipeline * tensors + place.tensor;

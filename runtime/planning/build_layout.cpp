@@ -653,6 +653,8 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
     plans.train = plan_step(layout, options, micro_batches);
     if (division.round > 0) plans.forward = plan_forward(layout, static_cast<int>(division.round));
     layout.memory = memory_of_places(job, options, source, reports, layout);
+    layout.memory.shared =
+        shared_memory(job.devices.ranks, layout.place.topology, layout.memory);
     const std::size_t limit = options.devices.memory;
     return limit > 0 && std::ranges::all_of(layout.memory.ranks, [&](const RankMemory& each) {
              return each.total() <= limit;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <map>
 #include <set>
 #include <string>
@@ -378,57 +377,59 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
   return table;
 }
 
-void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
-                    const MemoryTable& memory) {
-  enum class Kind { kGpu, kGroup, kHost };
-  struct Sharers {
-    std::vector<std::size_t> ranks;
-    std::size_t needed = 0, available = std::numeric_limits<std::size_t>::max();
-  };
+std::vector<SharedMemory> shared_memory(const std::vector<RankDevice>& devices,
+                                        const Topology& topology, const MemoryTable& memory) {
+  using Of = SharedMemory::Of;
   // By kind, machine and which one there.
-  std::map<std::tuple<Kind, std::string, std::string>, Sharers> all;
+  std::map<std::tuple<Of, std::string, std::string>, SharedMemory> all;
   for (std::size_t rank = 0; rank < devices.size(); ++rank) {
     const RankDevice& device = devices[rank];
     const bool on_cpu = device.device.kind == DeviceKind::kCpu;
     const RankMemory& planned = memory.of(topology.place_of(static_cast<int>(rank)));
-    const auto add = [&](Kind kind, const std::string& which, std::size_t needed,
+    const auto add = [&](Of of, const std::string& which, std::size_t needed,
                          std::size_t available) {
-      Sharers& sharers = all[{kind, device.machine, which}];
-      sharers.ranks.push_back(rank);
-      add_bytes(sharers.needed, needed);
-      if (available > 0 || kind == Kind::kGpu) {
-        sharers.available = std::min(sharers.available, available);
-      }
+      SharedMemory& shared = all[{of, device.machine, which}];
+      shared.of = of;
+      shared.ranks.push_back(static_cast<int>(rank));
+      add_bytes(shared.needed, needed);
+      if (available > 0 || of == Of::kGpu) shared.available = std::min(shared.available, available);
     };
     const std::size_t of_host = sum_of_bytes({on_cpu ? planned.total() : 0, planned.host()});
-    if (!on_cpu) add(Kind::kGpu, device.identity, planned.total(), device.free_memory);
+    if (!on_cpu) add(Of::kGpu, device.identity, planned.total(), device.free_memory);
     if (!device.memory_group.empty()) {
-      add(Kind::kGroup, device.memory_group, of_host, device.allowed_memory);
+      add(Of::kGroup, device.memory_group, of_host, device.allowed_memory);
     }
-    add(Kind::kHost, "", of_host, device.host_memory);
+    add(Of::kHost, "", of_host, device.host_memory);
   }
-  for (const auto& [shared, sharers] : all) {
-    if (sharers.needed <= sharers.available && sharers.needed < kTooManyBytes) continue;
-    const Kind kind = std::get<0>(shared);
+  std::vector<SharedMemory> list;
+  for (auto& [key, shared] : all) list.push_back(std::move(shared));
+  return list;
+}
+
+void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
+                    const MemoryTable& memory) {
+  using Of = SharedMemory::Of;
+  for (const SharedMemory& shared : memory.shared) {
+    if (shared.is_enough()) continue;
     std::vector<std::string> tables;
-    for (const std::size_t rank : sharers.ranks) {
-      const RankMemory& planned = memory.of(topology.place_of(static_cast<int>(rank)));
+    for (const int rank : shared.ranks) {
+      const RankMemory& planned = memory.of(topology.place_of(rank));
       tables.push_back(fmt::format("rank {}: {}", rank, to_string(planned)));
     }
-    const std::size_t rank = sharers.ranks.front();
-    const RankDevice& first = devices[rank];
+    const int rank = shared.ranks.front();
+    const RankDevice& first = devices[at(rank)];
     throw Error(ErrorCode::kDevice,
                 fmt::format("rank {} on {}: {} has {:.1f} MiB{}, but the plan needs {:.1f} MiB of "
                             "it ({}); a smaller --micro-batch-size, more ranks in the pipeline{} "
                             "or another schedule need less; --dry-run lists what else does",
                             rank, first.host,
-                            kind == Kind::kGpu    ? to_string(first.device)
-                            : kind == Kind::kHost ? "the host"
-                                                  : "its control group",
-                            mebi(sharers.available), kind == Kind::kGpu ? " free" : "",
-                            mebi(sharers.needed), joined(tables, "; "),
-                            kind == Kind::kGpu ? "" : " on other hosts"),
-                static_cast<int>(rank));
+                            shared.of == Of::kGpu    ? to_string(first.device)
+                            : shared.of == Of::kHost ? "the host"
+                                                     : "its control group",
+                            mebi(shared.available), shared.of == Of::kGpu ? " free" : "",
+                            mebi(shared.needed), joined(tables, "; "),
+                            shared.of == Of::kGpu ? "" : " on other hosts"),
+                rank);
   }
 }
 

@@ -18,10 +18,15 @@ namespace sluice {
 [[nodiscard]] MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
                                       const DataSource& source);
 
-// Refuses, on every rank alike, a GPU with less free memory than its ranks need, before anything is
-// allocated: Error(kDevice) with the tables of its ranks. Likewise a host, or a control group, with
-// less memory than its ranks need there, those on GPUs too: the system would end them later.
-// `devices`: [rank of the job]; `memory`: of all places.
+// What the ranks that share memory need of it: of a GPU what is free, of a host and of a control
+// group what they have, which ranks on GPUs take too. `devices`: [rank of the job]; `memory`: of
+// all places.
+[[nodiscard]] std::vector<SharedMemory> shared_memory(const std::vector<RankDevice>& devices,
+                                                      const Topology& topology,
+                                                      const MemoryTable& memory);
+
+// Refuses, on every rank alike, MemoryTable::shared that is not enough, before anything is
+// allocated: Error(kDevice) with the tables of its ranks. The system would end them later.
 void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
                     const MemoryTable& memory);
 

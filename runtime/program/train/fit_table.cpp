@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -71,6 +72,13 @@ class FitTable {
       : model_(model), options_(options), given_(given), layout_of_(layout_of) {}
 
   std::string text() {
+    // What several ranks share and which lacks most, if anything does.
+    const std::vector<SharedMemory>& all = given_.memory.shared;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (all[i].is_enough() || all[i].ranks.size() < 2) continue;
+      const auto lacking = [](const SharedMemory& each) { return each.needed - each.available; };
+      if (!shared_ || lacking(all[i]) > lacking(all[*shared_])) shared_ = i;
+    }
     add("as given", given_, "");
     const std::vector<ShardLevel> shards = levels();
     const bool offloads = options_.offload.activations == OffloadTo::kNowhere && waits();
@@ -157,16 +165,33 @@ class FitTable {
 
   void add(const std::string& names, const JobLayout& layout, const std::string& costs) {
     if (rows_++ == 0) {
-      text_ = "  what takes less memory and changes no bit, in MiB of the fullest rank:\n";
+      text_ = fmt::format(
+          "  what takes less memory and changes no bit, in MiB of the fullest rank{}:\n",
+          shared_ ? shared_name() : "");
     }
-    text_ += fmt::format("    {:<78} {:>10.1f}{}\n", names, mebi(most_bytes(layout)),
-                         costs.empty() ? "" : "  " + costs);
+    text_ += fmt::format("    {:<78} {:>10.1f}", names, mebi(most_bytes(layout)));
+    if (shared_) {
+      text_ += fmt::format(" {:>10.1f}",
+                           mebi(static_cast<double>(layout.memory.shared[*shared_].needed)));
+    }
+    text_ += (costs.empty() ? "" : "  " + costs) + "\n";
+  }
+
+  [[nodiscard]] std::string shared_name() const {
+    using Of = SharedMemory::Of;
+    const SharedMemory& shared = given_.memory.shared[*shared_];
+    return fmt::format(", and of all {} ranks of {} rank {}, which has {:.1f}", shared.ranks.size(),
+                       shared.of == Of::kGpu     ? "the GPU of"
+                       : shared.of == Of::kGroup ? "the control group of"
+                                                 : "the host of",
+                       shared.ranks.front(), mebi(static_cast<double>(shared.available)));
   }
 
   const TransformerConfig& model_;
   const PipelineOptions& options_;
   const JobLayout& given_;
   const LayoutOfOptions& layout_of_;
+  std::optional<std::size_t> shared_;  // index of MemoryTable::shared; it is refused
   int rows_ = 0;
   std::string text_;
 };

@@ -12,7 +12,8 @@
 namespace sluice {
 
 // A line for what is given, one for each option that the training lacks, and for those together:
-// the memory of the fullest rank by its plan, and what the option costs. No bit depends on any.
+// the memory of the fullest rank by its plan, and what the option costs. Where a host, a control
+// group or a GPU has too little for its ranks together, also what they need. No bit depends on any.
 // Calls `layout_of` once for each line but the first. Empty where there is no such option.
 [[nodiscard]] std::string describe_fit(const TransformerConfig& model,
                                        const PipelineOptions& options, const JobLayout& given,

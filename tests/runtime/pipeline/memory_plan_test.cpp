@@ -21,6 +21,12 @@ using ::testing::HasSubstr;
 constexpr std::size_t kMebi = std::size_t{1} << 20;
 constexpr RankMemory kNeeded = {.parameters = 60 * kMebi};
 
+void require_shared(const std::vector<RankDevice>& devices, const Topology& topology,
+                    MemoryTable memory) {
+  memory.shared = shared_memory(devices, topology, memory);
+  require_memory(devices, topology, memory);
+}
+
 // What the refusal says where so many replicas of a pipeline of two ranks, each of which takes 60
 // MiB, run on CPUs of hosts that have 100 MiB; empty where nothing is refused. [rank of the job]
 std::string refusal(const std::vector<std::string>& hosts, int replicas) {
@@ -33,7 +39,7 @@ std::string refusal(const std::vector<std::string>& hosts, int replicas) {
     device.host_memory = 100 * kMebi;
   }
   try {
-    require_memory(devices, topology, {.ranks = {kNeeded, kNeeded}});
+    require_shared(devices, topology, {.ranks = {kNeeded, kNeeded}});
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kDevice);
     return error.what();
@@ -62,17 +68,17 @@ TEST(MemoryPlanTest, AsksForWhatEachTensorRankNeeds) {
   std::vector<RankDevice> devices(4);
   for (RankDevice& device : devices) device.host = device.machine = "a";
   devices[0].host_memory = 70 * kMebi;
-  EXPECT_NO_THROW(require_memory(devices, topology, memory));
+  EXPECT_NO_THROW(require_shared(devices, topology, memory));
   memory.ranks[1].save_copy = kMebi;
   expect_error(ErrorCode::kDevice,
                {"rank 0 on a: the host has 70.0 MiB, but the plan needs 71.0 MiB",
                 "; rank 2: parameters 60.0, ", "; rank 3: parameters 10.0, "},
-               [&] { require_memory(devices, topology, memory); });
+               [&] { require_shared(devices, topology, memory); });
 }
 
 TEST(MemoryPlanTest, AsksNothingOfAHostWhoseMemoryIsNotKnown) {
   const Topology topology;
-  EXPECT_NO_THROW(require_memory({RankDevice{}}, topology, {.ranks = {kNeeded}}));
+  EXPECT_NO_THROW(require_shared({RankDevice{}}, topology, {.ranks = {kNeeded}}));
 }
 
 // Two halves of what a std::size_t holds are more than any memory, known or not.
@@ -81,7 +87,7 @@ TEST(MemoryPlanTest, RefusesASumThatCannotBeCounted) {
   const RankMemory half = {.parameters = std::size_t{1} << 63};
   EXPECT_EQ((RankMemory{.parameters = half.parameters, .gradients = half.parameters}.total()),
             kTooManyBytes);
-  EXPECT_THROW(require_memory({RankDevice{}, RankDevice{}}, topology, {.ranks = {half, half}}),
+  EXPECT_THROW(require_shared({RankDevice{}, RankDevice{}}, topology, {.ranks = {half, half}}),
                Error);
 }
 

@@ -1,4 +1,6 @@
 // The program as a user meets it: exit codes, one clear line, no partial output.
+#include <fmt/core.h>
+
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -12,6 +14,7 @@ namespace {
 [[maybe_unused]] const int kNoGpus =
     setenv("CUDA_VISIBLE_DEVICES", "", 1) | setenv("SLUICE_EMULATED_DEVICES", "0", 1);
 
+using ::testing::ContainsRegex;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -549,6 +552,21 @@ TEST_F(CliTest, ADryRunListsWhatMakesATrainingFit) {
   expect_refusal_after_list(sluice(job + "--memory 1M"), 2, "option --memory: 1.0 MiB a rank");
   expect_refusal_after_list(sluice(small("--dry-run --vocabulary 16777216 --width 65536")), 10,
                             "the host has ");
+}
+
+// Each of the ranks may fit, and their host may not hold both.
+TEST_F(CliTest, ADryRunListsWhatTheRanksOfAHostNeedTogether) {
+  const std::string job = "--dry-run --pipeline 2 --vocabulary 16777216 --width 32768 ";
+  const Outcome outcome = mpirun(2, SLUICE_PROGRAM, small(job));
+  EXPECT_EQ(outcome.code, 10) << outcome.err;
+  EXPECT_THAT(outcome.out, ContainsRegex("and of all 2 ranks of the (host|control group) of rank "
+                                         "0, which has [0-9]+"));
+  const std::string row = "\n    as given ";
+  std::istringstream columns(outcome.out.substr(outcome.out.find(row) + row.size()));
+  double fullest = 0, together = 0;
+  ASSERT_TRUE(columns >> fullest >> together) << outcome.out;
+  EXPECT_GT(together, fullest);
+  EXPECT_THAT(outcome.err, HasSubstr(fmt::format("the plan needs {:.1f} MiB", together)));
 }
 
 TEST_F(CliTest, ADryRunOfOneProcessRefusesWhatCannotBe) {
