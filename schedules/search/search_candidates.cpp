@@ -9,6 +9,7 @@
 #include <utility>
 
 #include <sluice/error.hpp>
+#include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
 
 #include "schedules/model/index.hpp"
@@ -264,6 +265,35 @@ Problem SearchSpace::problem_of(const Candidate& candidate) const {
                       candidate.times, memory, candidate.tensors_moving);
 }
 
+double SearchSpace::bound_of(Candidate candidate) const {
+  Problem problem = problem_of(candidate);
+  if (request.offload) {
+    std::ranges::fill(problem.limit, std::numeric_limits<double>::infinity());
+  }
+  if (request.objective == Objective::kSpan) return span_bound(problem);
+  bool recomputes = false;
+  for (StageTimes& each : candidate.times.stages) {
+    recomputes = recomputes || each.recompute > 0;
+    each.backward_input -= each.recompute;
+  }
+  if (!recomputes) return makespan_bound(problem);
+  // It can be ahead of what a backward waits for, so it counts as its rank's time alone.
+  std::ranges::fill(problem.limit, std::numeric_limits<double>::infinity());
+  Problem shorter = problem_of(candidate);
+  shorter.limit = problem.limit;
+  return std::max(makespan_bound(shorter), span_bound(problem));
+}
+
+Schedule SearchSpace::lowered(const Candidate& candidate, const Schedule& schedule) const {
+  LowerOptions options{.tied = {}};
+  for (int stage = 0; stage < schedule.placement.stages(); ++stage) {
+    const auto s = candidate.times.stages.size() == 1 ? 0 : at(stage);
+    options.recomputes.push_back(candidate.times.stages[s].recompute > 0);
+  }
+  if (request.offload) options.resident = half_resident(schedule);
+  return lower(schedule, options);
+}
+
 SearchCandidate SearchSpace::described(const Candidate& candidate) const {
   const StageMap& map = maps[candidate.map];
   return {candidate.origin,
@@ -279,7 +309,7 @@ void SearchSpace::consider(Candidate candidate, const Problem& problem,
                            std::vector<Candidate>& candidates) const {
   const Schedule schedule = to_schedule(problem, candidate.order, "auto");
   if (check(schedule) || !is_exact(schedule)) return;
-  Simulation found = simulate(schedule, candidate.times, {.timeline = false});
+  Simulation found = simulate(lowered(candidate, schedule), candidate.times, {.timeline = false});
   for (std::size_t rank = 0; rank < memory.limit.size(); ++rank) {
     const double held =
         memory.unit == Memory::Unit::kBytes

@@ -69,9 +69,10 @@ struct SearchSpace {
   [[nodiscard]] double objective_of(const Candidate& candidate) const {
     return objective(candidate.simulation.makespan, candidate.simulation.span);
   }
-  [[nodiscard]] double bound_of(const Problem& problem) const {
-    return request.objective == Objective::kSpan ? span_bound(problem) : makespan_bound(problem);
-  }
+  // As SearchResult::lower_bound, of orders with what the candidate restricts itself to.
+  [[nodiscard]] double bound_of(Candidate candidate) const;
+  // As a rank runs it: with moves and RECOMPUTE.
+  [[nodiscard]] Schedule lowered(const Candidate& candidate, const Schedule& schedule) const;
   [[nodiscard]] SearchCandidate described(const Candidate& candidate) const;
   // Simulates the candidate. Adds it if it runs, is exact and fits the memory.
   void consider(Candidate candidate, const Problem& problem,

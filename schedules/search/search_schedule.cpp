@@ -51,16 +51,15 @@ void refine(const SearchSpace& space, std::vector<Candidate>& candidates) {
   for (const Candidate& each : candidates) {
     if (chosen.size() == kRefined || !seen.insert(each.map).second) continue;
     // A candidate that cannot win stays as it is, unless other borders could change that.
-    if (space.request.whole_layers || exceeds(best, space.bound_of(space.problem_of(each)))) {
-      chosen.push_back(each);
-    }
+    if (!space.request.whole_layers && !exceeds(best, space.bound_of(each))) continue;
+    if (fits(space.problem_of(each), each.order)) chosen.push_back(each);  // with all that it keeps
   }
   for (Candidate& each : chosen) {
     if (space.request.whole_layers) improve_borders(space, each);
     const Problem problem = space.problem_of(each);
     const std::int64_t plays = space.request.effort / static_cast<std::int64_t>(chosen.size()) /
                                static_cast<std::int64_t>(problem.ops());
-    const Goal goal = {space.request.objective, space.bound_of(problem)};
+    const Goal goal = {space.request.objective, space.bound_of(each)};
     Order order = improved(problem, each.order, goal, plays);
     if (order != each.order) each.origin += ", annealed";
     each.order = std::move(order);
@@ -73,7 +72,8 @@ bool accept(const SearchSpace& space, const Candidate& candidate, SearchResult& 
   const Problem problem = space.problem_of(candidate);
   result.schedule = to_schedule(problem, candidate.order, "auto");
   // Sends of the transports with tags never block, at worst they go by rendezvous.
-  const Verification verification = verify(make_plan(lower(result.schedule, {}), {}));
+  const Schedule lowered = space.lowered(candidate, result.schedule);
+  const Verification verification = verify(make_plan(lowered, {}));
   if (!verification.progresses(TransportModel::kEager) ||
       !verification.progresses(TransportModel::kRendezvous)) {
     return false;
@@ -81,12 +81,12 @@ bool accept(const SearchSpace& space, const Candidate& candidate, SearchResult& 
   result.chosen = space.described(candidate);
   result.first_layer = candidate.first_layer;
   result.times = candidate.times;
-  result.simulation = simulate(result.schedule, candidate.times);
+  result.simulation = simulate(lowered, candidate.times);
   // Of all orders of the same stages, whatever this candidate restricts itself to.
   Candidate any = candidate;
   any.split = space.request.split_backward;
   any.tensors_moving = 0;
-  result.lower_bound = space.bound_of(space.problem_of(any));
+  result.lower_bound = space.bound_of(any);
   const double objective = space.objective(result.simulation.makespan, result.simulation.span);
   result.ratio = result.lower_bound > 0 ? objective / result.lower_bound : 1;
   result.left_out = space.left_out;

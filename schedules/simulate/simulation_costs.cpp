@@ -249,6 +249,7 @@ void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pie
     sum.forward += share(part.forward);
     sum.backward_input += share(part.backward_input);
     sum.backward_weight += share(part.backward_weight);
+    sum.recompute = share(part.recompute);  // ahead of a wait the last one's alone can run
     sum.reduce += share(part.reduce);
     sum.overlap = sum.overlap < 0 || part.overlap < 0 ? -1 : sum.overlap + share(part.overlap);
     if (old.bytes.empty()) continue;

@@ -134,6 +134,7 @@ struct Found {
 Found find_schedule(const Costs& costs, SearchRequest request, int layers,
                     const SimulationDetail& detail) {
   request.whole_layers = layers > 0;
+  request.offload = costs.offloads();
   request.model =
       layers > 0 ? costs.of_layers(request.ranks, layers) : costs.of_shares(request.ranks);
   request.byte_limit = costs.byte_limit(request.ranks);
@@ -239,11 +240,6 @@ void run_auto(AutoOptions& options, const OptionTable& table) {
     throw_usage(
         "option --overlap-time: auto plans for training, which runs a pair's actions one after the "
         "other; 'sluice schedule compare' counts overlaps");
-  }
-  if (table.given("offload")) {
-    throw_usage(
-        "option --offload: auto searches for ranks that keep all activations; 'sluice schedule "
-        "compare' counts what leaves");
   }
   options.costs.resolve(table, options.layers > 0 ? CostsOf::kStage : CostsOf::kRankShare);
   options.costs.resolve_ranks(table, options.request.ranks);
@@ -378,9 +374,6 @@ void run_compare(CompareOptions& options, const OptionTable& table) {
   const std::vector<std::string> names = names_of(options, table.given("schedules"));
   if (table.given("overlap-time") && std::find(names.begin(), names.end(), "auto") != names.end()) {
     remarks.push_back("auto counts no --overlap-time: plans run a pair's actions one by one");
-  }
-  if (table.given("offload") && std::find(names.begin(), names.end(), "auto") != names.end()) {
-    remarks.push_back("auto is searched for ranks that keep all activations");
   }
   OrderedJson rows = rows_of(options, names, std::move(files), left_out);
   const std::string remark = remark_on_barrier(rows, "schedule");

@@ -57,13 +57,6 @@ const RankMemory& memory_of(const JobLayout& layout, int rank) {
                            [](const auto& a, const auto& b) { return a.total() < b.total(); });
 }
 
-// Estimates, in operations and bytes a second: of a CPU's thread and a GPU; of a rank's moves to
-// the host and to a disk, which the host's ranks share. The same everywhere, so that all ranks and
-// a
-// --dry-run choose alike.
-constexpr double kThreadRate = 5e10, kGpuRate = 1e14;
-constexpr double kHostRate = 2e10, kDiskRate = 5e8;
-
 // How many blocks of a stage recompute what.
 struct Counts {
   int attention = 0, block = 0;
@@ -321,12 +314,8 @@ class FitSearch {
     }
     return sum;
   }
-  [[nodiscard]] bool on_cpu(int rank) const {
-    return layouts_[0].place.devices[at(rank)].device.kind == DeviceKind::kCpu;
-  }
-  [[nodiscard]] double move_rate() const {
-    return given_.offload.activations == PipelineOptions::Offload::To::kHost ? kHostRate
-                                                                             : kDiskRate;
+  [[nodiscard]] Rates rates_of(int rank) const {
+    return estimated_rates(given_, layouts_[0].place.devices[at(rank)].device.kind);
   }
 
   // What a rank computes, and beside it moves out and back, in a step in which it repeats so many
@@ -337,8 +326,8 @@ class FitSearch {
     const double operations = 3 * sum_of(layer_costs(model_), rank) + repeated;  // forward, I, W
     const double samples = static_cast<double>(layout.wires.edges.largest().samples) *
                            layout.plans.train.micro_batches / layout.place.topology.size.tensor;
-    return {operations * samples / (on_cpu(rank) ? given_.devices.threads * kThreadRate : kGpuRate),
-            2 * moved / move_rate()};
+    const Rates rates = rates_of(rank);
+    return {operations * samples / rates.operations, 2 * moved / rates.bytes};
   }
 
   // What a rank needs beside its states where some of its blocks are of these kinds: workspace.
@@ -470,9 +459,9 @@ class FitSearch {
     return text;
   }
   [[nodiscard]] std::string estimates(int rank) const {
-    return fmt::format("by estimates of {:g} GB/s and {:g} Gflop/s a {}", move_rate() / 1e9,
-                       (on_cpu(rank) ? kThreadRate : kGpuRate) / 1e9,
-                       on_cpu(rank) ? "thread" : "GPU");
+    const Rates rates = rates_of(rank);
+    return fmt::format("by estimates of {:g} GB/s and {:g} Gflop/s", rates.bytes / 1e9,
+                       rates.operations / 1e9);
   }
 
   const TransformerConfig& model_;
@@ -490,6 +479,13 @@ class FitSearch {
 };
 
 }  // namespace
+
+Rates estimated_rates(const PipelineOptions& options, DeviceKind kind) {
+  constexpr double kThread = 5e10, kGpu = 1e14, kHost = 2e10, kDisk = 5e8;
+  const bool to_host = options.offload.activations == PipelineOptions::Offload::To::kHost;
+  return {.operations = kind == DeviceKind::kCpu ? options.devices.threads * kThread : kGpu,
+          .bytes = to_host ? kHost : kDisk};
+}
 
 double moved_bytes(const JobLayout& layout, int rank) {
   const std::vector<int> moves = moves_of(layout.plans.train);

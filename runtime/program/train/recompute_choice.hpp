@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <sluice/device.hpp>
 #include <sluice/options.hpp>
 #include <sluice/stage.hpp>
 #include <sluice/transformer.hpp>
@@ -44,6 +45,13 @@ struct RecomputeChoice {
 using LayoutOfOptions =
     std::function<JobLayout(const TransformerConfig& model, const PipelineOptions& options)>;
 
+// How much a rank computes and moves out or back in a second: estimates, the same everywhere, so
+// that all ranks and a --dry-run choose alike. A disk's is for one of the ranks that share it.
+struct Rates {
+  double operations = 0, bytes = 0;
+};
+[[nodiscard]] Rates estimated_rates(const PipelineOptions& options, DeviceKind kind);
+
 // What a pipeline's rank moves out, and back, in a step.
 [[nodiscard]] double moved_bytes(const JobLayout& layout, int rank);
 
@@ -51,8 +59,7 @@ using LayoutOfOptions =
 // stage keeps, so that no rank needs more than Devices::memory. Of both together each rank takes
 // what makes its step shortest: the longer of its computation and of its moves, since these run
 // beside it. Among equals it is what moves less. Where nothing may leave, that is the fewest
-// floating-point operations. A choice follows from the plan and from fixed estimates of how fast
-// ranks compute and move, so all ranks, and a --dry-run in one process, make the same.
+// floating-point operations. Times are those of estimated_rates().
 //
 // A stage of each rank frees as many bytes a block as a block of it frees with the setting, for
 // each micro-batch that it keeps. Blocks of a stage that recompute more come last. Every choice is

@@ -66,6 +66,52 @@ void resolve_costs(const TrainOptions& options, Costs& costs) {
       options.profile, costs.measured_layers(), layers);
 }
 
+DeviceKind likely_kind(const TrainOptions& options) {
+  using Kind = DeviceChoice::Kind;
+  const std::vector<DeviceChoice>& choices = options.pipeline.devices.choices;
+  const Kind first = choices.empty() ? Kind::kCpu : choices.front().kind;
+  const bool gpu = first == Kind::kAuto ? device_count(DeviceKind::kCuda) > 0 : first != Kind::kCpu;
+  return gpu ? DeviceKind::kCuda : DeviceKind::kCpu;
+}
+
+// [layer] What one rank keeps of a micro-batch between forward and backward.
+std::vector<StageBytes> kept_by_layers(const TrainOptions& options) {
+  const TransformerConfig& model = options.model;
+  ComputeContext compute(Device{}, 1);
+  Partition alone;  // a stage of each layer
+  for (int layer = 0; layer <= model.layers + 2; ++layer) alone.first.push_back(layer);
+  const Transformer layers(model);
+  std::vector<TensorSpec> inputs = {
+      {DType::kI32, Shape{options.pipeline.shape.micro_batch_size, model.context}}};
+  std::vector<StageBytes> all;
+  for (int layer = 0; layer < alone.stages(); ++layer) {
+    StageDescription description = layers.stage_of(alone, layer)->describe(inputs, compute);
+    all.push_back(
+        {.until_input = static_cast<std::int64_t>(description.state_bytes_until_input),
+         .until_weight = static_cast<std::int64_t>(description.state_bytes_until_weight)});
+    inputs = std::move(description.outputs);
+  }
+  return all;
+}
+
+// Moves in the units of the request: milliseconds, of the part of the layers that a rank has; or
+// operations of a whole layer for a sample.
+void add_moves(const TrainOptions& options, bool milliseconds, SearchRequest& request) {
+  const Rates rates = estimated_rates(options.pipeline, likely_kind(options));
+  const PipelineOptions::Shape& shape = options.pipeline.shape;
+  const std::int64_t divisor = milliseconds ? shape.tensor : shape.micro_batch_size;
+  request.offload = true;
+  request.model.move_link.bandwidth = rates.bytes / (milliseconds ? 1000 : rates.operations);
+  const std::vector<StageBytes> kept = kept_by_layers(options);
+  const StageBytes message =
+      request.model.bytes.empty() ? StageBytes{} : request.model.bytes.front();
+  request.model.bytes.assign(kept.size(), message);
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    request.model.bytes[i].until_input = kept[i].until_input / divisor;
+    request.model.bytes[i].until_weight = kept[i].until_weight / divisor;
+  }
+}
+
 SearchRequest request_of(const TrainOptions& options, int ranks, const Costs* costs) {
   SearchRequest request;
   request.ranks = ranks;
@@ -79,6 +125,11 @@ SearchRequest request_of(const TrainOptions& options, int ranks, const Costs* co
   if (options.pipeline.order.chunks > 0) request.chunks = {options.pipeline.order.chunks};
   request.in_flight_limit = {static_cast<double>(ranks)};
   request.effort = kSearchEffort;
+  // With --recompute auto what leaves is chosen after the schedule.
+  if (options.pipeline.offload.activations != PipelineOptions::Offload::To::kNowhere &&
+      !options.recompute.automatic) {
+    add_moves(options, costs != nullptr, request);
+  }
   return request;
 }
 
@@ -86,9 +137,10 @@ std::string searched(const TrainOptions& options, int ranks) {
   Costs costs;
   const bool measured = !options.profile.empty();
   if (measured) resolve_costs(options, costs);
+  const SearchRequest request = request_of(options, ranks, measured ? &costs : nullptr);
   const SearchResult result = [&] {
     try {
-      return search_schedule(request_of(options, ranks, measured ? &costs : nullptr));
+      return search_schedule(request);
     } catch (const Error& error) {
       throw_usage("option --schedule: auto: {}", error.what());
     }
@@ -99,6 +151,10 @@ std::string searched(const TrainOptions& options, int ranks) {
   if (measured) {
     source = costs.source();
     for (const std::string& each : costs.remarks(result.schedule.placement)) source += "; " + each;
+  }
+  if (request.offload) {
+    source += fmt::format("; moves by an estimate of {:g} GB/s",
+                          estimated_rates(options.pipeline, likely_kind(options)).bytes / 1e9);
   }
   const std::string remark = fmt::format(
       "schedule auto: {}, {} placement, {} stages a rank; simulated step {:.1f} % above the lower "
@@ -116,16 +172,8 @@ std::string searched(const TrainOptions& options, int ranks) {
 // Simulated with the costs of layers: messages take no time.
 StepPromise promise_of(const TrainOptions& options, const Schedule& order,
                        const Partition& partition) {
-  const std::vector<StageTimes> layers = layer_times(options.model);
-  SimulationTimes times;
-  for (int s = 0; s < partition.stages(); ++s) {
-    StageTimes& stage = times.stages.emplace_back(StageTimes{0, 0, 0});
-    for (int layer = partition.first[at(s)]; layer < partition.first[at(s) + 1]; ++layer) {
-      stage.forward += layers[at(layer)].forward;
-      stage.backward_input += layers[at(layer)].backward_input;
-      stage.backward_weight += layers[at(layer)].backward_weight;
-    }
-  }
+  const SimulationTimes times =
+      join_layers({.stages = layer_times(options.model)}, partition.first);
   return {.bubble = simulate(order, times, {.timeline = false}).bubble_makespan,
           .source = "layer costs"};
 }
@@ -202,8 +250,13 @@ std::vector<StageTimes> layer_times(const TransformerConfig& model) {
   const std::vector<double> again = recompute_costs(model);
   std::vector<StageTimes> times;
   for (const double cost : layer_costs(model)) {
+    const std::size_t layer = times.size();
     times.push_back(
-        {.forward = cost, .backward_input = cost + again[times.size()], .backward_weight = cost});
+        {.forward = cost, .backward_input = cost + again[layer], .backward_weight = cost});
+    if (again[layer] == 0) continue;  // else a block, after the embedding
+    const Recompute kind =
+        model.recompute_blocks.empty() ? model.recompute : model.recompute_blocks[layer - 1];
+    if (kind == Recompute::kBlock) times.back().recompute = again[layer];
   }
   return times;
 }

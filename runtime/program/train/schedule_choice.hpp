@@ -32,7 +32,8 @@ struct ScheduleChoice {
 };
 
 // [layer] of the model, embedding and head included, in units of their own. Each half of backward
-// takes as many matmuls as forward. Recomputation adds to the input half.
+// takes as many matmuls as forward. Recomputation adds to the input half; a whole block's is
+// StageTimes::recompute.
 [[nodiscard]] std::vector<StageTimes> layer_times(const TransformerConfig& model);
 
 // [layer] What ranks that share the model's layers pass each other in a training, of an all-gather
@@ -46,10 +47,11 @@ struct ScheduleChoice {
 // For a pipeline of `ranks` ranks. Collective over all ranks of the job. For --schedule auto rank 0
 // searches and broadcasts the result. The costs of the search are those of TrainOptions::profile
 // and cluster. Without them they are the layers' matmuls, and messages and collectives take no
-// time. At most as many micro-batches are in flight as 1f1b holds. The layers of a schedule file
-// that says them are its stages' unless --partition says otherwise, or unless they are of another
-// number of layers, which the remark says. Throws Error(kUsage) where layers or stages cannot be
-// placed.
+// time. What --offload moves takes time by estimated_rates(), unless --recompute auto chooses it
+// later. At most as many micro-batches are in
+// flight as 1f1b holds. The layers of a schedule file that says them are its stages' unless
+// --partition says otherwise, or unless they are of another number of layers, which the remark
+// says. Throws Error(kUsage) where layers or stages cannot be placed.
 [[nodiscard]] ScheduleChoice choose_schedule(const TrainOptions& options, int ranks,
                                              Collectives& world);
 

@@ -5,7 +5,10 @@
 // each it tries all generators, the zero-bubble paper's greedy insertion with its eight settings
 // (Qi et al. 2023, arXiv:2401.10241, section 3.1) and a list scheduler with a grid of rules. Then
 // borders between stages move by a layer and simulated annealing moves actions, while that helps.
-// No action overlaps another one, as in a plan: times of overlapped pairs count for nothing.
+// No action overlaps another one, as in a plan: times of overlapped pairs count for nothing. What
+// stages recompute is simulated ahead of waits (RECOMPUTE), and with `offload` so are moves
+// (OFFLOAD, FETCH): these rank and refuse complete candidates, which are built and improved as if
+// there were none.
 // The result is the best exact schedule that check() and verify() accept, and its ratio to a lower
 // bound of all orders of the same stages on the same ranks.
 //
@@ -56,6 +59,10 @@ struct SearchRequest {
   // of the rank's stages.
   std::vector<double> in_flight_limit = {};
 
+  // Each stage keeps half of what it has in flight, as half_resident() says; `byte_limit` counts
+  // what stays. Moves take what `model` says in bytes and move_link.
+  bool offload = false;
+
   // How many actions annealing plays in all, about 10 million per second; 0: none.
   std::int64_t effort = 20'000'000;
 };
@@ -78,7 +85,7 @@ struct SearchResult {
   Simulation simulation;
   // Of the objective: a bound below every order of these stages on these ranks within the limits.
   // It counts the times of actions, that a rank runs one at a time, latency and transfer of
-  // messages, and what a rank may hold; not that messages queue on a link.
+  // messages, and what a rank may hold unless it offloads; not that messages queue on a link.
   double lower_bound = 0;
   double ratio = 1;  // objective / lower_bound
   // The best of each origin, placement and number of chunks that fits, best first, each before

@@ -418,6 +418,59 @@ TEST(SearchTest, StaysAboveItsBoundUnderEveryLimit) {
   }
 }
 
+// What `order` takes where half of what stages have in flight leaves.
+Simulation moving(const Schedule& order, const SimulationTimes& times) {
+  return simulate(lower(order, {.tied = {}, .resident = half_resident(order)}), times);
+}
+
+// 13 bytes hold 3 of the 4 micro-batches that 1f1b has in flight on the first of 4 ranks.
+TEST(SearchTest, OffloadsWhereThatLetsABetterOrderFit) {
+  SearchRequest request = request_of(4, 8, {1, 1, 1, 0}, 0);
+  request.chunks = {1};
+  request.split_backward = false;
+  request.model.bytes = {{.until_input = 4}};
+  request.model.move_link = {.bandwidth = 100};
+  request.byte_limit = {13};
+  const SearchResult keeping = search_schedule(request);
+  request.offload = true;
+  const SearchResult offloading = search_schedule(request);
+  EXPECT_LT(offloading.simulation.makespan, keeping.simulation.makespan);
+  const Simulation moved = moving(offloading.schedule, offloading.times);
+  EXPECT_EQ(offloading.simulation.makespan, moved.makespan);
+  for (const std::int64_t bytes : moved.peak_bytes) EXPECT_LE(bytes, 13);
+  EXPECT_LE(offloading.lower_bound, offloading.simulation.makespan);
+  // Moves that take long count: each candidate is as slow as they make it.
+  request.model.move_link.bandwidth = 0.5;
+  const SearchResult slow = search_schedule(request);
+  EXPECT_EQ(slow.simulation.makespan, moving(slow.schedule, slow.times).makespan);
+  EXPECT_GT(slow.simulation.makespan, offloading.simulation.makespan);
+  const auto of_1f1b = [](const SearchResult& result) {
+    const auto found = std::ranges::find(result.candidates, "1f1b", &SearchCandidate::origin);
+    return found == result.candidates.end() ? 0.0 : found->makespan;
+  };
+  EXPECT_EQ(of_1f1b(keeping), 0.0) << "does not fit";
+  EXPECT_EQ(of_1f1b(slow),
+            moving(generate("1f1b", {.ranks = 4, .micro_batches = 8}), slow.times).makespan);
+}
+
+// A stage of two layers runs what its last layer recomputes while it awaits the gradient.
+TEST(SearchTest, RecomputesAheadOfWaits) {
+  SearchRequest request = request_of(2, 4, {1, 2, 1, 0}, 0.5);
+  request.whole_layers = true;
+  request.chunks = {1};
+  request.split_backward = false;
+  request.model.stages.assign(4, {.forward = 1, .backward_input = 2, .backward_weight = 1});
+  for (StageTimes& each : request.model.stages) each.recompute = 1;
+  const SearchResult ahead = search_schedule(request);
+  EXPECT_EQ(ahead.times.stages[0].recompute, 1);
+  EXPECT_EQ(ahead.simulation.makespan,
+            simulate(lower(ahead.schedule, {.tied = {}, .recomputes = {true, true}}), ahead.times)
+                .makespan);
+  EXPECT_LE(ahead.lower_bound, ahead.simulation.makespan);
+  for (StageTimes& each : request.model.stages) each.recompute = 0;
+  EXPECT_LT(ahead.simulation.makespan, search_schedule(request).simulation.makespan);
+}
+
 // Plans run the actions of a pair one after the other.
 TEST(SearchTest, CountsNoOverlap) {
   SearchRequest request = request_of(4, 8, {1, 1, 1, 0}, 0.02);

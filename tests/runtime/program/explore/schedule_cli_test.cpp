@@ -135,6 +135,22 @@ TEST_F(CliTest, ScheduleAndCompareHaveTheSameChunksAndUnits) {
   EXPECT_EQ(nlohmann::json::parse(one.out).at("chunks"), 1);
 }
 
+// Of 16 bytes that 1f1b keeps on the first rank half leave.
+TEST_F(CliTest, ScheduleAutoFitsWhatLeavesInItsLimit) {
+  const std::string work =
+      "schedule auto --ranks 4 --micro-batches 8 --chunks 1 --whole-backward --activation-bytes 4 "
+      "--memory-limit 12 --format json ";
+  const auto found = [&](const std::string& more) {
+    const Outcome outcome = sluice(work + more);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return nlohmann::json::parse(outcome.out);
+  };
+  const auto keeping = found(""), offloading = found("--offload");
+  EXPECT_LT(offloading.at("makespan"), keeping.at("makespan"));
+  for (const int bytes : offloading.at("peak_bytes").get<std::vector<int>>()) EXPECT_LE(bytes, 12);
+  EXPECT_GT(found("--offload --offload-bandwidth 2").at("makespan"), offloading.at("makespan"));
+}
+
 TEST_F(CliTest, CompareSortsByTheObjectiveAndSaysWhatTheBarrierCosts) {
   const auto compare = [&](const std::string& more) {
     const Outcome outcome =

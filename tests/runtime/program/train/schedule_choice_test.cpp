@@ -77,6 +77,29 @@ TEST(ScheduleChoiceTest, ASearchedOrderHoldsNoMoreThan1f1bAndIsFaster) {
             step(generate("1f1b", {.ranks = 4, .micro_batches = 8}), partition_by_cost(costs, 4)));
 }
 
+// Narrow layers compute too little to hide moves, so the promise is a longer step.
+TEST(ScheduleChoiceTest, ASearchedOrderCountsWhatIsOffloaded) {
+  TrainOptions options = options_for("auto", 8, 8);
+  const ScheduleChoice keeping = chosen(options, 4);
+  options.pipeline.offload = {.activations = PipelineOptions::Offload::To::kDisk,
+                              .directory = "/none"};
+  const ScheduleChoice offloading = chosen(options, 4);
+  ASSERT_NE(offloading.order, nullptr);
+  EXPECT_GT(offloading.promise->bubble, keeping.promise->bubble);
+  EXPECT_THAT(offloading.remark, ::testing::HasSubstr("; moves by an estimate of 0.5 GB/s"));
+}
+
+// A whole block runs again ahead of the wait for its gradient, attention does not.
+TEST(ScheduleChoiceTest, ALayersTimesSayWhatCanRunAheadOfAWait) {
+  TransformerConfig model{.layers = 3, .heads = 2, .width = 32, .context = 16};
+  model.recompute_blocks = {Recompute::kBlock, Recompute::kAttention, Recompute::kNone};
+  const std::vector<StageTimes> times = layer_times(model);
+  const std::vector<double> again = recompute_costs(model);
+  ASSERT_GT(again[1], 0);
+  EXPECT_EQ(times[1].recompute, again[1]);
+  for (const std::size_t layer : {0, 2, 3, 4}) EXPECT_EQ(times[layer].recompute, 0) << layer;
+}
+
 // A head of 3.3 blocks weighs less beside blocks that backward runs again in part.
 TEST(ScheduleChoiceTest, WhatIsRecomputedCountsWhereLayersAreCut) {
   TrainOptions options = options_for("1f1b", 6, 4);
