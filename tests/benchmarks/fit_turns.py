@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What makes a model fit costs and saves, in turns in one run; medians of the turns' ratios.
 
-    python3 tests/benchmarks/fit_turns.py build/release [--rows offload,memory,recompute] [--width 512] [--rounds 3]
+    python3 tests/benchmarks/fit_turns.py build/release [--rows offload,memory,recompute,both] [--width 512] [--rounds 3]
 
 Each row trains a GPT-2 of `--layers` blocks over `--ranks` ranks of `1f1b` with `--tokens` tokens a micro-batch:
   offload    activations that leave to a file in `--directory` (or through the page cache, `--cached`) against a run that
@@ -10,6 +10,7 @@ Each row trains a GPT-2 of `--layers` blocks over `--ranks` ranks of `1f1b` with
              rank and width 64, which leaves libraries out
   recompute  `--recompute auto` where rank 0 has 60 % of its activations, and every setting of all blocks and of the
              first ones that fits as well: seconds of a step over the least of all
+  both       the same where activations may also leave, with each setting, to a file
 """
 
 import argparse
@@ -20,7 +21,7 @@ import tempfile
 
 from turns import Runs, ratio
 
-ROWS = ("offload", "memory", "recompute")
+ROWS = ("offload", "memory", "recompute", "both")
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("build")
 PARSER.add_argument("--rows", default=",".join(ROWS))
@@ -44,15 +45,16 @@ def offload(runs):
 
 
 def plan(runs, *words):
-    """The planned columns of rank 0, in MiB."""
+    """The planned columns of each rank, in MiB."""
     command = [*runs.training(OPTIONS.width), "--dry-run", *words]
     runs.ended(runs.mpirun(OPTIONS.ranks, "plan", *command), "plan")
     text = (runs.directory / "plan.log").read_text()
-    return [float(column) for column in re.search(r"^ +0 +0 +[A-Z].*$", text, re.MULTILINE)[0].split()[-10:]]
+    rows = re.findall(r"^ +\d+ +\d+ +\S.*\d\.\d *$", text, re.MULTILINE)
+    return [[float(column) for column in row.split()[-10:]] for row in rows]
 
 
 def row_offload(runs):
-    kept, left = plan(runs), plan(runs, *offload(runs))
+    kept, left = plan(runs)[0], plan(runs, *offload(runs))[0]
     rounds = runs.in_turns([lambda words=words: runs.train(OPTIONS.width, OPTIONS.ranks, *words)
                             for words in ([], offload(runs))])
     return f"activations of rank 0 {kept[ACTIVATIONS]:.0f} MiB, with a file {left[ACTIVATIONS]:.0f} MiB; step " \
@@ -72,22 +74,28 @@ def row_memory(runs):
     return "; ".join(texts)
 
 
-def row_recompute(runs):
-    columns = plan(runs)
+def row_recompute(runs, *leaves):
+    columns = plan(runs)[0]
     limit = columns[TOTAL] - 0.4 * columns[ACTIVATIONS]
-    settings = [f"{kind}*{blocks},none" for kind in ("attention", "block") for blocks in range(1, OPTIONS.layers)]
-    settings += ["attention", "block"]
-    settings = [each for each in settings if plan(runs, "--recompute", each)[TOTAL] <= limit]
-    automatic = ["--recompute", "auto", "--memory", f"{int(limit * 1024)}K"]
+    kinds = [f"{kind}*{blocks},none" for kind in ("attention", "block") for blocks in range(1, OPTIONS.layers)]
+    settings = [["--recompute", each, *more] for each in (*kinds, "attention", "block") for more in dict.fromkeys(((), leaves))]
+    if leaves:
+        settings.append([*leaves])
+    settings = [each for each in settings if max(row[TOTAL] for row in plan(runs, *each)) <= limit]
+    automatic = ["--recompute", "auto", "--memory", f"{int(limit * 1024)}K", *leaves]
     rounds = runs.in_turns([lambda words=words: runs.train(OPTIONS.width, OPTIONS.ranks, *words)
-                            for words in (automatic, *(["--recompute", each] for each in settings), [])])
+                            for words in (automatic, *settings, [])])
     ratios = [ratio(rounds, i + 1, 0) for i in range(len(settings))]
     best = min(range(len(settings)), key=ratios.__getitem__)
     plan(runs, *automatic)
-    chosen = re.search(r"recompute auto: (.*?);", (runs.directory / "plan.log").read_text())[1]
+    chosen = re.search(r"recompute auto: (.*)", (runs.directory / "plan.log").read_text())[1]
     return f"{limit:.0f} MiB a rank; auto takes {chosen}: {statistics.median(r[0] for r in rounds):.3f} s a step, over the " \
-           f"best of {len(settings)} that fit ({settings[best]}) x {1 / ratios[best]:.3f}, over one that keeps all x " \
+           f"best of {len(settings)} that fit ({' '.join(settings[best])}) x {1 / ratios[best]:.3f}, over one that keeps all x " \
            f"{ratio(rounds, 0, len(settings) + 1):.3f}"
+
+
+def row_both(runs):
+    return row_recompute(runs, *offload(runs))
 
 
 def main():
