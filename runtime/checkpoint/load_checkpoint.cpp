@@ -68,6 +68,7 @@ struct Wanted {
   Tensor into;
   Slice slice = {};
   std::int64_t first = 0;
+  const Parameter* parameter = nullptr;  // whose value it is; null: no parameter's
 };
 
 // Collective.
@@ -79,7 +80,7 @@ std::vector<Wanted> wanted(Pipeline& pipeline, bool optimizer) {
     for (const PlacedPart& part :
          placed_parts(parameter.slice, parameter.parts, parameter.shape.elements())) {
       all.push_back({parameter.name, whole, elements_of(parameter.value, {part.first, part.count}),
-                     part.slice});
+                     part.slice, 0, &parameter});
     }
   };
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
@@ -132,16 +133,17 @@ void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const Wanted
   std::vector<SavedTensors::Share> shares;
   while (!tensors.empty()) {
     // The parts of a parameter or of a state lie one after the other.
-    const auto& [name, spec, into, slice, first] = tensors.front();
+    const Wanted& of = tensors.front();
     std::int64_t elements = 0;
     std::size_t parts = 0;
     for (; parts < tensors.size(); ++parts) {
       const Wanted& next = tensors[parts];
-      if (next.name != name || next.into.data != elements_of(into, {elements, 0}).data) break;
+      if (next.name != of.name || next.into.data != elements_of(of.into, {elements, 0}).data) break;
       elements += next.into.elements();
     }
-    const std::span<std::byte> bytes = mirror.writable_host_copy(elements_of(into, {0, elements}));
-    const bool rounded = spec.dtype == DType::kBf16;  // state of an optimizer
+    const std::span<std::byte> bytes =
+        mirror.writable_host_copy(elements_of(of.into, {0, elements}));
+    const bool rounded = of.spec.dtype == DType::kBf16;  // state of an optimizer
     if (rounded) values.resize(static_cast<std::size_t>(elements));
     auto* to = rounded ? values.data() : reinterpret_cast<float*>(bytes.data());
     shares.clear();
@@ -150,11 +152,13 @@ void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const Wanted
       shares.push_back({{to, count}, each.first, each.slice});
       to += count;
     }
-    saved.read(name, shares);
+    saved.read(of.name, shares);
     auto* rounds_to = reinterpret_cast<Bf16*>(bytes.data());
     for (std::size_t i = 0; rounded && i < values.size(); ++i) rounds_to[i] = to_bf16(values[i]);
     mirror.write_back();
-    PipelineAccess::drop_others(pipeline);
+    if (tensors.front().parameter != nullptr) {
+      PipelineAccess::give_back(pipeline, *tensors.front().parameter);
+    }
     tensors = tensors.subspan(parts);
   }
   pipeline.compute().wait();  // before the mirror goes

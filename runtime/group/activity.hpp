@@ -135,7 +135,7 @@ class ActivityBoard {
   // Bits of the first word above those of stage and micro-batch.
   static constexpr int kActionShift = 48, kKindShift = 54, kDoingShift = 59;
   static_assert(static_cast<int>(ActionKind::kRecompute) < 1 << (kKindShift - kActionShift));
-  static_assert(static_cast<int>(OpKind::kWaitMove) < 1 << (kDoingShift - kKindShift));
+  static_assert(static_cast<int>(OpKind::kReshard) < 1 << (kDoingShift - kKindShift));
   static_assert(static_cast<int>(Doing::kFailing) < 1 << (64 - kDoingShift));
 
   [[nodiscard]] static constexpr std::uint64_t pair(std::int32_t high, std::int32_t low) {

@@ -76,6 +76,7 @@ struct StageEntry {
   bool own_memory = false;         // StageDescription::own_memory
   bool state_moves = false;        // StageDescription::state_moves
   bool uses_units = false;         // StageDescription::uses_units
+  bool weight_reads = true;        // StageDescription::weight_reads
   bool recomputes = false;         // StageDescription::recomputes
   std::string note;                // StageDescription::note
   StageCollectives collectives;    // of the largest micro-batch

@@ -142,7 +142,7 @@ void Pipeline::set_state(const std::map<std::string, HostTensor>& values) {
                   std::copy_n(&whole.bytes[from], bytes, &mine[to]);
                 });
       mirror.write_back();
-      PipelineAccess::drop_others(*this);
+      PipelineAccess::give_back(*this, *parameter);
     }
     compute().wait();  // before the mirror goes
   });

@@ -30,9 +30,13 @@ std::string list(const std::vector<StageEntry>& stages, CollectiveAxis axis,
         all += fmt::format("{} {} of stage {}: {}, {}{}\n", what, i, s, entries[i].name,
                            entry_text(entries[i]),
                            what == "buffer" ? "" : fmt::format(", unit {}", entries[i].unit));
+        if (entries[i].copied) all.insert(all.size() - 1, ", with a copy in bf16");
       }
       all += fmt::format("stage {} of {} {}s\n", s, entries.size(), what);
     };
+    if (stages[s].uses_units) all += fmt::format("stage {} uses its parameters by units\n", s);
+    if (!stages[s].weight_reads)
+      all += fmt::format("stage {} reads none for weight gradients\n", s);
     add(stages[s].parameters, "parameter");
     add(stages[s].buffers, "buffer");
     const auto add_collectives = [&](const std::vector<PlannedCollective>& made,

@@ -46,8 +46,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, un
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients, alignment)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
-                                   own_memory, state_moves, uses_units, recomputes, note,
-                                   collectives)
+                                   own_memory, state_moves, uses_units, weight_reads, recomputes,
+                                   note, collectives)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients, answers,
                                    gives_answers)
 
@@ -249,6 +249,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     if (report.outputs.empty()) {
       report.entry.note = description.note;
       report.entry.state_moves = report.entry.uses_units = true;
+      report.entry.weight_reads = false;
       report.model = description.model;
     } else {
       require_like(report.outputs.front(), description.outputs, index);
@@ -264,6 +265,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     report.entry.state_moves =
         report.entry.state_moves && description.state_moves && !description.own_memory;
     report.entry.uses_units = report.entry.uses_units && description.uses_units;
+    report.entry.weight_reads = report.entry.weight_reads || description.weight_reads;
   }
   if (loss != nullptr && peers.ranks[static_cast<std::size_t>(CollectiveAxis::kTensor)] > 1) {
     try {

@@ -199,6 +199,11 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   require_entries(options.recomputes.size(), stages, "which stages recompute");
   require_entries(options.gathers.size(), stages, "when parameters are gathered");
   require_entries(options.resident.size(), stages, "how many states stay");
+  if (options.keep_sharding && !options.gathers.empty()) {
+    refuse(
+        "lower: the schedule's own UNSHARD and RESHARD beside those of gathers; legal: one of "
+        "the two");
+  }
   Schedule lowered = empty_schedule(schedule.name, schedule.placement, schedule.micro_batches);
   lowered.forward_only = schedule.forward_only;
   lowered.ranks.resize(schedule.ranks.size());

@@ -139,7 +139,8 @@ class Simulator {
         gradient_there_(schedule.forward_only ? 0 : placement_.stages(), schedule.micro_batches),
         ranks_(schedule.ranks.size()),
         weights_done_(at(placement_.stages())),
-        recomputed_(weights_done_.size()) {
+        recomputed_(weights_done_.size()),
+        gathered_(weights_done_.size()) {
     if (!times.bytes.empty()) memory_.emplace(schedule, times);
     if (times.queues != MessageQueues::kNone) lanes_ = lane_times(compute_of(schedule), times);
   }
@@ -293,8 +294,16 @@ class Simulator {
         place(rank, action, begin(rank, moved(state, action)), recomputed_[at(action.stage)]);
   }
 
+  // Once a step, before the stage's first action.
+  void gather(RankState& state, int stage) {
+    if (times_.gather != Gather::kPerStep || gathered_[at(stage)]) return;
+    gathered_[at(stage)] = true;
+    state.free += gather_time(times_, stage);
+  }
+
   void compute(std::size_t rank, const Action& action) {
     RankState& state = ranks_[rank];
+    gather(state, action.stage);
     const double there = lanes_
                              ? lanes_->starts_of(action.kind).at(action.stage, action.micro_batch)
                              : arrival(action);
@@ -396,6 +405,7 @@ class Simulator {
   std::vector<RankState> ranks_;
   std::vector<double> weights_done_;  // [stage] end of its last W or B so far
   std::vector<double> recomputed_;    // [stage] what RECOMPUTE took of its next B or I
+  std::vector<bool> gathered_;        // [stage]
   std::optional<MemoryRecorder> memory_;
   std::optional<LaneTimes> lanes_;                 // with in-order queues
   std::map<std::pair<int, int>, double> fetched_;  // by stage and micro-batch

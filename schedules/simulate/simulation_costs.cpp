@@ -90,6 +90,7 @@ void require_valid(const SimulationTimes& times, int stages) {
     require_bytes("output" + stage, times.bytes[i].output);
     require_bytes("resident" + stage, times.bytes[i].resident);
     require_bytes("reduced" + stage, times.bytes[i].reduced);
+    require_bytes("gathered" + stage, times.bytes[i].gathered);
   }
 }
 
@@ -147,23 +148,39 @@ void require_costs(const SimulationTimes& times, const Schedule& schedule) {
   }
 }
 
+double gather_time(const SimulationTimes& times, int stage) {
+  const std::int64_t bytes = times.bytes.empty() ? 0 : of_stage(times.bytes, stage).gathered;
+  if (bytes == 0) return 0;
+  return times.reduce_link.latency + transfer_seconds(times.reduce_link, bytes);
+}
+
 SimulationTimes with_collectives(const SimulationTimes& times, int stages, bool forward_only) {
   SimulationTimes result = times;
-  if (times.collectives.empty()) return result;
+  const bool gathers = times.gather == Gather::kPerUse;
+  if (times.collectives.empty() && !gathers) return result;
+  if (gathers) result.gather = Gather::kNever;
   result.collectives.clear();
   result.stages.clear();
   for (int stage = 0; stage < stages; ++stage) {
     StageTimes& made = result.stages.emplace_back(of_stage(times.stages, stage));
-    const auto add_to = [&](double& time, ActionKind kind) {
-      const double cost = cost_of(times, of_stage(times.collectives, stage), kind, forward_only);
+    const auto add = [&](double& time, double cost) {
       time += cost;
       if (made.overlap >= 0) made.overlap += cost;  // a pair makes them one after the other
+    };
+    if (gathers) {
+      for (double* time : {&made.forward, &made.backward_input}) {
+        add(*time, gather_time(times, stage));
+      }
+    }
+    if (times.collectives.empty()) continue;
+    const StageCollectives& own = of_stage(times.collectives, stage);
+    const auto add_to = [&](double& time, ActionKind kind) {
+      add(time, cost_of(times, own, kind, forward_only));
     };
     add_to(made.forward, ActionKind::kForward);
     add_to(made.backward_input, ActionKind::kBackwardInput);
     add_to(made.backward_input, ActionKind::kRecompute);
-    made.recompute +=
-        cost_of(times, of_stage(times.collectives, stage), ActionKind::kRecompute, forward_only);
+    made.recompute += cost_of(times, own, ActionKind::kRecompute, forward_only);
     add_to(made.backward_weight, ActionKind::kBackwardWeight);
   }
   return result;
@@ -241,7 +258,7 @@ std::optional<double> pair_time(const SimulationTimes& times, const Action& one,
 void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pieces,
                   SimulationTimes& times) {
   StageTimes sum{0, 0, 0, 0, 0};
-  double until_input = 0, until_weight = 0, resident = 0, reduced = 0;
+  double until_input = 0, until_weight = 0, resident = 0, reduced = 0, gathered = 0;
   StageBytes bytes;
   for (const StagePiece& piece : pieces) {
     const auto share = [&](double value) { return value * piece.numerator / piece.denominator; };
@@ -258,6 +275,7 @@ void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pie
     until_weight += share(static_cast<double>(bytes.until_weight));
     resident += share(static_cast<double>(bytes.resident));
     reduced += share(static_cast<double>(bytes.reduced));
+    gathered += share(static_cast<double>(bytes.gathered));
   }
   times.stages.push_back(sum);
   if (old.bytes.empty()) return;
@@ -265,6 +283,7 @@ void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pie
   bytes.until_weight = std::llround(until_weight);
   bytes.resident = std::llround(resident);
   bytes.reduced = std::llround(reduced);
+  bytes.gathered = std::llround(gathered);
   times.bytes.push_back(bytes);
 }
 

@@ -27,8 +27,11 @@ template <class T>
 // Throws Error(kUsage) as simulate() does for costs that do not fit the schedule.
 void require_costs(const SimulationTimes& times, const Schedule& schedule);
 
-// The same times, of which those of the collectives are a part: it has no collectives, and an entry
-// for each stage where `times` has some. Requires: require_costs() passed.
+// What it takes to gather a stage's parameters.
+[[nodiscard]] double gather_time(const SimulationTimes& times, int stage);
+
+// The same times, of which those of the collectives, and of gathers per use, are a part: it has
+// none, and an entry for each stage where `times` has some. Requires: require_costs() passed.
 [[nodiscard]] SimulationTimes with_collectives(const SimulationTimes& times, int stages,
                                                bool forward_only);
 

@@ -243,16 +243,17 @@ void LayerRun::add_parameters(ParameterSet& set, const std::string& name) {
     part.first_parameter = set.size();
     each.layer->add_parameters(set, name + each.name);
     part.parameters = set.size() - part.first_parameter;
-    if (part.parameters > 0) part.unit = set.all().back()->unit;
     part.overwrites = part.parameters == 0 || each.layer->overwrites_gradients();
     overwrites_gradients_ = overwrites_gradients_ && part.overwrites;
   }
   if (!outermost_) return;
   const std::vector<Parameter*> all = set.all();
-  for (const Part& part : parts_) {
-    if (part.join || !part.overwrites) continue;
+  for (Part& part : parts_) {
+    if (part.parameters > 0) part.unit = all[part.first_parameter]->unit;
     for (std::size_t i = 0; i < part.parameters; ++i) {
-      all[part.first_parameter + i]->asks_next_write = true;
+      Parameter& parameter = *all[part.first_parameter + i];
+      parameter.unit = part.unit;  // the layer may have begun some
+      if (part.overwrites) parameter.asks_next_write = true;
     }
   }
 }

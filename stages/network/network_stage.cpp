@@ -62,6 +62,7 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
   description.workspace_bytes =
       std::max(needs.memory.scratch, other_scratch(description.outputs[0], compute));
   description.state_moves = description.uses_units = true;
+  description.weight_reads = !trusted_;
   description.copy_bytes = parameters_.bf16_copy_bytes(compute.device().kind);
   description.operator_bytes = needs.operator_bytes;
   description.table_bytes = needs.table_bytes;
@@ -267,7 +268,9 @@ LossNetworkStage::LossNetworkStage(StageLayers parts, std::string kind, std::uni
   const std::size_t layers = set().size();
   loss_->add_parameters(set());
   const std::vector<Parameter*> all = set().all();
-  if (all.size() > layers) unit_ = all.back()->unit;
+  if (all.size() == layers) return;
+  unit_ = all[layers == 0 ? 0 : layers - 1]->unit;
+  for (std::size_t i = layers; i < all.size(); ++i) all[i]->unit = *unit_;
   for (std::size_t i = layers; i < all.size(); ++i) {
     all[i]->asks_next_write = all[i]->written_by_loss = true;
   }

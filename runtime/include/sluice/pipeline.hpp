@@ -205,7 +205,8 @@ class Pipeline {
 
   // This rank's parameters, in order of stage; owned by its stages. All ranks that share a stage
   // have those of it, whole or in slices. Not collective. After values are written, every rank
-  // calls values_changed().
+  // calls values_changed(). With ShardLevel::kParameters a value has, between calls, what this
+  // rank's replica updates of it alone, elsewhere any content; state() has it whole.
   struct Owned {
     int stage = 0;
     bool owner = true;  // false: not the first use of a tied parameter

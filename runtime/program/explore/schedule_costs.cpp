@@ -179,6 +179,12 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
   add_list(table, kReduced, "that one replica moves for it; added to reduce-time");
   table.add_real("reduce-bandwidth", common_.reduce_link.bandwidth, kFromZero,
                  "for reduce-bytes; 0: without limit");
+  table.add_choice("shard-gather", common_.gather,
+                   {{"none", Gather::kNever}, {"use", Gather::kPerUse}, {"step", Gather::kPerStep}},
+                   "when replicas gather the parameters of which they have parts, as with 'sluice "
+                   "train --shard parameters'");
+  add_list(table, kGathered,
+           "that one replica gets then of one rank's parameters, at reduce-bandwidth");
   table.add_flag("reduce-overlap", common_.reduce_overlap,
                  "reduce a stage concurrently with compute, once its last W or B has ended");
 }
@@ -382,7 +388,8 @@ SimulationTimes Costs::of_pieces(int pieces, double parts) const {
          .output = bytes_at(kOutput),
          .output_gradient = values_[kOutputGradient].empty() ? -1 : bytes_at(kOutputGradient),
          .resident = bytes_at(kResident),
-         .reduced = bytes_at(kReduced)});
+         .reduced = bytes_at(kReduced),
+         .gathered = bytes_at(kGathered)});
   }
   return times;
 }

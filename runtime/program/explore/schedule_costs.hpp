@@ -89,6 +89,7 @@ class Costs {
     kUntilWeight,
     kResident,
     kReduced,
+    kGathered,
     kLists
   };
   static constexpr std::array<const char*, kLists> kNames = {"forward-time",
@@ -101,7 +102,8 @@ class Costs {
                                                              "activation-bytes",
                                                              "weight-activation-bytes",
                                                              "resident-bytes",
-                                                             "reduce-bytes"};
+                                                             "reduce-bytes",
+                                                             "gather-bytes"};
 
   void add_list(OptionTable& table, List list, const std::string& help);
   // `of`: what a number is of.

@@ -42,13 +42,6 @@
 #pragma GCC visibility push(default)
 namespace sluice {
 
-// When the parameters of a stage, of which each replica has a part, are whole on each of them.
-enum class Gather : std::uint8_t {
-  kNever,    // each replica has all of them at all times
-  kPerStep,  // from the first action of the stage in a step to its last
-  kPerUse,   // from unit to unit, one ahead, while actions of the stage follow each other
-};
-
 struct LowerOptions {
   bool reduce_grad = true;       // REDUCE_GRAD per stage and OPTIMIZER per rank (training)
   std::vector<TiedStages> tied;  // one REDUCE_TIED on every rank that owns one of the stages
@@ -58,7 +51,7 @@ struct LowerOptions {
   // [stage] It computes something again before its backward needs a gradient. Empty: none does.
   std::vector<bool> recomputes = {};
   // The schedule's own UNSHARD, RESHARD and REDUCE_GRAD stay in it, for a file that is written of
-  // it. No plan is made of that.
+  // it; excludes `gathers`.
   bool keep_sharding = false;
   // [stage] Empty: kNever.
   std::vector<Gather> gathers = {};

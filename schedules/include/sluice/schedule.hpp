@@ -71,6 +71,13 @@ enum class ActionKind : std::uint8_t {
 // "F", "SEND_B", ..., and "?" for a number that is no kind.
 [[nodiscard]] std::string_view name_of(ActionKind kind);
 
+// When the parameters of a stage, of which each replica has a part, are whole on each of them.
+enum class Gather : std::uint8_t {
+  kNever,    // each replica has all of them at all times
+  kPerStep,  // from the first action of the stage in a step to its last
+  kPerUse,   // from unit to unit, one ahead, while actions of the stage follow each other
+};
+
 struct Action {
   ActionKind kind = ActionKind::kForward;
   std::int32_t stage = 0;         // global stage index

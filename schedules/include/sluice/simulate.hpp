@@ -24,6 +24,10 @@
 // stage order; with overlap concurrently with its compute, each stage once its last W or B has
 // ended and earlier reductions have finished.
 //
+// Where replicas gather a stage's parameters once a step, its rank does so before the stage's first
+// action: that takes what `gathered` bytes take on `reduce_link`. Per use each F, and each I or B,
+// is longer by as much, and busy: on CPUs the ranks copy themselves.
+//
 // Moves (OFFLOAD, FETCH) of a rank are made one after the other, beside its actions, in list order:
 // each takes what StageBytes::until_input and until_weight take on `move_link`. A backward waits
 // for its FETCH, an F for all that was offloaded before the action before it. Where messages have
@@ -70,7 +74,9 @@ struct StageBytes {
   std::int64_t output = 0;
   std::int64_t output_gradient = -1;  // what the next stage sends back; negative: as `output`
   std::int64_t resident = 0;          // held all the time: parameters, gradients, optimizer state
-  std::int64_t reduced = 0;  // what one replica moves to sum the gradients; takes no memory
+  // What one replica moves to sum the gradients, and gets of the others' parts of parameters; both
+  // take no memory.
+  std::int64_t reduced = 0, gathered = 0;
 };
 
 // From one rank to another, in one direction.
@@ -100,12 +106,13 @@ struct SimulationTimes {
   int ranks_per_node = 0;
   LinkCost between_nodes = {};
   std::vector<RankLink> links = {};  // links that differ from all that; of equal ones the last
-  LinkCost reduce_link = {};         // for StageBytes::reduced
+  LinkCost reduce_link = {};         // for StageBytes::reduced and gathered
   LinkCost move_link = {};           // of a rank, for what it offloads and fetches
   std::vector<StageCollectives> collectives = {};  // within actions; empty: none; else as `stages`
   // [CollectiveAxis][CollectiveKind] What one takes, for PlannedCollective::bytes.
   std::array<std::array<LinkCost, kCollectiveKinds>, kCollectiveAxes> collective_costs = {};
   bool reduce_overlap = false;
+  Gather gather = Gather::kNever;
   MessageQueues queues = MessageQueues::kNone;
 };
 

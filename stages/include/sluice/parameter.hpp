@@ -66,7 +66,8 @@ struct Parameter {
   std::vector<SlicePart> parts = {};
   [[nodiscard]] Shape whole_shape() const;
   // fp32, set by allocate(); they start at multiples of kBufferAlignment. grad: null data without
-  // gradients.
+  // gradients. Where replicas have parts of the values (ShardLevel::kParameters) and there is a
+  // bf16_copy, a stage may read that alone.
   Tensor value, grad;
   std::shared_ptr<const void> memory;        // owns what both lie in
   ReplicaRule across = ReplicaRule::kMean;   // of a buffer, which has no gradient

@@ -100,9 +100,12 @@ struct StageDescription {
   // memory (PipelineOptions::Offload). There are no addresses in it.
   bool state_moves = false;
   // It calls ctx.units->use() before each unit of its parameters that an action reads: ascending in
-  // forward() and loss(), descending in backward calls. recompute() reads the last one alone. Else
-  // all of its parameters are there in each of its calls.
+  // forward() and loss(), descending in backward calls. recompute() reads the last one alone. In
+  // prepare() and begin_step() it reads none. Else all of its parameters are there in each of its
+  // calls.
   bool uses_units = false;
+  // backward_weight() reads values of parameters. Else they need not be there.
+  bool weight_reads = true;
   // Calls of ctx.collective and ctx.tensor, which become part of the plan. For every size of
   // micro-batch the same axes, kinds and types in the same order; for smaller ones no more bytes.
   StageCollectives collectives = {};

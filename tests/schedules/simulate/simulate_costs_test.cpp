@@ -353,5 +353,20 @@ TEST(RecutTest, KeepsTheWorkAndItsPlace) {
   EXPECT_THROW((void)recut(times, 2, 0), Error);
 }
 
+// 10 bytes at 5 per unit of time: 2, once for each stage or for each F and B.
+TEST(SimulateGathersTest, ParametersAreGatheredOnceAStepOrForEachUse) {
+  SimulationTimes times{.stages = {{}}, .bytes = {{.gathered = 10}}, .reduce_link = {0, 5}};
+  const Schedule one = generate("1f1b", {1, 2, 1}), two = generate("interleaved", {1, 2, 2});
+  const auto makespan = [&](const Schedule& schedule, Gather gather) {
+    times.gather = gather;
+    return simulate(schedule, times).makespan;
+  };
+  EXPECT_EQ(makespan(one, Gather::kNever), 6);
+  EXPECT_EQ(makespan(one, Gather::kPerStep), 8);
+  EXPECT_EQ(makespan(two, Gather::kPerStep), 16);
+  EXPECT_EQ(makespan(one, Gather::kPerUse), 14);
+  EXPECT_EQ(makespan(generate("zb-h1", {1, 2, 1}), Gather::kPerUse), 14);  // W gathers nothing
+}
+
 }  // namespace
 }  // namespace sluice
