@@ -13,6 +13,14 @@ namespace sluice::emulated {
 // Bytes of every cudaMalloc on the device that succeeded so far, in order, freed ones included.
 [[nodiscard]] std::vector<std::size_t> allocations(int device);
 
+// What there is in this process of cuMemCreate's memory, of cuMemAddressReserve's addresses and of
+// cuMemMap's mappings, on all devices.
+struct VirtualMemory {
+  std::size_t allocations = 0, reservations = 0, mappings = 0;
+  friend bool operator==(const VirtualMemory&, const VirtualMemory&) = default;
+};
+[[nodiscard]] VirtualMemory virtual_memory();
+
 // Bytes of all copies from the device's memory to the host's given so far.
 [[nodiscard]] std::size_t copied_to_host(int device);
 

@@ -66,6 +66,7 @@ struct DeviceRange {
   std::size_t reached = 0;  // first address never given out, from begin
   std::size_t used = 0;
   Ranges allocations;
+  Ranges mapped;                  // and open
   std::vector<std::size_t> made;  // bytes of all allocations ever
   int key = -1;                   // of memory protection
 };
@@ -270,6 +271,50 @@ cudaError_t free_device(void* address) {
   return cudaSuccess;
 }
 
+std::uintptr_t reserve_addresses(int device, std::size_t bytes, std::size_t alignment) {
+  Memories& all = memories();
+  const std::lock_guard lock(all.mutex);
+  DeviceRange& range = all.devices[static_cast<std::size_t>(device)];
+  const std::uintptr_t begin = round_up(range.begin + range.reached, alignment);
+  const std::size_t skipped = begin - range.begin;
+  if (skipped > all.range_bytes || bytes >= all.range_bytes - skipped) return 0;
+  range.reached = skipped + bytes + kPageBytes;
+  return begin;
+}
+
+bool take_bytes(int device, std::size_t bytes) {
+  Memories& all = memories();
+  const std::lock_guard lock(all.mutex);
+  std::size_t& used = all.devices[static_cast<std::size_t>(device)].used;
+  if (bytes > all.capacity - used) return false;
+  used += bytes;
+  return true;
+}
+
+void give_back_bytes(int device, std::size_t bytes) {
+  Memories& all = memories();
+  const std::lock_guard lock(all.mutex);
+  all.devices[static_cast<std::size_t>(device)].used -= bytes;
+}
+
+bool open_addresses(int device, std::uintptr_t begin, std::size_t bytes) {
+  Memories& all = memories();
+  const std::lock_guard lock(all.mutex);
+  DeviceRange& range = all.devices[static_cast<std::size_t>(device)];
+  // Key -1 is mprotect().
+  if (pkey_mprotect(pointer_to(begin), bytes, PROT_READ | PROT_WRITE, range.key) != 0) return false;
+  range.mapped[begin] = bytes;
+  return true;
+}
+
+void close_addresses(int device, std::uintptr_t begin, std::size_t bytes) {
+  Memories& all = memories();
+  const std::lock_guard lock(all.mutex);
+  Ranges& mapped = all.devices[static_cast<std::size_t>(device)].mapped;
+  mapped.erase(mapped.lower_bound(begin), mapped.lower_bound(begin + bytes));
+  give_back_pages(begin, bytes);
+}
+
 void set_most_host_memory(std::size_t bytes) { most_host_memory = bytes; }
 
 cudaError_t allocate_host(std::size_t bytes, void** address) {
@@ -325,8 +370,10 @@ Memory memory_of(const void* address, std::size_t bytes) {
     return Memory{kind, device, is_inside, pointer_to(found->first)};
   };
   if (const int device = device_of(all, begin); device >= 0) {
-    const auto& allocations = all.devices[static_cast<std::size_t>(device)].allocations;
-    return look_up(allocations, MemoryKind::kDevice, device);
+    const DeviceRange& range = all.devices[static_cast<std::size_t>(device)];
+    const Memory mapped = look_up(range.mapped, MemoryKind::kDevice, device);
+    return mapped.allocation != nullptr ? mapped
+                                        : look_up(range.allocations, MemoryKind::kDevice, device);
   }
   const Memory locked = look_up(all.page_locked, MemoryKind::kPageLocked, -1);
   return locked.allocation == nullptr ? Memory{} : locked;

@@ -8,9 +8,11 @@
 // workers of the device's streams. A wrong access then dies by SIGSEGV, after one line on stderr.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
 
 namespace sluice::emulated {
 
@@ -41,6 +43,16 @@ class AllDevicesOpen {
 
 cudaError_t allocate_device(int device, std::size_t bytes, void** address);
 cudaError_t free_device(void* address);
+// What virtual_memory.cpp makes mapped memory of. Addresses of a device that nothing
+// else gets, 0 where there are none left; bytes of its memory, false where it has not as many free.
+[[nodiscard]] std::uintptr_t reserve_addresses(int device, std::size_t bytes,
+                                               std::size_t alignment);
+[[nodiscard]] bool take_bytes(int device, std::size_t bytes);
+void give_back_bytes(int device, std::size_t bytes);
+// From open to close, what is mapped there is memory of the device.
+[[nodiscard]] bool open_addresses(int device, std::uintptr_t begin, std::size_t bytes);
+void close_addresses(int device, std::uintptr_t begin, std::size_t bytes);
+
 cudaError_t allocate_host(std::size_t bytes, void** address);
 cudaError_t free_host(void* address);
 cudaError_t register_host(void* address, std::size_t bytes);
@@ -56,5 +68,25 @@ struct Memory {
 };
 
 [[nodiscard]] Memory memory_of(const void* address, std::size_t bytes);
+
+// The driver's virtual memory management. Memory lies in a file of the process, and a mapping is
+// one of the host's: two mappings of one allocation share their bytes. Beyond what CUDA requires,
+// an allocation is mapped whole, where its device was the current one when the addresses were
+// reserved, and is open to that device alone.
+CUresult device_of_ordinal(CUdevice* device, int ordinal);
+CUresult device_attribute(int* value, CUdevice_attribute attribute, CUdevice device);
+CUresult memory_granularity(std::size_t* bytes, const CUmemAllocationProp* properties,
+                            CUmemAllocationGranularity_flags option);
+CUresult reserve_range(CUdeviceptr* begin, std::size_t bytes, std::size_t alignment,
+                       CUdeviceptr hint, unsigned long long flags);
+CUresult free_range(CUdeviceptr begin, std::size_t bytes);
+CUresult create_memory(CUmemGenericAllocationHandle* handle, std::size_t bytes,
+                       const CUmemAllocationProp* properties, unsigned long long flags);
+CUresult release_memory(CUmemGenericAllocationHandle handle);
+CUresult map_memory(CUdeviceptr begin, std::size_t bytes, std::size_t offset,
+                    CUmemGenericAllocationHandle handle, unsigned long long flags);
+CUresult unmap_memory(CUdeviceptr begin, std::size_t bytes);
+CUresult set_memory_access(CUdeviceptr begin, std::size_t bytes, const CUmemAccessDesc* access,
+                           std::size_t count);
 
 }  // namespace sluice::emulated

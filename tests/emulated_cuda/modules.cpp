@@ -127,11 +127,22 @@ cudaError_t cudaGetFuncBySymbol(cudaFunction_t* function, const void* symbol) {
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
                                              unsigned long long /*flags*/,
                                              cudaDriverEntryPointQueryResult* result) {
-  static const Entry entries[] = {{"cuFuncGetModule", 11000, address(&module_of)},
-                                  {"cuModuleGetLoadingMode", 11070, address(&loading_mode)},
-                                  {"cuModuleGetFunctionCount", 12040, address(&count_functions)},
-                                  {"cuModuleEnumerateFunctions", 12040, address(&list_functions)},
-                                  {"cuFuncLoad", 12040, address(&load)}};
+  static const Entry entries[] = {
+      {"cuFuncGetModule", 11000, address(&module_of)},
+      {"cuModuleGetLoadingMode", 11070, address(&loading_mode)},
+      {"cuModuleGetFunctionCount", 12040, address(&count_functions)},
+      {"cuModuleEnumerateFunctions", 12040, address(&list_functions)},
+      {"cuFuncLoad", 12040, address(&load)},
+      {"cuDeviceGet", 2000, address(&device_of_ordinal)},
+      {"cuDeviceGetAttribute", 2000, address(&device_attribute)},
+      {"cuMemGetAllocationGranularity", 10020, address(&memory_granularity)},
+      {"cuMemAddressReserve", 10020, address(&reserve_range)},
+      {"cuMemAddressFree", 10020, address(&free_range)},
+      {"cuMemCreate", 10020, address(&create_memory)},
+      {"cuMemRelease", 10020, address(&release_memory)},
+      {"cuMemMap", 10020, address(&map_memory)},
+      {"cuMemUnmap", 10020, address(&unmap_memory)},
+      {"cuMemSetAccess", 10020, address(&set_memory_access)}};
   *function = nullptr;
   *result = cudaDriverEntryPointSymbolNotFound;
   for (const Entry& entry : entries) {
