@@ -48,6 +48,8 @@ void release_host(std::byte*) noexcept {}
 void copy(void*, const void*, std::size_t, void*) {}
 void fill_zero(void*, std::size_t, void*) {}
 void copy_blocking(int, void*, const void*, std::size_t) {}
+std::byte* map_memory(int, std::span<const Mapping>) { absent(); }
+void unmap_memory(int, std::byte*, std::size_t) noexcept {}
 
 }  // namespace cuda
 

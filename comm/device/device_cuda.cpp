@@ -19,24 +19,6 @@ constexpr int kOldestMajor = 8;  // of compute capabilities: earlier ones do not
 // (stages/cuda_kernels/update.cu).
 constexpr int kOldestDriver = 12010;
 
-// Makes a device current for the calling thread and restores the previous one at its end.
-class Selected {
- public:
-  explicit Selected(int index) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != index) select(index);
-    index_ = index;
-  }
-  ~Selected() {
-    if (before_ != index_) static_cast<void>(cudaSetDevice(before_));
-  }
-  Selected(const Selected&) = delete;
-  Selected& operator=(const Selected&) = delete;
-
- private:
-  int before_ = 0, index_ = 0;
-};
-
 }  // namespace
 
 void check(cudaError_t status, std::string_view what, std::source_location location) {
@@ -51,6 +33,11 @@ std::string free_memory_text() {
   std::size_t free = 0, total = 0;
   static_cast<void>(cudaMemGetInfo(&free, &total));
   return std::to_string(free) + " of " + std::to_string(total) + " bytes are free";
+}
+
+void throw_out_of_memory(int index, std::size_t bytes, const std::string& free_memory) {
+  throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes on cuda:" +
+                    std::to_string(index) + ": out of memory (" + free_memory + ")");
 }
 
 std::string version_text(int version) {
@@ -194,8 +181,7 @@ std::byte* allocate(int index, std::size_t bytes) {
   const cudaError_t status = cudaMalloc(&data, bytes);
   if (status == cudaErrorMemoryAllocation) {
     static_cast<void>(cudaGetLastError());
-    throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes on cuda:" +
-                      std::to_string(index) + ": out of memory (" + free_memory_text() + ")");
+    throw_out_of_memory(index, bytes, free_memory_text());
   }
   check(status, "cudaMalloc(" + std::to_string(bytes) + ")");
   return static_cast<std::byte*>(data);

@@ -1,7 +1,6 @@
 #include <cuda.h>  // types alone: the driver is asked for its functions, not linked
 #include <cuda_runtime_api.h>
 
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -14,20 +13,6 @@ namespace sluice::cuda {
 
 namespace {
 
-// The driver's function as of CUDA `version` (12040 is 12.4); null where it has none.
-void find_in_driver(const char* name, unsigned version, void** found) {
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  check(cudaGetDriverEntryPointByVersion(name, found, version, cudaEnableDefault, &result),
-        "cudaGetDriverEntryPointByVersion");
-#else
-  static_cast<void>(version);
-  check(cudaGetDriverEntryPoint(name, found, cudaEnableDefault, &result),
-        "cudaGetDriverEntryPoint");
-#endif
-  if (result != cudaDriverEntryPointSuccess) *found = nullptr;
-}
-
 struct Driver {
   decltype(&cuModuleGetLoadingMode) get_loading_mode = nullptr;
   decltype(&cuFuncGetModule) get_module = nullptr;
@@ -36,17 +21,11 @@ struct Driver {
   decltype(&cuFuncLoad) load = nullptr;
 
   Driver() {
-    const auto find = [](auto& function, const char* name, unsigned version) {
-      void* found = nullptr;
-      find_in_driver(name, version, &found);
-      static_assert(sizeof(found) == sizeof(function));
-      std::memcpy(&function, &found, sizeof(found));
-    };
-    find(get_loading_mode, "cuModuleGetLoadingMode", 11070);
-    find(get_module, "cuFuncGetModule", 11000);
-    find(count_functions, "cuModuleGetFunctionCount", 12040);
-    find(list_functions, "cuModuleEnumerateFunctions", 12040);
-    find(load, "cuFuncLoad", 12040);
+    find_in_driver(get_loading_mode, "cuModuleGetLoadingMode", 11070);
+    find_in_driver(get_module, "cuFuncGetModule", 11000);
+    find_in_driver(count_functions, "cuModuleGetFunctionCount", 12040);
+    find_in_driver(list_functions, "cuModuleEnumerateFunctions", 12040);
+    find_in_driver(load, "cuFuncLoad", 12040);
   }
 
   [[nodiscard]] bool loads_eagerly() const {
