@@ -9,10 +9,11 @@
 namespace sluice {
 namespace {
 
+constexpr std::size_t kPieceBytes = std::size_t{32} << 20;
+
 // Calls visit(first, count) for pieces of so many bytes.
 template <typename Visit>
 void for_pieces(std::size_t bytes, const Visit& visit) {
-  constexpr std::size_t kPieceBytes = std::size_t{32} << 20;
   for (std::size_t first = 0; first < bytes; first += kPieceBytes) {
     visit(first, std::min(kPieceBytes, bytes - first));
   }
@@ -41,10 +42,12 @@ void place(const TensorSpec& whole, std::span<const PlacedPart> parts, std::size
 
 void Snapshot::take(std::span<const TakenTensor> tensors,
                     const std::function<void(const TakenTensor&)>& before) {
-  std::size_t bytes = 0;
+  std::size_t bytes = 0, largest = 0;
   for (const TakenTensor& taken : tensors) {
     if (taken.holder == rank()) bytes += round_up(taken.whole.bytes(), 64);
+    largest = std::max(largest, taken.tensor.spec.bytes());
   }
+  mirror_.reserve(std::min(kPieceBytes, largest));  // later, others may wait for this rank in NCCL
   if (memory_.size() < bytes) memory_.resize(bytes);
   copies_.clear();
   std::byte* to = memory_.data();

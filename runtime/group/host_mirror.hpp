@@ -47,6 +47,9 @@ class HostMirror {
   [[nodiscard]] std::span<std::byte> writable_host_copy(const Tensor& tensor) {
     return writable_host_copy(tensor.data, tensor.spec.bytes());
   }
+  // Makes the copy so large that later calls do not let it grow to this size. To grow frees memory,
+  // which waits for all work of the device.
+  void reserve(std::size_t bytes) { (void)writable_host_copy(nullptr, bytes); }
   // Puts the bytes that the last call returned back, in stream order.
   void write_back();
   // The owner of the bytes that the last call returned; `memory` owns the device memory.
