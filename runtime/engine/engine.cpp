@@ -307,7 +307,7 @@ struct Engine::Impl final : DeviceWait {
   }
   [[nodiscard]] bool host_takes_part(const PlanOp& op, const StageContext& ctx) const {
     return op.collectives > 0 || ctx.final_gradients != nullptr ||
-           (units && config.sharded->use_units(op.stage));
+           (units && config.sharded->units_of(op.stage) > 0);
   }
   UnitShape shape_of(const PlanOp& op) const {
     return {request.micro_batches[at(op.micro_batch)].count, request.positions};

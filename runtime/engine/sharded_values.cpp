@@ -5,37 +5,53 @@
 #include <sluice/operators.hpp>
 
 #include "comm/base/index.hpp"
-#include "comm/device/host_pages.hpp"
+#include "stages/tensor/value_access.hpp"
 
 namespace sluice {
+
 ShardedValues::ShardedValues(HostSums& gathers, ActivityBoard* activity, ComputeContext& compute,
-                             const JobLayout& layout)
+                             HostMirror& mirror, const JobLayout& layout)
     : gathers_(gathers),
       activity_(activity),
       compute_(compute),
+      mirror_(mirror),
       layout_(layout),
-      replica_(layout.place.here.replica) {}
+      replica_(layout.place.here.replica),
+      places_(layout, layout.place.here.pipeline, replica_),
+      memory_(std::make_shared<PartialMemory>(compute.device(), places_.bytes, places_.ranges)) {}
 
-void ShardedValues::give_back(const Part& part) const {
-  const std::size_t begin = replica_ == 0 ? 0 : part.ends[at(replica_) - 1];
-  const std::size_t end = part.ends[at(replica_)];
-  give_back_pages(std::as_writable_bytes(part.floats.first(begin)));
-  give_back_pages(std::as_writable_bytes(part.floats.subspan(end)));
+const ShardedMemory::Place& ShardedValues::place_of(int stage) const {
+  return *std::ranges::find(places_.places, stage, &ShardedMemory::Place::stage);
 }
 
-void ShardedValues::drop_others(const Parameter& parameter, const ParameterEntry& entry) const {
-  if (entry.ends.empty()) return;
-  const ElementRange own = entry.part(replica_);
-  for (const ElementRange& other :
-       {ElementRange{0, own.first}, ElementRange{own.end(), entry.elements - own.end()}}) {
-    give_back_pages(std::as_writable_bytes(elements_of(parameter.value, other).floats()));
+void ShardedValues::place(ParameterSet& set, int stage) const {
+  const ShardedMemory::Place& place = place_of(stage);
+  ValueAccess::place(set, memory_->data() + place.values, memory_->data() + place.copies, memory_);
+}
+
+void ShardedValues::give_back(std::span<const std::byte> memory) const {
+  const auto begin = static_cast<std::size_t>(memory.data() - memory_->data());
+  const std::vector<PartialMemory::Range>& ranges = places_.ranges;
+  auto range = std::ranges::partition_point(
+      ranges, [&](const PartialMemory::Range& each) { return each.begin + each.bytes <= begin; });
+  for (; range != ranges.end() && range->begin < begin + memory.size(); ++range) {
+    memory_->drop(static_cast<std::size_t>(range - ranges.begin()));
   }
 }
 
-void ShardedValues::add_parts(std::span<const CutRange> ranges, float* flat,
-                              std::vector<Part>& parts) {
+void ShardedValues::drop_others(const Parameter& parameter) const {
+  give_back(std::as_bytes(parameter.value.floats()));
+}
+
+void ShardedValues::drop_all() const {
+  for (std::size_t i = 0; i < places_.ranges.size(); ++i) memory_->drop(i);
+}
+
+void ShardedValues::add_parts(std::span<const CutRange> ranges, std::size_t place,
+                              Unit& unit) const {
+  auto* const flat = reinterpret_cast<float*>(memory_->data() + place);
   for (const CutRange& each : ranges) {
-    parts.push_back({{flat + each.begin, each.ends.back()}, each.ends});
+    unit.parts.push_back({{flat + each.begin, each.ends.back()}, each.ends});
   }
 }
 
@@ -43,34 +59,45 @@ void ShardedValues::add(const StageBinding& stage) {
   ParameterSet* const set = stage.parameters;
   if (set == nullptr) return;
   const StageEntry& entry = layout_.parameters.stages[at(stage.index)];
-  float *const values = set->flat_values().data(), *copies = nullptr;
   const std::vector<Parameter*> parameters = set->all();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     Parameter& each = *parameters[i];
-    if (each.bf16_copy.data == nullptr) continue;
-    if (copies == nullptr) copies = each.bf16_copy.as<float>();
-    if (!entry.parameters[i].ends.empty()) {
-      copied_.push_back({&each, entry.parameters[i].part(replica_)});
-      each.bf16_copy_is_current = false;  // prepare() may have made it of values that are away
-    }
+    if (each.bf16_copy.data == nullptr || entry.parameters[i].ends.empty()) continue;
+    copied_.push_back({&each, entry.parameters[i].part(replica_)});
+    each.bf16_copy_is_current = false;  // prepare() may have made it of values that are away
   }
-  add_parts(ranges_of(entry), values, all_);
-  std::size_t calls = 1;
+  const ShardedMemory::Place& place = place_of(stage.index);
   for (const ShardedUnit& each : sharded_units(entry)) {
     Unit& unit = units_.emplace_back(Unit{.stage = stage.index, .number = each.unit});
-    add_parts(each.values, values, unit.parts);
-    add_parts(each.copies, copies, unit.parts);
-    add_parts(each.copies, copies, all_);
+    add_parts(each.values, place.values, unit);
+    add_parts(each.copies, place.copies, unit);
     unit.owner = set->memory();
     unit.bytes = each.bytes();
+    unit.nccl_tickets.reserve(unit.parts.size());
   }
+  std::size_t calls = 1;
   for (const Unit& each : units_) calls += each.parts.size();
   gathers_.reserve(0, calls);
   drop_all();
 }
 
-void ShardedValues::drop_all() const {
-  for (const Part& each : all_) give_back(each);
+void ShardedValues::gather_over(NcclRoutes* nccl) {
+  nccl_ = nccl;
+  if (nccl != nullptr || compute_.device().kind == DeviceKind::kCpu) return;
+  std::size_t largest = 0;
+  for (const Unit& unit : units_) {
+    for (const Part& each : unit.parts) largest = std::max(largest, each.floats.size_bytes());
+  }
+  mirror_.reserve(largest);
+}
+
+std::size_t ShardedValues::most_open() const {
+  std::size_t all = 1, largest = 0;
+  for (const Unit& each : units_) {
+    all += each.parts.size();
+    largest = std::max(largest, each.parts.size());
+  }
+  return gather() == Gather::kPerUse ? 1 + 2 * largest : all;
 }
 
 std::size_t ShardedValues::first_unit(int stage) const {
@@ -96,13 +123,41 @@ void ShardedValues::renew_copies() {
   }
 }
 
+bool ShardedValues::has_room(std::size_t unit) const {
+  if (compute_.device().kind == DeviceKind::kCpu) return true;
+  for (std::size_t other = 0; other < units_.size(); ++other) {
+    if (other == unit || units_[other].presence == Presence::kAway) continue;
+    if (ShardedMemory::share_slots(gather(), unit, other)) return false;
+  }
+  return true;
+}
+
+NcclTicket ShardedValues::gather_over_nccl(const Part& part) {
+  pieces_.clear();
+  for (std::size_t begin = 0; const std::size_t end : part.ends) {
+    pieces_.push_back({begin, end - begin});
+    begin = end;
+  }
+  return nccl_->gather(part.floats, pieces_);
+}
+
+void ShardedValues::gather_on_mirror(const Part& part) {
+  const std::span<float> host = mirror_.read_back(part.floats);
+  gathers_.wait(gathers_.start_gather(host, part.ends, mirror_.owner(nullptr)));
+  mirror_.write_back();
+}
+
 void ShardedValues::start(std::size_t unit) {
   Unit& of = units_[unit];
   if (of.presence != Presence::kAway) return;
-  for (const Part& each : of.parts) {
-    of.ticket = gathers_.start_gather(each.floats, each.ends, of.owner);
-  }
   of.presence = Presence::kComing;
+  for (const Part& each : of.parts) {
+    if (nccl_ != nullptr) {
+      of.nccl_tickets.push_back(gather_over_nccl(each));
+    } else if (compute_.device().kind == DeviceKind::kCpu) {
+      of.ticket = gathers_.start_gather(each.floats, each.ends, of.owner);
+    }  // else need() gathers it
+  }
 }
 
 void ShardedValues::need(std::size_t unit) {
@@ -113,7 +168,14 @@ void ShardedValues::need(std::size_t unit) {
                               {CollectiveAxis::kReplica, CollectiveKind::kAllGather,
                                of.bytes / at(layout_.place.topology.size.replica), DType::kF32},
                               of.number);
-  gathers_.wait(of.ticket);
+  if (nccl_ != nullptr) {
+    for (NcclTicket& ticket : of.nccl_tickets) nccl_->wait_on_stream(ticket);
+    of.nccl_tickets.clear();
+  } else if (compute_.device().kind == DeviceKind::kCpu) {
+    gathers_.wait(of.ticket);
+  } else {
+    for (const Part& each : of.parts) gather_on_mirror(each);
+  }
   of.presence = Presence::kThere;
 }
 
@@ -121,15 +183,22 @@ void ShardedValues::drop(std::size_t unit) {
   Unit& of = units_[unit];
   if (of.presence == Presence::kAway) return;
   need(unit);
-  for (const Part& each : of.parts) give_back(each);
+  for (const Part& each : of.parts) give_back(std::as_bytes(each.floats));
   of.presence = Presence::kAway;
 }
 
 void ShardedValues::lend(const Parameter& parameter, const ParameterEntry& entry) {
   if (entry.ends.empty() || entry.elements == 0) return;
-  std::vector<std::size_t> ends;
-  for (const std::int64_t end : entry.ends) ends.push_back(static_cast<std::size_t>(end));
-  gathers_.wait(gathers_.start_gather(parameter.value.floats(), ends, parameter.memory));
+  Part part{parameter.value.floats(), {}};
+  for (const std::int64_t end : entry.ends) part.ends.push_back(static_cast<std::size_t>(end));
+  if (nccl_ != nullptr) {
+    NcclTicket ticket = gather_over_nccl(part);
+    nccl_->wait_on_stream(ticket);
+  } else if (compute_.device().kind == DeviceKind::kCpu) {
+    gathers_.wait(gathers_.start_gather(part.floats, part.ends, parameter.memory));
+  } else {
+    gather_on_mirror(part);
+  }
 }
 
 }  // namespace sluice

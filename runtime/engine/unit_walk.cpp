@@ -95,7 +95,8 @@ void UnitWalk::use_next() {
 
 void UnitWalk::start_next() {
   if (values_.gather() != Gather::kPerUse || next_ == uses_.size()) return;
-  if (sharded_[uses_[next_]]) values_.start(uses_[next_]);
+  const std::size_t unit = uses_[next_];
+  if (sharded_[unit] && values_.has_room(unit)) values_.start(unit);
 }
 
 }  // namespace sluice

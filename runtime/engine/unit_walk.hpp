@@ -2,7 +2,8 @@
 // parts of them. Internal to the engine. One thread.
 //
 // The plan's UNSHARD and RESHARD say when a stage's units may be there. With Gather::kPerUse the
-// one in use is, and the next one is on its way; with kPerStep all of the stage's are.
+// one in use is, and the next one is on its way where it has room beside it; with kPerStep all of
+// the stage's are.
 #pragma once
 
 #include <cstddef>

@@ -210,8 +210,9 @@ class Routes final : public NcclRoutes {
   }
 
  private:
-  // Each sum of a step has an event. A step's gathers and the next step use it again: its sum has
-  // been issued by then.
+  // Each sum of a step, and each gather that may be open beside them, has an event. A step's
+  // gathers after the update, later units and the next step use it again: what it is of has been
+  // issued by then.
   [[nodiscard]] const Event& next_ready() {
     Event& ready = ready_[next_ready_++ % ready_.size()];
     ready.record(compute_.stream());

@@ -22,9 +22,9 @@
 
 namespace sluice {
 
-// The sums over replicas of one rank and step: their number, the floats of the largest, and the
-// different numbers of floats; of those that only scatter, the floats of the largest piece.
-// `tensor`: PlannedCollectives::nccl_floats().
+// The sums over replicas of one rank and step: their number, with that of gathers that may be open
+// beside them, the floats of the largest, and the different numbers of floats; of those that only
+// scatter, the floats of the largest piece. `tensor`: PlannedCollectives::nccl_floats().
 struct SumLoad {
   std::size_t count = 0, largest = 0, largest_piece = 0;
   std::vector<std::size_t> sizes = {};

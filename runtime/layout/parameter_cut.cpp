@@ -96,15 +96,6 @@ void add_range(const ParameterEntry& entry, std::size_t place, std::size_t size,
   for (std::size_t r = first; r < ends.size(); ++r) range.ends[r] = offset + ends[r];
 }
 
-// In floats, padding included.
-std::size_t value_floats(const ParameterEntry& entry) {
-  return parameter_bytes(entry.elements) / sizeof(float);
-}
-std::size_t copy_floats(const ParameterEntry& entry) {
-  const auto bytes = static_cast<std::size_t>(entry.elements) * sizeof(Bf16);
-  return entry.copied ? round_up(bytes, kBufferAlignment) / sizeof(float) : 0;
-}
-
 std::size_t floats_of(std::span<const CutRange> ranges) {
   std::size_t floats = 0;
   for (const CutRange& each : ranges) floats += each.ends.back();
@@ -113,11 +104,18 @@ std::size_t floats_of(std::span<const CutRange> ranges) {
 
 }  // namespace
 
+std::size_t value_bytes(const ParameterEntry& entry) { return parameter_bytes(entry.elements); }
+
+std::size_t copy_bytes(const ParameterEntry& entry) {
+  const auto bytes = static_cast<std::size_t>(entry.elements) * sizeof(Bf16);
+  return entry.copied ? round_up(bytes, kBufferAlignment) : 0;
+}
+
 std::vector<CutRange> ranges_of(const StageEntry& stage) {
   std::vector<CutRange> ranges;
   std::size_t place = 0;
   for (const ParameterEntry& entry : stage.parameters) {
-    const std::size_t size = value_floats(entry);
+    const std::size_t size = value_bytes(entry) / sizeof(float);
     add_range(entry, place, size, 1, ranges);
     place += size;
   }
@@ -145,13 +143,17 @@ std::vector<ShardedUnit> sharded_units(const StageEntry& stage) {
   std::vector<ShardedUnit> units;
   std::size_t value = 0, copy = 0;
   for (const ParameterEntry& entry : stage.parameters) {
-    const std::size_t values = value_floats(entry), copies = copy_floats(entry);
+    const std::size_t values = value_bytes(entry) / sizeof(float);
+    const std::size_t copies = copy_bytes(entry) / sizeof(float);
     if (entry.elements > 0 && !entry.ends.empty()) {
       const int number = stage.uses_units ? entry.unit : 0;
-      if (units.empty() || units.back().unit != number) units.push_back({number, {}, {}});
+      if (units.empty() || units.back().unit != number) units.push_back({number, {}, {}, {}});
       ShardedUnit& unit = units.back();
       if (entry.copied) {
         add_range(entry, copy, copies, 2, unit.copies);
+        std::vector<CutRange> alone;
+        add_range(entry, value, values, 1, alone);
+        unit.lent.push_back(std::move(alone.front()));
       } else {
         add_range(entry, value, values, 1, unit.values);
       }

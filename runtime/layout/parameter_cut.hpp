@@ -35,9 +35,13 @@ struct CutRange {
 struct ShardedUnit {
   int unit = 0;                          // Parameter::unit; 0 where it is the whole stage
   std::vector<CutRange> values, copies;  // of the stage's flat values, and of all its copies
+  std::vector<CutRange> lent;            // the values of each parameter with a copy: not gathered
   [[nodiscard]] std::size_t bytes() const;
   [[nodiscard]] std::size_t own_bytes(int replica) const;
 };
+// Bytes of an entry's values, and of its copy, in its set's memory.
+[[nodiscard]] std::size_t value_bytes(const ParameterEntry& entry);
+[[nodiscard]] std::size_t copy_bytes(const ParameterEntry& entry);
 // Those of a stage in order: one for each of its units that have cut parameters where it uses units
 // (StageEntry::uses_units), else one.
 [[nodiscard]] std::vector<ShardedUnit> sharded_units(const StageEntry& stage);

@@ -106,13 +106,18 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
     over_replicas = collective_over(job.group(Axis::kReplica), "replica");
     over_tensor_ranks = collective_over(job.group(Axis::kTensor), "tensor rank");
     if (layout.parameters.gather != Gather::kNever) {
-      sharded = std::make_unique<ShardedValues>(job.group(Axis::kReplica).collectives->gathers(),
-                                                job.activity.get(), *compute, layout);
+      rethrow_oom_with_plan("the parameters", [&] {
+        sharded = std::make_unique<ShardedValues>(job.group(Axis::kReplica).collectives->gathers(),
+                                                  job.activity.get(), *compute, *mirror, layout);
+      });
     }
     prepare_stages();
     // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
     job.world.collectives->barrier();
     rethrow_device_error_with_plan("NCCL's communicators", [&] { make_nccl(); });
+    if (sharded != nullptr) {
+      sharded->gather_over(nccl != nullptr && nccl->sums() ? nccl.get() : nullptr);
+    }
     rethrow_oom_with_plan("test messages", [&] { probe_direct_edges(job, layout, *compute); });
     rethrow_oom_with_plan("tied parameters", [&] {
       tied = std::make_unique<TiedUses>(job, layout.plans, layout.parameters, *compute, nccl.get(),
@@ -204,6 +209,7 @@ void PipelineParts::make_nccl() {
     sums = GradientSums::load_of(layout, mine, options.expert.bucket_bytes);
   }
   sums.tensor = PlannedCollectives::nccl_floats(layout, mine, !options.training.inference);
+  if (sharded != nullptr) sums.count += sharded->most_open();
   nccl = NcclRoutes::make(job, layout, *compute, sums, open, options.devices.all_reduce);
 }
 
@@ -256,7 +262,7 @@ void PipelineParts::prepare_stages() {
     rethrow_device_error_with_plan("the stages", [&] {
       if (binding.parameters != nullptr) {
         calling(fmt::format("stage {}, its parameters", index),
-                [&] { allocate(*binding.parameters, entry, setup); });
+                [&] { allocate(*binding.parameters, setup, index); });
       }
       // As many slots as any plan has. Touches every page before the first step.
       const std::size_t bytes = binding.state.memory(at(setup.slots));
@@ -276,14 +282,11 @@ void PipelineParts::prepare_stages() {
   }
 }
 
-void PipelineParts::allocate(ParameterSet& set, const StageEntry& entry, const StageSetup& setup) {
+void PipelineParts::allocate(ParameterSet& set, const StageSetup& setup, int stage) {
   std::function<void(const Parameter&)> drawn;
   if (sharded != nullptr) {
-    const std::vector<Parameter*> all = set.all();
-    drawn = [this, &entry, all](const Parameter& parameter) {
-      const auto index = std::ranges::find(all, &parameter) - all.begin();
-      sharded->drop_others(parameter, entry.parameters[static_cast<std::size_t>(index)]);
-    };
+    sharded->place(set, stage);
+    drawn = [this](const Parameter& parameter) { sharded->drop_others(parameter); };
   }
   set.allocate(compute->memory(), setup.seed, setup.trains, drawn);
 }

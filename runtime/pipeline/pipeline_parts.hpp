@@ -117,7 +117,7 @@ struct PipelineParts {
   StageBinding bind(Stage& stage, int index);
   void prepare_stages();
   // The parameters of a stage, before prepare().
-  void allocate(ParameterSet& set, const StageEntry& entry, const StageSetup& setup);
+  void allocate(ParameterSet& set, const StageSetup& setup, int stage);
   void make_nccl();
   void make_store();
   [[nodiscard]] DeviceBatch::Capacity batch_capacity() const;

@@ -204,7 +204,7 @@ void PipelineAccess::lend(Pipeline& pipeline, const Parameter& parameter) {
 void PipelineAccess::give_back(Pipeline& pipeline, const Parameter& parameter) {
   with_sharded(pipeline.impl_->parts, parameter,
                [&](ShardedValues& values, const ParameterEntry& entry) {
-                 values.drop_others(parameter, entry);
+                 if (!entry.ends.empty()) values.drop_others(parameter);
                });
 }
 void PipelineAccess::drop_others(Pipeline& pipeline) {

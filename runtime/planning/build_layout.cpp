@@ -547,16 +547,10 @@ void plan_offload(const PipelineOptions& options, JobLayout& layout) {
   }
 }
 
-// Whether replicas have parts of the parameters at rest. Refuses devices that cannot.
+// Whether replicas have parts of the parameters at rest.
 bool shards_parameters(const PipelineOptions& options, const JobLayout& layout) {
-  if (options.shape.shard != ShardLevel::kParameters || options.training.inference) return false;
-  for (const RankDevice& rank : layout.place.devices) {
-    if (rank.device.kind == DeviceKind::kCpu) continue;
-    throw_usage(
-        "shards of the parameters on {} of {}; legal on GPUs: shards of the optimizer, or none",
-        to_string(rank.device), rank.host);
-  }
-  return layout.place.topology.size.replica > 1;
+  return options.shape.shard == ShardLevel::kParameters && !options.training.inference &&
+         layout.place.topology.size.replica > 1;
 }
 
 // Whether the memory that `needed` describes is within what was planned.

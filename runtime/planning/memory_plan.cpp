@@ -30,6 +30,7 @@
 #include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/parameter_cut.hpp"
 #include "runtime/layout/save_shares.hpp"
+#include "runtime/layout/sharded_memory.hpp"
 #include "schedules/plan/collectives.hpp"
 #include "stages/operators/context.hpp"
 #include "stages/operators/optimizer.hpp"
@@ -99,8 +100,7 @@ class MemorySum {
     const std::size_t sums = at(TreeSum::levels(training.inference ? 1 : layout_.place.shares));
     std::size_t tables = 0;
     const bool sharded = layout_.parameters.gather != Gather::kNever;
-    // [replica] Of parameters of which it has a part alone.
-    std::vector<std::size_t> optimizer(at(layout_.place.topology.size.replica)), own = optimizer;
+    std::vector<std::size_t> optimizer(at(layout_.place.topology.size.replica));  // [replica]
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {
       const StageEntry& entry = layout_.parameters.stages[at(stage)];
       std::set<std::string_view> names;
@@ -108,11 +108,7 @@ class MemorySum {
         const std::int64_t elements = entry.parameters[i].elements;
         const bool is_new = names.insert(entry.parameters[i].name).second;
         if (training.inference && !is_new) continue;  // ParameterSet::allocate()
-        if (sharded && !entry.parameters[i].ends.empty()) {
-          add_parts(entry.parameters[i], own);
-        } else {
-          add_bytes(memory_.parameters, parameter_bytes(elements));
-        }
+        if (!sharded) add_bytes(memory_.parameters, parameter_bytes(elements));
         if (training.inference) continue;
         add_bytes(memory_.gradients, multiply_bytes(parameter_bytes(elements),
                                                     1 + sums + at(entry.parameters[i].shares)));
@@ -132,8 +128,11 @@ class MemorySum {
       const std::size_t activations = entry.state.in_plan(splits).memory(at(states.slots));
       const std::size_t workspace = sum_of_bytes(
           {padded(entry.workspace_bytes), splits ? 0 : padded(entry.shared_gradient_bytes)});
-      add_bytes(memory_.parameters,
-                padded(entry.copy_bytes) - (sharded ? cut_copy_bytes(entry) : 0));
+      std::size_t copies = padded(entry.copy_bytes);
+      if (sharded) {  // but those of add_sharded()
+        for (const ParameterEntry& each : entry.parameters) copies -= copy_bytes(each);
+      }
+      add_bytes(memory_.parameters, copies);
       add_bytes(memory_.activations, activations);
       add_bytes(memory_.workspace, workspace);
       add_bytes(options_.offload.activations == PipelineOptions::Offload::To::kHost
@@ -141,14 +140,12 @@ class MemorySum {
                     : memory_.offloaded_disk,
                 multiply_bytes(entry.state.kept(), at(states.stored)));
       if (entry.own_memory)
-        add_bytes(memory_.outside_arena,
-                  sum_of_bytes({padded(entry.copy_bytes), activations, workspace}));
+        add_bytes(memory_.outside_arena, sum_of_bytes({copies, activations, workspace}));
       operator_bytes_ = std::max(operator_bytes_, entry.operator_bytes);
       tables = std::max(tables, entry.table_bytes);
     }
     memory_.optimizer = *std::max_element(optimizer.begin(), optimizer.end());
-    add_bytes(memory_.parameters, *std::max_element(own.begin(), own.end()));
-    add_bytes(memory_.parameters, gathered_bytes());
+    if (sharded) add_sharded();
     memory_.operators =
         sum_of_bytes({padded(operator_bytes_), padded(tables), library_bytes(device_)});
   }
@@ -244,25 +241,23 @@ class MemorySum {
   }
 
  private:
-  // What StageEntry::copy_bytes has of parameters of which a replica has a part.
-  static std::size_t cut_copy_bytes(const StageEntry& entry) {
-    std::size_t bytes = 0;
-    for (const ParameterEntry& each : entry.parameters) {
-      if (!each.copied || each.ends.empty()) continue;
-      add_bytes(bytes, padded(sizeof(Bf16) * static_cast<std::size_t>(each.elements)));
+  // Parameters of which each replica has a part: of the one that needs most.
+  void add_sharded() {
+    std::size_t most = 0;
+    for (int r = 0; r < layout_.place.topology.size.replica; ++r) {
+      const ShardedMemory sharded(layout_, rank_, r);
+      most = std::max(most, PartialMemory::bytes_for(device_, sharded.bytes, sharded.ranges));
     }
-    return bytes;
-  }
-  static void add_parts(const ParameterEntry& entry, std::vector<std::size_t>& own) {
-    const std::size_t size = sizeof(float) + (entry.copied ? sizeof(Bf16) : 0);
-    for (std::size_t r = 0; r < own.size(); ++r) {
-      add_bytes(own[r], size * static_cast<std::size_t>(entry.part(static_cast<int>(r)).count));
+    if (device_ == DeviceKind::kCpu) {
+      add_bytes(most, gathered_bytes());
+    } else {
+      add_bytes(memory_.outside_arena, most);
     }
+    add_bytes(memory_.parameters, most);
   }
 
-  // What is there of other replicas' parts of the parameters, at most.
+  // On a CPU, what is there of other replicas' parts, at most.
   [[nodiscard]] std::size_t gathered_bytes() const {
-    if (layout_.parameters.gather == Gather::kNever) return 0;
     std::map<int, std::size_t> stages;
     std::vector<std::size_t> units;
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {

@@ -256,7 +256,10 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
   const std::vector<std::size_t> offsets = offsets_of(parameters_, /*shared=*/!gradients);
   const std::size_t bytes = offsets.back();
   const Device device = memory.device();
-  memory_->values = memory.allocate(bytes);
+  if (memory_->given == nullptr) {
+    memory_->values = memory.allocate(bytes);
+    values_ = memory_->values.data();
+  }
   if (gradients) memory_->grads = memory.allocate(bytes);
   flat_floats_ = bytes / sizeof(float);
   const Stream stream(device);
@@ -266,7 +269,7 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
   auto offset = offsets.begin();
   for (Parameter& parameter : parameters_) {
     const TensorSpec spec{DType::kF32, parameter.shape};
-    parameter.value = {memory_->values.data() + *offset, spec};
+    parameter.value = {values_ + *offset, spec};
     parameter.grad = {gradients ? memory_->grads.data() + *offset : nullptr, spec};
     parameter.memory = memory_;
     ++offset;
@@ -274,7 +277,11 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
   if (gradients) allocate_shares(memory);
   draw_values(device, seed, drawn);
   allocate_buffers(memory, seed);
-  allocate_bf16_copies(memory);
+  if (memory_->given == nullptr) {
+    memory_->bf16_copies = memory.allocate(bf16_copy_bytes(device.kind));
+    bf16_copies_ = memory_->bf16_copies.data();
+  }
+  place_bf16_copies(device);
   mark_values_changed();
   allocated_ = true;
 }
@@ -334,12 +341,10 @@ std::size_t ParameterSet::bf16_copy_bytes(DeviceKind device) const {
   return bytes;
 }
 
-void ParameterSet::allocate_bf16_copies(const DeviceMemory& memory) {
-  const DeviceKind device = memory.device().kind;
-  memory_->bf16_copies = memory.allocate(bf16_copy_bytes(device));
-  std::byte* place = memory_->bf16_copies.data();
+void ParameterSet::place_bf16_copies(Device device) {
+  std::byte* place = bf16_copies_;
   for (Parameter& parameter : parameters_) {
-    if (!keeps_bf16(parameter, device)) continue;
+    if (!keeps_bf16(parameter, device.kind)) continue;
     parameter.bf16_copy = {place, bf16_spec(parameter)};
     place += round_up(parameter.bf16_copy.spec.bytes(), kBufferAlignment);
   }
@@ -413,7 +418,7 @@ std::span<float> ParameterSet::flat_grads() const {
 }
 
 std::span<float> ParameterSet::flat_values() const {
-  return {reinterpret_cast<float*>(memory_->values.data()), flat_floats_};
+  return {reinterpret_cast<float*>(values_), flat_floats_};
 }
 
 void ParameterSet::mark_values_changed() {

@@ -96,7 +96,7 @@ enum class ShardLevel {
   kOptimizer,
   // The parameters too (ZeRO stage 3; FSDP, Zhao et al. 2023): each replica has the part that it
   // updates alone, and units of layers (ParameterSet::begin_unit()) are gathered while they are
-  // used. Of frozen parameters each has all. CPUs alone. No bit of a training changes.
+  // used. Of frozen parameters each has all. No bit of a training changes.
   kParameters,
 };
 // "none", "optimizer", "parameters".

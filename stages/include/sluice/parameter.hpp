@@ -149,7 +149,7 @@ class ParameterSet {
   // gradients, and uses of one name share the first one's value. Throws Error(kUsage) for a second
   // call, for a name used twice and not tied, for uses of different shapes or initial values and
   // for more bytes than a std::size_t holds, and what `memory` throws. `drawn`, if any, gets each
-  // parameter whose initial values are there, before the next one takes memory on a CPU.
+  // parameter whose initial values are there, before the next one's are written.
   void allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients = true,
                 const std::function<void(const Parameter&)>& drawn = {});
 
@@ -180,18 +180,21 @@ class ParameterSet {
 
  private:
   friend struct GradientAccess;  // internal
+  friend struct ValueAccess;     // internal
   std::deque<Parameter> parameters_, buffers_;
   struct Memory {
     Buffer values, grads, shares, buffers, bf16_copies;
+    std::shared_ptr<const void> given;  // owns values and copies where they are not above
   };
   std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   void allocate_buffers(const DeviceMemory& memory, std::uint64_t seed);
   void allocate_shares(const DeviceMemory& memory);
-  void allocate_bf16_copies(const DeviceMemory& memory);
+  void place_bf16_copies(Device device);
   void draw_values(Device device, std::uint64_t seed,
                    const std::function<void(const Parameter&)>& drawn);
 
   bool allocated_ = false;
+  std::byte *values_ = nullptr, *bf16_copies_ = nullptr;
   int unit_ = 0;
   std::size_t flat_floats_ = 0, buffer_floats_ = 0;
   std::uint64_t version_ = 0;
