@@ -1,0 +1,154 @@
+// GPUs that have parts of the parameters alone at rest: the bits of those that have all, over NCCL
+// and through host memory, also of what is saved and loaded. Ranks are threads.
+#include <fmt/core.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <filesystem>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <sluice/checkpoint.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/transformer.hpp>
+
+#include "tests/gpus/required_gpus.hpp"
+#include "tests/loopback/loopback.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+struct Shards {
+  ShardLevel level = ShardLevel::kParameters;
+  ShardGather gather = ShardGather::kUse;
+  int pipeline = 1;
+  std::string schedule = "1f1b", device = "cuda:0";
+  TransportChoice transport = TransportChoice::kMpi;
+  bool loads = false, cuda_graphs = false;
+};
+
+struct Outcome {
+  std::vector<double> losses, norms;
+  std::map<std::string, std::vector<std::byte>> values;
+};
+
+// Units: the embedding, attention, the MLP of 2.1 million parameters, the head. The first and the
+// third share memory, as much of the other replica's part as fills a GPU's units of 2 MiB. On two
+// ranks one of both follows the other from micro-batch to micro-batch.
+TransformerConfig model_in(DType precision) {
+  TransformerConfig model = small_model();
+  model.layers = 1;
+  model.width = 512;
+  model.vocabulary = 4100;
+  model.context = 4;
+  model.tied = false;
+  model.precision = precision;
+  return model;
+}
+
+// Some steps, an evaluation after each. The last one may be of a pipeline that has loaded what the
+// first one saved.
+Outcome outcome_with(const TransformerConfig& model, const Shards& shards) {
+  constexpr int kReplicas = 2;
+  PipelineOptions options;
+  options.shape.pipeline = shards.pipeline;
+  options.shape.replicas = kReplicas;
+  options.shape.micro_batches = 2;
+  options.shape.shard = shards.level;
+  options.shape.shard_gather = shards.gather;
+  options.order.schedule = shards.schedule;
+  options.devices.choices = parse_devices(shards.device);
+  options.devices.transport = shards.transport;
+  options.devices.cuda_graphs = shards.cuda_graphs;
+  options.training.learning_rate = {.peak = 1e-2};
+  options.training.clip = 0.5;
+  options.expert.evaluations = {3};
+  options.checks.replicas_every = 1;
+  const std::filesystem::path directory =
+      std::filesystem::path(::testing::TempDir()) / fmt::format("sluice_sharded_{}", getpid());
+  Outcome result;
+  run_loopback(shards.pipeline * kReplicas, [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model);
+    Outcome mine;
+    auto pipeline = std::make_unique<Pipeline>(comm, Transformer(model), *source, options);
+    const int steps = shards.cuda_graphs ? 4 : 2;
+    for (int step = 0; step < steps; ++step) {
+      if (shards.loads && step == 1) {
+        save_checkpoint(*pipeline, {.directory = directory});
+        pipeline.reset();
+        pipeline = std::make_unique<Pipeline>(comm, Transformer(model), *source, options);
+        load_checkpoint(*pipeline, directory);
+      }
+      const StepReport report = pipeline->train_step();
+      mine.losses.push_back(report.loss);
+      mine.norms.push_back(report.grad_norm);
+      mine.losses.push_back(pipeline->evaluate(*source, 3).loss);
+    }
+    for (const auto& [name, tensor] : pipeline->state()) {
+      mine.values[name] = {tensor.bytes.begin(), tensor.bytes.end()};
+    }
+    if (comm.rank() == 0) result = std::move(mine);
+  });
+  std::filesystem::remove_all(directory);
+  return result;
+}
+
+void expect_same(const Outcome& one, const Outcome& other, const std::string& where) {
+  EXPECT_EQ(one.losses, other.losses) << where;
+  EXPECT_EQ(one.norms, other.norms) << where;
+  ASSERT_EQ(one.values.size(), other.values.size()) << where;
+  ASSERT_FALSE(one.values.empty());
+  for (const auto& [name, bytes] : one.values) {
+    EXPECT_TRUE(bytes == other.values.at(name)) << where << ": " << name;
+  }
+}
+
+void check_shards(DType precision, std::initializer_list<Shards> all) {
+  const TransformerConfig model = model_in(precision);
+  const Outcome whole = outcome_with(model, {.level = ShardLevel::kNone});
+  for (const Shards& each : all) {
+    expect_same(whole, outcome_with(model, each),
+                fmt::format("{}, pipeline {}, {}, {}", each.schedule, each.pipeline,
+                            each.transport == TransportChoice::kNccl ? "NCCL" : "host",
+                            each.gather == ShardGather::kUse ? "use" : "step"));
+  }
+}
+
+constexpr auto kStep = ShardGather::kStep;
+
+TEST(ShardedParametersTest, OfGpusGiveTheBitsOfWholeOnes) {
+  SLUICE_NEED_A_GPU();
+  check_shards(DType::kF32,
+               {{.loads = true}, {.gather = kStep, .pipeline = 2, .schedule = "zb-h1"}});
+}
+
+TEST(ShardedParametersTest, InBf16GiveTheBitsOfWholeOnes) {
+  SLUICE_NEED_A_GPU();
+  check_shards(DType::kBf16, {{.pipeline = 2}, {.gather = kStep, .loads = true}});
+}
+
+TEST(ShardedParametersTest, OverNcclGiveTheBitsOfWholeOnes) {
+  SLUICE_NEED_GPUS(4, device_count(DeviceKind::kCuda));
+  const auto nccl = [](Shards shards) {
+    shards.device = "cuda";
+    shards.transport = TransportChoice::kNccl;
+    return shards;
+  };
+  check_shards(DType::kF32, {nccl({}), nccl({.pipeline = 2, .schedule = "gpipe"})});
+  check_shards(DType::kBf16, {nccl({.loads = true}), nccl({.gather = kStep, .pipeline = 2})});
+}
+
+TEST(ShardedParametersGraphsTest, RecordedCallsLeaveUnitsOut) {
+  SLUICE_NEED_A_GPU();
+  const TransformerConfig model = small_model();
+  expect_same(outcome_with(model, {.level = ShardLevel::kNone, .cuda_graphs = true}),
+              outcome_with(model, {.cuda_graphs = true}), "graphs");
+}
+
+}  // namespace
+}  // namespace sluice::testing
