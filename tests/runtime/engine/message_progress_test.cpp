@@ -43,7 +43,7 @@ class MessageProgressTest : public ::testing::Test {
 
   ComputeContext context_{Device{}, 1};
   CountingTransport transport_;
-  MessageProgress messages_{context_, transport_, nullptr};
+  MessageProgress messages_{context_, transport_, nullptr, nullptr};
   std::array<float, 2> values_ = {1, 2}, results_ = {};
   std::array<float, 4> weight_ = {1, 0, 0, 1};
 };
