@@ -385,7 +385,11 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
     stage.seconds.stage = stage.binding.index;
     stage.recomputed = -1;
     calling([&] { return fmt::format("stage {}, before its first action", stage.binding.index); },
-            [&] { stage.binding.stage->begin_step(*config.compute); });
+            [&] {
+              if (units) units->lend(stage.binding.index);
+              stage.binding.stage->begin_step(*config.compute);
+              if (units) units->take_back(stage.binding.index);
+            });
   }
   calls.begin_step(request.step, request.loss_scale);
   timer.begin(stream());

@@ -62,9 +62,9 @@ void ShardedValues::add(const StageBinding& stage) {
   const std::vector<Parameter*> parameters = set->all();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     Parameter& each = *parameters[i];
+    each.bf16_copy_is_current = false;  // prepare() has seen values that are away
     if (each.bf16_copy.data == nullptr || entry.parameters[i].ends.empty()) continue;
     copied_.push_back({&each, entry.parameters[i].part(replica_)});
-    each.bf16_copy_is_current = false;  // prepare() may have made it of values that are away
   }
   const ShardedMemory::Place& place = place_of(stage.index);
   for (const ShardedUnit& each : sharded_units(entry)) {
@@ -110,6 +110,10 @@ std::size_t ShardedValues::units_of(int stage) const {
 
 bool ShardedValues::use_units(int stage) const {
   return layout_.parameters.stages[at(stage)].uses_units;
+}
+
+bool ShardedValues::weight_reads(int stage) const {
+  return layout_.parameters.stages[at(stage)].weight_reads;
 }
 
 void ShardedValues::renew_copies() {

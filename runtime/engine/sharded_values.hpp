@@ -55,7 +55,9 @@ class ShardedValues {
   [[nodiscard]] std::size_t first_unit(int stage) const;
   [[nodiscard]] std::size_t units_of(int stage) const;
   [[nodiscard]] int number_of(std::size_t unit) const { return units_[unit].number; }
+  // As StageDescription's.
   [[nodiscard]] bool use_units(int stage) const;
+  [[nodiscard]] bool weight_reads(int stage) const;
   [[nodiscard]] Gather gather() const { return layout_.parameters.gather; }
 
   // Makes the copies in bf16 of this rank's parts again, of those that are stale. Before a run.

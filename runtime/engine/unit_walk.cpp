@@ -15,8 +15,10 @@ UnitWalk::UnitWalk(ShardedValues& values, const std::vector<PlanOp>& ops)
     if (op.kind != OpKind::kCompute) continue;
     const std::size_t first = values.first_unit(op.stage), count = values.units_of(op.stage);
     units = std::max(units, first + count);
-    op_uses_[i] = {uses_.size(),
-                   op.action == ActionKind::kRecompute ? std::min(count, 1UL) : count};
+    const bool reads = op.action != ActionKind::kBackwardWeight || values.weight_reads(op.stage);
+    op_uses_[i] = {uses_.size(), !reads                                ? 0
+                                 : op.action == ActionKind::kRecompute ? std::min(count, 1UL)
+                                                                       : count};
     for (std::size_t k = 0; k < op_uses_[i].count; ++k) {
       const bool ascends = op.action == ActionKind::kForward;
       uses_.push_back(first + (ascends ? k : count - 1 - k));
@@ -33,6 +35,20 @@ void UnitWalk::begin_run() {
   first_ = next_ = end_ = 0;
   sharded_.assign(sharded_.size(), false);
   values_.renew_copies();
+}
+
+void UnitWalk::lend(int stage) {
+  if (values_.use_units(stage)) return;
+  for (std::size_t i = 0; i < values_.units_of(stage); ++i) {
+    values_.need(values_.first_unit(stage) + i);
+  }
+}
+
+void UnitWalk::take_back(int stage) {
+  if (values_.use_units(stage)) return;
+  for (std::size_t i = 0; i < values_.units_of(stage); ++i) {
+    values_.drop(values_.first_unit(stage) + i);
+  }
 }
 
 void UnitWalk::unshard(const PlanOp& op) {

@@ -23,6 +23,9 @@ class UnitWalk final : public ParameterUnits {
 
   // Before the ops of a run.
   void begin_run();
+  // Between these calls, after begin_run(), a stage that uses no units has all of its parameters.
+  void lend(int stage);
+  void take_back(int stage);
   void unshard(const PlanOp& op);
   void reshard(const PlanOp& op);
   // Around the stage's part of a compute op; null: all of its parameters are there. Units that the
@@ -37,7 +40,7 @@ class UnitWalk final : public ParameterUnits {
     std::size_t first = 0, count = 0;
   };
   [[nodiscard]] const Uses& uses_of(const PlanOp& op) const;
-  // Of the whole run.
+  // Makes the next unit whole, and starts the one after it.
   void use_next();
   void start_next();
 

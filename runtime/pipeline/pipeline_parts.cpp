@@ -289,6 +289,9 @@ void PipelineParts::allocate(ParameterSet& set, const StageSetup& setup, int sta
     drawn = [this](const Parameter& parameter) { sharded->drop_others(parameter); };
   }
   set.allocate(compute->memory(), setup.seed, setup.trains, drawn);
+  if (sharded == nullptr) return;
+  // Until add(): trial calls in prepare() make no copies.
+  for (Parameter* each : set.all()) each->bf16_copy_is_current = true;
 }
 
 void PipelineParts::make_store() {

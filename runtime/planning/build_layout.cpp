@@ -547,10 +547,55 @@ void plan_offload(const PipelineOptions& options, JobLayout& layout) {
   }
 }
 
+// Two elements of a copy in bf16 are gathered together.
+void require_even_parts(const ParameterTable& table) {
+  for (std::size_t s = 0; s < table.stages.size(); ++s) {
+    for (const ParameterEntry& each : table.stages[s].parameters) {
+      for (const std::int64_t end : each.ends) {
+        if (!each.copied || end % 2 == 0 || end == each.elements) continue;
+        throw_usage(
+            "shards of the parameters cut '{}' of stage {}, which has a copy in bf16, at element "
+            "{}; legal: even ones, so shards of the model with an even number of its elements, or "
+            "shards of the optimizer",
+            each.name, s, end);
+      }
+    }
+  }
+}
+
 // Whether replicas have parts of the parameters at rest.
 bool shards_parameters(const PipelineOptions& options, const JobLayout& layout) {
+  if (options.shape.shard == ShardLevel::kParameters) require_even_parts(layout.parameters);
   return options.shape.shard == ShardLevel::kParameters && !options.training.inference &&
          layout.place.topology.size.replica > 1;
+}
+
+// Plans the largest steps, with the memory that they take. Where replicas have parts of the
+// parameters, when these are gathered.
+void plan_gathers(const JobContext& job, const PipelineOptions& options, const DataSource& source,
+                  const std::vector<StageReports>& reports, int micro_batches, std::int64_t round,
+                  JobLayout& layout) {
+  // Whether it is within the limit.
+  const auto plan = [&](Gather gather) {
+    layout.parameters.gather = gather;
+    for (ParameterTable& table : layout.tensor_parameters) table.gather = gather;
+    layout.plans.train = plan_step(layout, options, micro_batches);
+    if (round > 0) layout.plans.forward = plan_forward(layout, static_cast<int>(round));
+    layout.memory = memory_of_places(job, options, source, reports, layout);
+    layout.memory.shared = shared_memory(job.devices.ranks, layout.place.topology, layout.memory);
+    const std::size_t limit = options.devices.memory;
+    return limit > 0 && std::ranges::all_of(layout.memory.ranks, [&](const RankMemory& each) {
+             return each.total() <= limit;
+           });
+  };
+  const ShardGather when = options.shape.shard_gather;
+  if (!shards_parameters(options, layout)) {
+    (void)plan(Gather::kNever);
+  } else if (when != ShardGather::kAuto) {
+    (void)plan(when == ShardGather::kStep ? Gather::kPerStep : Gather::kPerUse);
+  } else if (options.devices.memory == 0 || !plan(Gather::kPerStep)) {
+    (void)plan(Gather::kPerUse);
+  }
 }
 
 // Whether the memory that `needed` describes is within what was planned.
@@ -641,27 +686,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   plans.bubble_ideal =
       simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
   plans.cuda_graphs = options.devices.cuda_graphs;
-  const auto plan = [&](Gather gather) {
-    layout.parameters.gather = gather;
-    for (ParameterTable& table : layout.tensor_parameters) table.gather = gather;
-    plans.train = plan_step(layout, options, micro_batches);
-    if (division.round > 0) plans.forward = plan_forward(layout, static_cast<int>(division.round));
-    layout.memory = memory_of_places(job, options, source, reports, layout);
-    layout.memory.shared =
-        shared_memory(job.devices.ranks, layout.place.topology, layout.memory);
-    const std::size_t limit = options.devices.memory;
-    return limit > 0 && std::ranges::all_of(layout.memory.ranks, [&](const RankMemory& each) {
-             return each.total() <= limit;
-           });
-  };
-  const ShardGather when = options.shape.shard_gather;
-  if (!shards_parameters(options, layout)) {
-    plan(Gather::kNever);
-  } else if (when != ShardGather::kAuto) {
-    plan(when == ShardGather::kStep ? Gather::kPerStep : Gather::kPerUse);
-  } else if (options.devices.memory == 0 || !plan(Gather::kPerStep)) {
-    plan(Gather::kPerUse);
-  }
+  plan_gathers(job, options, source, reports, micro_batches, division.round, layout);
   return built;
 }
 

@@ -130,7 +130,9 @@ class MemorySum {
           {padded(entry.workspace_bytes), splits ? 0 : padded(entry.shared_gradient_bytes)});
       std::size_t copies = padded(entry.copy_bytes);
       if (sharded) {  // but those of add_sharded()
-        for (const ParameterEntry& each : entry.parameters) copies -= copy_bytes(each);
+        for (const ParameterEntry& each : entry.parameters) {
+          copies -= std::min(copies, copy_bytes(each));
+        }
       }
       add_bytes(memory_.parameters, copies);
       add_bytes(memory_.activations, activations);
@@ -260,14 +262,19 @@ class MemorySum {
   [[nodiscard]] std::size_t gathered_bytes() const {
     std::map<int, std::size_t> stages;
     std::vector<std::size_t> units;
+    std::size_t lent = 0;  // values of one parameter, between steps
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {
-      for (const ShardedUnit& unit : sharded_units(layout_.parameters.stages[at(stage)])) {
+      const StageEntry& entry = layout_.parameters.stages[at(stage)];
+      for (const ShardedUnit& unit : sharded_units(entry)) {
         std::size_t least = unit.bytes();
         for (int r = 0; r < layout_.place.topology.size.replica; ++r) {
           least = std::min(least, unit.own_bytes(r));
         }
         units.push_back(unit.bytes() - least);
         add_bytes(stages[stage], units.back());
+      }
+      for (const ParameterEntry& each : entry.parameters) {
+        if (!each.ends.empty()) lent = std::max(lent, parameter_bytes(each.elements));
       }
     }
     if (layout_.parameters.gather == Gather::kPerUse) {
@@ -276,9 +283,9 @@ class MemorySum {
       for (std::size_t i = 0; i < std::min<std::size_t>(units.size(), 2); ++i) {
         add_bytes(both, units[i]);
       }
-      return both;
+      return std::max(lent, both);
     }
-    std::size_t most = 0;
+    std::size_t most = lent;
     layout_.plans.for_each_plan([&](const Plan& plan) {
       std::size_t now = 0;
       for (const PlanOp& op : plan.ranks[at(rank_)].ops) {

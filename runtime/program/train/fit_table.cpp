@@ -46,8 +46,10 @@ double gathered_bytes(const JobLayout& layout) {
     std::set<int> seen;
     for (const PlanOp& op : rank.ops) {
       if (op.kind != OpKind::kCompute || op.action == ActionKind::kRecompute) continue;
+      const StageEntry& stage = layout.parameters.stages[at(op.stage)];
+      if (op.action == ActionKind::kBackwardWeight && !stage.weight_reads) continue;
       if (seen.insert(op.stage).second) continue;  // an update sends as much
-      for (const ShardedUnit& unit : sharded_units(layout.parameters.stages[at(op.stage)])) {
+      for (const ShardedUnit& unit : sharded_units(stage)) {
         bytes += static_cast<double>(unit.bytes());
       }
     }

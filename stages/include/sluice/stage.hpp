@@ -101,8 +101,8 @@ struct StageDescription {
   bool state_moves = false;
   // It calls ctx.units->use() before each unit of its parameters that an action reads: ascending in
   // forward() and loss(), descending in backward calls. recompute() reads the last one alone. In
-  // prepare() and begin_step() it reads none. Else all of its parameters are there in each of its
-  // calls.
+  // begin_step() it reads none. Else all of its parameters are there in each of these calls. In
+  // prepare() a stage has this replica's part alone.
   bool uses_units = false;
   // backward_weight() reads values of parameters. Else they need not be there.
   bool weight_reads = true;
