@@ -590,6 +590,10 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   if (&op == stage.last_gradient && actions != nullptr) {
     ctx.final_gradients = actions->final_gradients(op.stage);
   }
+  if (&op == stage.first_gradient && config.gradients_in_parts && actions != nullptr) {
+    end_sums(op, *actions);
+    computed_until = 0;
+  }
   // Reading the clock, or a GPU's, costs more than what lies between two actions in a row.
   const bool follows = computed_until > 0;
   const double start = follows ? computed_until : steady_seconds();

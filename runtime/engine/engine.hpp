@@ -39,8 +39,9 @@ class StepActions {
   virtual void fold_forward(int stage, int leaf) = 0;
   virtual void fold_backward(int stage, int leaf) = 0;
   virtual void reduce_grad(int stage) = 0;
-  // Before reduce_tied() and measure(). Waits for what reduce_grad() or the last backward has
-  // started in host memory; when that ran, or none.
+  // Before reduce_tied() and measure(), and before another stage's gradients begin where replicas
+  // keep parts of them. Waits for what reduce_grad() has ended the start of, in host memory; when
+  // that ran, or none.
   virtual std::optional<TimeSpan> end_sums(int /*stage*/) { return std::nullopt; }
   virtual void reduce_tied(int group) = 0;
   // Puts on the stream the work whose results optimizer() reads on the host. The engine waits for

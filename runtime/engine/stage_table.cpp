@@ -99,7 +99,9 @@ void StageTable::find_ends() {
     const bool adds =
         op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardWeight;
     LocalStage* const stage = stage_of(op);
-    if (op.kind == OpKind::kCompute && adds && stage != nullptr) stage->last_gradient = &op;
+    if (op.kind != OpKind::kCompute || !adds || stage == nullptr) continue;
+    if (stage->first_gradient == nullptr) stage->first_gradient = &op;
+    stage->last_gradient = &op;
   }
 }
 

@@ -21,7 +21,8 @@ struct LocalStage {
   // [BufferKind] Null: kInput of stage 0, and kGradOutput of the last stage. At a local hand-over,
   // kOutput is the next stage's kInput, and kGradInput is the previous stage's kGradOutput.
   std::array<SlotPool*, kBufferKinds> pools = {};
-  const PlanOp* last_gradient = nullptr;  // the last op of a step that adds to its gradients
+  // The first and the last B or W of a step.
+  const PlanOp *first_gradient = nullptr, *last_gradient = nullptr;
   ActionSeconds seconds;
   std::int32_t recomputed = -1;  // micro-batch, up to its B or I; -1: none
   // The first call was; see the engine.

@@ -5,6 +5,7 @@
 
 #include "comm/base/byte_sums.hpp"
 #include "comm/base/index.hpp"
+#include "comm/device/host_pages.hpp"
 #include "stages/tensor/stale_gradients.hpp"
 
 namespace sluice {
@@ -133,8 +134,9 @@ void GradientSums::finish(int stage, bool whole) {
 
 std::optional<TimeSpan> GradientSums::end(int stage) {
   StageSum* const sum = find(stage);
-  if (sum == nullptr || sum->started_ == 0) return std::nullopt;
+  if (sum == nullptr || !sum->joined_ || sum->started_ == 0) return std::nullopt;
   host_.wait(sum->last_);
+  if (sum->keeps_parts_ && !sum->whole_) sum->give_back_others();
   return TimeSpan{std::exchange(sum->started_, 0), sum->ended_};
 }
 
@@ -162,6 +164,8 @@ GradientSums::StageSum::StageSum(GradientSums& sums, const JobLayout& layout,
       stage_(binding.index),
       parameters_(*binding.parameters),
       cut_(layout.parameters.cut),
+      keeps_parts_(layout.parameters.gradients_in_parts),
+      replica_(layout.place.here.replica),
       ranges_(ranges_in(layout, stage_)),
       whole_buckets_(in_order(whole_buckets(parameters_.flat_grads().size(), sums.bucket_))),
       part_buckets_(in_order(part_buckets(ranges_, sums.nccl_ != nullptr ? sums.bucket_ : kMost))) {
@@ -216,6 +220,17 @@ void GradientSums::StageSum::start(const GradientBucket& bucket, std::span<float
                                              range.ends, owner, &ended_);
   }
   sums_.last_ = last_;
+}
+
+void GradientSums::StageSum::give_back_others() {
+  const std::span<float> grads = parameters_.flat_grads();
+  for (const CutRange& range : ranges_) {
+    const CutRange own = range.of(replica_);
+    const std::size_t end = own.begin + own.ends.back();
+    give_back_pages(std::as_writable_bytes(grads.subspan(range.begin, own.begin - range.begin)));
+    give_back_pages(
+        std::as_writable_bytes(grads.subspan(end, range.begin + range.ends.back() - end)));
+  }
 }
 
 // An optimizer writes its part of the copies in bf16. They are not gathered but made again from the

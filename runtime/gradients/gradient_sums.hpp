@@ -14,7 +14,8 @@
 // with the update makes the sum of a part for its replica alone, and gathers the values after it:
 // the two halves of a whole sum. A bucket then has the same share of every replica's part of a
 // range (CutRange), so that all replicas receive at a time, and starts once all of that range is
-// final. HostSums divides a range itself: it is one bucket.
+// final. HostSums divides a range itself: it is one bucket. Where replicas keep parts of gradients
+// alone (ParameterTable::gradients_in_parts), the end of a stage's sums gives the others back.
 #pragma once
 
 #include <cstddef>
@@ -66,7 +67,8 @@ class GradientSums {
   // Starts those of the stage's sums that have not started. Their input is complete after all work
   // so far on the compute stream; shares are joined.
   void finish(int stage, bool whole);
-  // Waits for the stage's sums in host memory; when they ran, or none where there were none.
+  // After finish(): waits for the stage's sums in host memory; when they ran, or none where there
+  // were none.
   [[nodiscard]] std::optional<TimeSpan> end(int stage);
   // Makes all later work of the compute stream run after the sums of this step. Waits for HostSums,
   // and may wait until NCCL has accepted its own.
@@ -101,11 +103,14 @@ class GradientSums {
     [[nodiscard]] Buckets in_order(std::vector<GradientBucket> buckets) const;
     [[nodiscard]] const Buckets& buckets() const { return whole_ ? whole_buckets_ : part_buckets_; }
     void start(const GradientBucket& bucket, std::span<float> grads);
+    void give_back_others();
 
     GradientSums& sums_;
     int stage_;
     ParameterSet& parameters_;
-    bool cut_;                      // replicas update parts
+    bool cut_;          // replicas update parts
+    bool keeps_parts_;  // of gradients
+    int replica_;
     std::vector<CutRange> ranges_;  // of these parts
     Buckets whole_buckets_, part_buckets_;
     bool whole_ = true, joined_ = false;

@@ -165,7 +165,7 @@ void require_sensible_offload(const PipelineOptions::Offload& offload) {
 }  // namespace
 
 const char* name_of(ShardLevel level) {
-  constexpr std::array kNames = {"none", "optimizer", "parameters"};
+  constexpr std::array kNames = {"none", "optimizer", "gradients", "parameters"};
   return kNames[static_cast<std::size_t>(level)];
 }
 

@@ -43,6 +43,7 @@ struct ParameterEntry {
   std::vector<SlicePart> parts = {};  // Parameter::parts
   int shares = 0;                     // Parameter::shares
   bool copied = false;                // Parameter::bf16_copy on the stage's device
+  bool overwritten = false;           // the first write of a step overwrites its gradient
   std::int64_t whole_elements = 0;
   bool updated = true;  // by an optimizer; not so what is frozen, and buffers
   // [replica] where the part that it updates ends; each begins where the one before it ends. Empty:
@@ -235,6 +236,9 @@ struct ParameterTable {
   std::vector<TiedParameter> tied;  // [group], the channel of REDUCE_TIED
   bool cut = false;                 // replicas update parts: cut_parameters()
   Gather gather = Gather::kNever;   // else replicas have these parts alone at rest
+  // Replicas have these parts alone of gradients that a step has summed, before those of another
+  // stage of the rank begin.
+  bool gradients_in_parts = false;
 
   // What a replica has of the values of parameter `index` of `stage` between steps.
   [[nodiscard]] ElementRange at_rest(int stage, int index, int replica) const {

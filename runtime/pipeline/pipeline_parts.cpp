@@ -11,6 +11,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/sum_tree.hpp"
 #include "comm/base/throw_error.hpp"
+#include "comm/device/host_pages.hpp"
 #include "comm/group/edge_probe.hpp"
 #include "runtime/engine/planned_collectives.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
@@ -278,6 +279,9 @@ void PipelineParts::prepare_stages() {
     }
     require_prepared(binding, entry);
     if (sharded != nullptr) sharded->add(binding);
+    if (layout.parameters.gradients_in_parts && binding.parameters != nullptr) {
+      give_back_pages(std::as_writable_bytes(binding.parameters->flat_grads()));  // zeros
+    }
     bindings.push_back(binding);
   }
 }
@@ -330,6 +334,7 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
                    .tensor_nccl = nccl != nullptr ? nccl->tensor() : nullptr,
                    .sums = plan.forward_only ? nullptr : &replicas.sums(),
                    .sharded = sharded.get(),
+                   .gradients_in_parts = layout.parameters.gradients_in_parts,
                    .progress_in_actions = options.expert.progress_in_actions,
                    .slots = slots,
                    .store = store.get(),

@@ -570,6 +570,19 @@ bool shards_parameters(const PipelineOptions& options, const JobLayout& layout) 
          layout.place.topology.size.replica > 1;
 }
 
+// ParameterTable::gradients_in_parts. Refuses devices that cannot.
+bool gradients_in_parts(const PipelineOptions& options, const JobLayout& layout) {
+  if (options.shape.shard < ShardLevel::kGradients || options.training.inference) return false;
+  for (const RankDevice& rank : layout.place.devices) {
+    if (rank.device.kind == DeviceKind::kCpu) continue;
+    if (options.shape.shard == ShardLevel::kParameters) return false;
+    throw_usage(
+        "shards of the gradients on {} of {}; legal on GPUs: shards of the optimizer, or none",
+        to_string(rank.device), rank.host);
+  }
+  return layout.place.topology.size.replica > 1;
+}
+
 // Plans the largest steps, with the memory that they take. Where replicas have parts of the
 // parameters, when these are gathered.
 void plan_gathers(const JobContext& job, const PipelineOptions& options, const DataSource& source,
@@ -674,7 +687,10 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   require_same_texts(alike, "tensor rank");
   layout.arithmetic = gather_arithmetic(*job.world.collectives, compute);
   layout.wires.edges = EdgeTable(division.sizes, std::move(mine.edges), std::move(mine.answers));
-  for (ParameterTable& table : tables) finish(table, options, layout.place.topology.size.replica);
+  for (ParameterTable& table : tables) {
+    finish(table, options, layout.place.topology.size.replica);
+    table.gradients_in_parts = gradients_in_parts(options, layout);
+  }
   layout.parameters = tables[at(job.place.here.tensor)];
   choose_all_routes(job, options, layout);
   for (ParameterTable& table : tables) table.tied = layout.parameters.tied;

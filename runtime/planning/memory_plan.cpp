@@ -110,8 +110,8 @@ class MemorySum {
         if (training.inference && !is_new) continue;  // ParameterSet::allocate()
         if (!sharded) add_bytes(memory_.parameters, parameter_bytes(elements));
         if (training.inference) continue;
-        add_bytes(memory_.gradients, multiply_bytes(parameter_bytes(elements),
-                                                    1 + sums + at(entry.parameters[i].shares)));
+        add_bytes(memory_.gradients,
+                  multiply_bytes(parameter_bytes(elements), sums + at(entry.parameters[i].shares)));
         if (!layout_.parameters.is_owner(stage, static_cast<int>(i))) continue;
         if (training.make_optimizer || !entry.parameters[i].updated) continue;
         for (std::size_t r = 0; r < optimizer.size(); ++r) {
@@ -148,6 +148,7 @@ class MemorySum {
     }
     memory_.optimizer = *std::max_element(optimizer.begin(), optimizer.end());
     if (sharded) add_sharded();
+    if (!training.inference) add_bytes(memory_.gradients, gradient_bytes());
     memory_.operators =
         sum_of_bytes({padded(operator_bytes_), padded(tables), library_bytes(device_)});
   }
@@ -295,6 +296,63 @@ class MemorySum {
       }
     });
     return most;
+  }
+
+  // Of the stages' flat gradients: what is there at once, at most. Where replicas keep parts, a
+  // stage has all from its first write to the end of its sum, for which the next stage's first
+  // write waits.
+  [[nodiscard]] std::size_t gradient_bytes() const {
+    if (!layout_.parameters.gradients_in_parts) return gradient_bytes(0, {});
+    std::vector<GradientEvent> events;
+    std::set<int> written;
+    for (const PlanOp& op : layout_.plans.train.ranks[at(rank_)].ops) {
+      if (op.kind == OpKind::kReduceGrad) events.push_back({op.stage, /*sum=*/true});
+      if (op.kind != OpKind::kCompute || !may_write_gradients(op)) continue;
+      if (written.insert(op.stage).second) events.push_back({op.stage, /*sum=*/false});
+    }
+    std::size_t most = 0;
+    for (int replica = 0; replica < layout_.place.topology.size.replica; ++replica) {
+      most = std::max(most, gradient_bytes(replica, events));
+    }
+    return most;
+  }
+  // A stage's sum has started, or else its first write comes.
+  struct GradientEvent {
+    int stage = 0;
+    bool sum = false;
+  };
+  [[nodiscard]] std::size_t gradient_bytes(int replica,
+                                           const std::vector<GradientEvent>& events) const {
+    std::size_t now = 0;
+    std::map<int, std::size_t> others, away;  // parts of them, and what of these is not there
+    for (const int stage : layout_.plans.placement().stages_of(rank_)) {
+      for (const ParameterEntry& each : layout_.parameters.stages[at(stage)].parameters) {
+        std::size_t own = parameter_bytes(each.elements);
+        if (layout_.parameters.gradients_in_parts && !each.ends.empty()) {
+          const auto count = static_cast<std::size_t>(each.part(replica).count);
+          add_bytes(others[stage], own - count * sizeof(float));
+          if (each.overwritten) add_bytes(away[stage], own - count * sizeof(float));
+          if (each.overwritten) own = count * sizeof(float);
+        }
+        add_bytes(now, own);
+      }
+    }
+    std::size_t most = now, summed = 0;
+    for (const GradientEvent& event : events) {
+      if (event.sum) {
+        add_bytes(summed, others[event.stage]);
+        continue;
+      }
+      now -= std::exchange(summed, 0);
+      add_bytes(now, away[event.stage]);
+      most = std::max(most, now);
+    }
+    return most;
+  }
+  // A loss writes gradients in its F.
+  [[nodiscard]] bool may_write_gradients(const PlanOp& op) const {
+    return op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardWeight ||
+           (op.action == ActionKind::kForward && op.stage + 1 == layout_.plans.num_stages());
   }
 
   // The most values of a stage that HostSums adds at a time, in bytes.

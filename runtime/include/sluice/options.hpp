@@ -94,12 +94,18 @@ enum class ShardLevel {
   // The state of the optimizer (ZeRO stage 1, Rajbhandari et al. 2020): each replica updates a part
   // of the parameters and sends it to the others. No bit of a training changes.
   kOptimizer,
+  // The gradients too (ZeRO stage 2): before another stage of a rank begins to write gradients,
+  // sums that have started are made, and each replica keeps those of the part that it updates
+  // alone. So a rank whose stages end their backward one after the other needs less. The plan is
+  // for train_step(): accumulate() and forward_backward() leave whole gradients. CPUs alone. No bit
+  // of a training changes.
+  kGradients,
   // The parameters too (ZeRO stage 3; FSDP, Zhao et al. 2023): each replica has the part that it
   // updates alone, and units of layers (ParameterSet::begin_unit()) are gathered while they are
   // used. Of frozen parameters each has all. No bit of a training changes.
   kParameters,
 };
-// "none", "optimizer", "parameters".
+// "none", "optimizer", "gradients", "parameters".
 [[nodiscard]] const char* name_of(ShardLevel level);
 
 // When the parameters of a stage are gathered, with ShardLevel::kParameters.

@@ -367,9 +367,11 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
       .add_choice("shard", shape.shard,
                   {{"none", ShardLevel::kNone},
                    {"optimizer", ShardLevel::kOptimizer},
+                   {"gradients", ShardLevel::kGradients},
                    {"parameters", ShardLevel::kParameters}},
                   "what replicas divide: optimizer: each keeps the state of a part of the "
-                  "parameters and updates it; parameters: each has that part of them alone, and "
+                  "parameters and updates it; gradients: each keeps those of that part alone once "
+                  "a stage's are summed; parameters: each has that part of them alone, and "
                   "layers are gathered while they are used; the results are the same")
       .mark(kListedLater);
   table

@@ -103,7 +103,8 @@ enum class OpKind : std::uint8_t {
           // (action, micro_batch): what the stage has summed over the group joins that of the
           // groups before it, and starts anew; collective over tensor ranks where it has shares
   kReduceGrad,  // collective over the stage's replicas and tensor ranks; the next kReduceTied or
-                // kOptimizer waits for its end, nothing else
+                // kOptimizer waits for its end, or the first B or W of another stage before that,
+                // nothing else
   kReduceTied,  // collective over the ranks that own a use of tied parameter group `channel`
   kOptimizer,   // collective over the job: norm, guard, clip, update
   kStartMove,   // action OFFLOAD | FETCH: between the slots of kState and kStored

@@ -21,6 +21,7 @@
 #include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/engine/copying_stage.hpp"
+#include "tests/runtime/expect_error.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -259,6 +260,25 @@ TEST_P(PartSumsTest, AStageMayHaveNoElements) {
 
 INSTANTIATE_TEST_SUITE_P(Cpus, PartSumsTest, ::testing::Values(PartCase{}), case_name);
 #if SLUICE_WITH_NCCL
+using PartSumsOnGpusTest = PartSumsTest;
+TEST_P(PartSumsOnGpusTest, ShardsOfGradientsAreRefused) {
+  run_loopback(2, [](Communicator& comm) {
+    Values none;
+    PipelineOptions of_gradients = options(1, 2, &none);
+    of_gradients.shape.shard = ShardLevel::kGradients;
+    const TensorSpec number{DType::kF32, Shape{1}};
+    expect_error(ErrorCode::kUsage,
+                 {"shards of the gradients on cuda:", "legal on GPUs: shards of the optimizer"},
+                 [&] {
+                   const Pipeline pipeline(
+                       comm, [](int stage, int) { return std::make_unique<PartStage>(stage, 0); },
+                       BatchSpec{.inputs = {number}, .targets = {number}}, of_gradients);
+                 });
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Gpus, PartSumsOnGpusTest, ::testing::Values(PartCase{.devices = "cuda"}),
+                         case_name);
 INSTANTIATE_TEST_SUITE_P(Gpus, PartSumsTest,
                          ::testing::Values(PartCase{.devices = "cuda"},
                                            PartCase{"cuda", TransportChoice::kMpi}),

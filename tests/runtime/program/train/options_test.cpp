@@ -103,6 +103,8 @@ TEST(OptionsTest, ReplicasDivideWhatIsNamed) {
   EXPECT_EQ(options.pipeline.shape.shard, ShardLevel::kOptimizer);
   EXPECT_THAT(describe_configuration(options.pipeline.expert.configuration),
               HasSubstr("  shard optimizer  "));
+  const TrainOptions divided = parse({"--replicas", "2", "--shard", "gradients"});
+  EXPECT_EQ(divided.pipeline.shape.shard, ShardLevel::kGradients);
   EXPECT_THAT(refusal({"--shard", "activations"}),
               AllOf(HasSubstr("--shard"), HasSubstr("'activations'"), HasSubstr("none, optimizer"),
                     HasSubstr("parameters")));
