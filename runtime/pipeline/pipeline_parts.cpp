@@ -288,9 +288,13 @@ void PipelineParts::prepare_stages() {
 
 void PipelineParts::allocate(ParameterSet& set, const StageSetup& setup, int stage) {
   std::function<void(const Parameter&)> drawn;
-  if (sharded != nullptr) {
-    sharded->place(set, stage);
-    drawn = [this](const Parameter& parameter) { sharded->drop_others(parameter); };
+  if (sharded != nullptr) sharded->place(set, stage);
+  const bool in_parts = layout.parameters.gradients_in_parts;
+  if (sharded != nullptr || in_parts) {
+    drawn = [this, in_parts](const Parameter& parameter) {
+      if (in_parts) give_back_pages(std::as_writable_bytes(parameter.grad.floats()));  // zeros
+      if (sharded != nullptr) sharded->drop_others(parameter);
+    };
   }
   set.allocate(compute->memory(), setup.seed, setup.trains, drawn);
   if (sharded == nullptr) return;

@@ -106,8 +106,12 @@ void NetworkStage::prepare(const StageSetup& setup) {
         {scratch, plan.needs.memory.scratch, other_scratch(plan.specs.back(), *setup.compute)});
   }
   allocate(setup, gradients, scratch);
+  // On a CPU they have pages of their own from the first step on.
+  std::optional<GradientsAside> aside;
+  const bool on_cpu = setup.compute->device().kind == DeviceKind::kCpu;
+  if (on_cpu && trains_) aside.emplace(parameters_, setup.compute->memory());
   for (const Plan* plan : std::vector(prepared_)) warm_up_size(*setup.compute, *plan);
-  parameters_.zero_grads(setup.compute->stream());
+  if (!on_cpu) parameters_.zero_grads(setup.compute->stream());
 }
 
 void NetworkStage::allocate(const StageSetup& setup, std::size_t gradients, std::size_t scratch) {
