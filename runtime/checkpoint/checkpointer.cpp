@@ -592,6 +592,7 @@ void Checkpointer::Impl::gather_facts() {
   if (topology.size.tensor > 1) state.layout["tensor"] = topology.size.tensor;
   if (layout.place.shards > 1) state.layout["tensor_shards"] = layout.place.shards;
   if (layout.place.shares > 1) state.layout["virtual_replicas"] = layout.place.virtual_replicas();
+  if (layout.parameters.sums_each_micro_batch) state.layout[kMicroBatchOrder] = 1;
   if (options.local) state.layout["local"] = 1;
   for (const auto& [text, ranks] : layout.arithmetic) state.arithmetic.push_back(text);
   state.options = options.options;

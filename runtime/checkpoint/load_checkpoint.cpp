@@ -365,6 +365,7 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
   loaded.data = std::move(chosen.state.data);
   loaded.skipped = std::move(chosen.state.skipped);
   loaded.virtual_replicas = chosen.state.virtual_replicas();
+  loaded.gradient_order = chosen.state.gradient_order();
   loaded.tensor_shards = chosen.state.tensor_shards();
   loaded.arithmetic = arithmetic_change(chosen.state.arithmetic, layout.arithmetic);
   loaded.notes = std::move(chosen.notes);

@@ -304,6 +304,11 @@ int SaveState::virtual_replicas() const {
   return recorded(layout, {"virtual_replicas", "replicas"}, 0);
 }
 
+GradientOrder SaveState::gradient_order() const {
+  return recorded(layout, {kMicroBatchOrder}, 0) > 0 ? GradientOrder::kMicroBatch
+                                                     : GradientOrder::kStep;
+}
+
 int SaveState::tensor_shards() const { return recorded(layout, {"tensor_shards", "tensor"}, 1); }
 
 std::string arithmetic_change(const std::vector<std::string>& saved,

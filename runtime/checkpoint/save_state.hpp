@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/options.hpp>
 #include <sluice/parameter.hpp>
 #include <sluice/tensor.hpp>
 
@@ -50,6 +51,8 @@ struct SavedTensor {
   std::optional<SavedRange> range = {};  // or elements of a state, whose name differs from its own
 };
 
+inline constexpr const char* kMicroBatchOrder = "micro_batch_order";
+
 struct SaveState {
   // Those that are read. A save is written in the oldest that has what it holds: 4 has ranges.
   static constexpr int kFormat = 4, kOldestFormat = 2;
@@ -61,7 +64,7 @@ struct SaveState {
   std::string time;           // UTC, "2026-01-31T12:00:00Z"
   bool weights_only = false;  // no optimizer state: cannot be resumed
   // "ranks", "pipeline", "replicas", "stages", above 1 "tensor" and "tensor_shards", and, where
-  // they are more than replicas, "virtual_replicas".
+  // they are more than replicas, "virtual_replicas"; kMicroBatchOrder, 1, where that is the order.
   std::map<std::string, int> layout;
   std::vector<std::string> arithmetic;  // as JobLayout's, of all ranks; none: not recorded
   Facts options;                        // of the program, in the order of its help
@@ -76,6 +79,7 @@ struct SaveState {
 
   [[nodiscard]] int virtual_replicas() const;  // of `layout`; 0: not recorded
   [[nodiscard]] int tensor_shards() const;     // likewise; from 1
+  [[nodiscard]] GradientOrder gradient_order() const;
 };
 
 // Files beside the weights that make a save a model's directory for other programs: config.json,

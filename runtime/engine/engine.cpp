@@ -587,12 +587,14 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   LocalStage& stage = local(op);
   StageContext ctx = context_of(op);
   if (op.stage > 0) ctx.inputs = expect(op, BufferKind::kInput, SlotState::kFilled).tensors;
-  if (&op == stage.last_gradient && actions != nullptr) {
-    ctx.final_gradients = actions->final_gradients(op.stage);
-  }
   if (&op == stage.first_gradient && config.gradients_in_parts && actions != nullptr) {
     end_sums(op, *actions);
     computed_until = 0;
+  }
+  const bool sums = config.sums_each_micro_batch && (op.action == ActionKind::kBackward ||
+                                                     op.action == ActionKind::kBackwardWeight);
+  if ((sums || &op == stage.last_gradient) && actions != nullptr) {
+    ctx.final_gradients = actions->final_gradients(op.stage);
   }
   // Reading the clock, or a GPU's, costs more than what lies between two actions in a row.
   const bool follows = computed_until > 0;
@@ -605,6 +607,7 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
     recompute(stage, op, ctx);
   } else {
     backward(stage, op, ctx);
+    if (sums && actions != nullptr) actions->end_gradients(op.stage);
   }
   if (on_gpu) {  // drain() tells how long it took
     timer.stop(stream());

@@ -32,8 +32,10 @@ class StepActions {
  public:
   virtual ~StepActions() = default;
   // Receives which gradients are final during the stage's last backward or backward_weight of the
-  // step; may be null.
+  // step, or during each where each micro-batch has its own sums; may be null.
   virtual FinalGradients* final_gradients(int /*stage*/) { return nullptr; }
+  // After such a call, where each micro-batch has its own sums.
+  virtual void end_gradients(int /*stage*/) {}
   // The stage has run all F, or all W and B, of a group of micro-batches (Plan::fold_every), number
   // `leaf` of the step. Gradients that are written by the loss belong to F.
   virtual void fold_forward(int stage, int leaf) = 0;

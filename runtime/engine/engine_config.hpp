@@ -65,6 +65,7 @@ struct EngineConfig {
   HostSums* sums = nullptr;                  // progress with the messages; may be null
   ShardedValues* sharded = nullptr;          // null: parameters are whole
   bool gradients_in_parts = false;           // as ParameterTable
+  bool sums_each_micro_batch = false;        // likewise
   bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Expert
   // Shared with engines that never run at the same time; null: the engine's own.
   std::shared_ptr<SlotStore> slots = nullptr;

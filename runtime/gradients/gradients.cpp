@@ -29,6 +29,9 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   folds_.emplace(compute, stages_, layout.place.shares);
   sums_.emplace(job, layout, nccl != nullptr && nccl->sums() ? nccl : nullptr, compute, mirror,
                 stages_, options.expert.bucket_bytes);
+  if (layout.parameters.sums_each_micro_batch) {
+    micro_batches_.emplace(job.group(Axis::kReplica).collectives->sums(), layout, compute, stages_);
+  }
   std::vector<OwnedParameter> owners;
   const int replica = layout_.place.here.replica;
   std::size_t bytes = 0;
@@ -52,9 +55,12 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
 
 // Those of the last backward's virtual replica are not the step's.
 FinalGradients* GradientSync::final_gradients(int stage) {
+  if (micro_batches_) return micro_batches_->begin(stage);
   if (step_.end == BatchEnd::kAccumulate || layout_.place.shares > 1) return nullptr;
   return sums_->final_gradients(stage, step_.end == BatchEnd::kGradients);
 }
+
+void GradientSync::end_gradients(int stage) { micro_batches_->end(stage); }
 
 void GradientSync::fold_forward(int stage, int leaf) {
   buffers_.fold(stage, leaf);
@@ -70,10 +76,14 @@ void GradientSync::reduce_grad(int stage) {
   if (step_.end == BatchEnd::kAccumulate) return;
   if (layout_.place.shares == 1) shares_->join(stage);
   if (layout_.place.topology.size.replica == 1) return;
+  if (micro_batches_) return micro_batches_->reduce(stage);
   sums_->finish(stage, step_.end == BatchEnd::kGradients);
 }
 
-std::optional<TimeSpan> GradientSync::end_sums(int stage) { return sums_->end(stage); }
+std::optional<TimeSpan> GradientSync::end_sums(int stage) {
+  if (micro_batches_) micro_batches_->end_sum(stage);
+  return sums_->end(stage);
+}
 
 void GradientSync::reduce_tied(int group) {
   if (step_.end == BatchEnd::kAccumulate) return;
@@ -90,6 +100,7 @@ void GradientSync::clear() {
       binding.parameters->zero_grads(compute_.stream());
     }
   }
+  if (micro_batches_) micro_batches_->clear();
 }
 
 void GradientSync::measure() {

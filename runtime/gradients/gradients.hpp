@@ -11,6 +11,7 @@
 #include "runtime/engine/engine.hpp"
 #include "runtime/gradients/gradient_folds.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
+#include "runtime/gradients/micro_batch_sums.hpp"
 #include "runtime/gradients/replica_state.hpp"
 #include "runtime/gradients/share_sums.hpp"
 #include "runtime/gradients/stage_optimizers.hpp"
@@ -34,6 +35,7 @@ class GradientSync : public StepActions {
   // Of the engine that runs the next batch, filled while it runs.
   void expect(const StepOutcome& outcome) { outcome_ = &outcome; }
   FinalGradients* final_gradients(int stage) override;
+  void end_gradients(int stage) override;
   void fold_forward(int stage, int leaf) override;
   void fold_backward(int stage, int leaf) override;
   void reduce_grad(int stage) override;
@@ -76,6 +78,7 @@ class GradientSync : public StepActions {
   std::optional<ShareSums> shares_;
   std::optional<GradientFolds> folds_;
   std::optional<GradientSums> sums_;
+  std::optional<MicroBatchSums> micro_batches_;
   std::optional<StageOptimizers> optimizers_;
   // Of shards of owned parameters, in global order: what RecordExchange::squared_parts() says.
   std::vector<std::span<const float>> owned_grads_;

@@ -39,6 +39,7 @@ std::string text_of(const Value& value) {
 
 std::string text_of(TransportChoice choice) { return name_of(choice); }
 std::string text_of(ShardLevel level) { return name_of(level); }
+std::string text_of(GradientOrder order) { return name_of(order); }
 std::string text_of(DType type) { return name_of(type); }
 std::string text_of(const std::vector<DeviceChoice>& choices) { return to_string(choices); }
 std::string text_of(const std::vector<std::int64_t>& numbers) { return joined(numbers, ","); }
@@ -75,10 +76,11 @@ void add(Facts& values, const std::array<const char*, sizeof...(Fields)>& names,
 }
 
 void add_training(const PipelineOptions::Training& all, Facts& values) {
-  const auto& [seed, optimizer, make_optimizer, groups, rate, clip, inference, skip] = all;
+  const auto& [seed, optimizer, make_optimizer, groups, rate, clip, order, inference, skip] = all;
   add(values,
-      {"seed", "own optimizer", "groups of parameters", "clip", "inference", "skip-nonfinite"},
-      seed, make_optimizer, groups, clip, inference, skip);
+      {"seed", "own optimizer", "groups of parameters", "clip", "gradient-order", "inference",
+       "skip-nonfinite"},
+      seed, make_optimizer, groups, clip, order, inference, skip);
   const auto& [kind, beta1, beta2, epsilon, momentum, nesterov, weight_decay, moments] = optimizer;
   add(values,
       {"optimizer", "beta1", "beta2", "epsilon", "momentum", "nesterov", "weight-decay",
@@ -153,6 +155,24 @@ void require_sensible_shards(const PipelineOptions& options) {
   }
 }
 
+void require_sensible_order(const PipelineOptions& options) {
+  if (options.training.gradient_order == GradientOrder::kStep || options.training.inference) return;
+  const PipelineOptions::Shape& shape = options.shape;
+  constexpr const char* kWhat = "gradients in the order micro-batch (--gradient-order)";
+  if (shape.replicas < 2) {
+    throw_usage("{} with one replica; legal: the order step, or two replicas or more", kWhat);
+  }
+  if (shape.virtual_replicas != 0 && shape.virtual_replicas != shape.replicas) {
+    throw_usage(
+        "{} with {} virtual replicas on {} replicas; legal: the order step, or as many virtual "
+        "replicas as replicas",
+        kWhat, shape.virtual_replicas, shape.replicas);
+  }
+  if (shape.shard >= ShardLevel::kGradients) return;
+  throw_usage("{} with --shard {}; legal: the order step, or --shard gradients or parameters",
+              kWhat, name_of(shape.shard));
+}
+
 void require_sensible_offload(const PipelineOptions::Offload& offload) {
   using To = PipelineOptions::Offload::To;
   const bool file = offload.activations == To::kDisk || offload.activations == To::kCachedDisk;
@@ -167,6 +187,10 @@ void require_sensible_offload(const PipelineOptions::Offload& offload) {
 const char* name_of(ShardLevel level) {
   constexpr std::array kNames = {"none", "optimizer", "gradients", "parameters"};
   return kNames[static_cast<std::size_t>(level)];
+}
+
+const char* name_of(GradientOrder order) {
+  return order == GradientOrder::kStep ? "step" : "micro-batch";
 }
 
 void require_sensible(const PipelineOptions& options) {
@@ -188,6 +212,7 @@ void require_sensible(const PipelineOptions& options) {
   }
   require_sensible_training(options.training);
   require_sensible_shards(options);
+  require_sensible_order(options);
   require_sensible_offload(options.offload);
   const int replicas = options.shape.replicas, parts = options.shape.virtual_replicas;
   if (options.devices.all_reduce && parts != 0 && parts != replicas) {

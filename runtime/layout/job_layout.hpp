@@ -44,6 +44,7 @@ struct ParameterEntry {
   int shares = 0;                     // Parameter::shares
   bool copied = false;                // Parameter::bf16_copy on the stage's device
   bool overwritten = false;           // the first write of a step overwrites its gradient
+  bool by_loss = false;               // Parameter::written_by_loss
   std::int64_t whole_elements = 0;
   bool updated = true;  // by an optimizer; not so what is frozen, and buffers
   // [replica] where the part that it updates ends; each begins where the one before it ends. Empty:
@@ -239,6 +240,7 @@ struct ParameterTable {
   // Replicas have these parts alone of gradients that a step has summed, before those of another
   // stage of the rank begin.
   bool gradients_in_parts = false;
+  bool sums_each_micro_batch = false;  // GradientOrder::kMicroBatch
 
   // What a replica has of the values of parameter `index` of `stage` between steps.
   [[nodiscard]] ElementRange at_rest(int stage, int index, int replica) const {

@@ -339,6 +339,7 @@ std::unique_ptr<Engine> PipelineParts::make_engine(const Plan& plan, bool trains
                    .sums = plan.forward_only ? nullptr : &replicas.sums(),
                    .sharded = sharded.get(),
                    .gradients_in_parts = layout.parameters.gradients_in_parts,
+                   .sums_each_micro_batch = layout.parameters.sums_each_micro_batch,
                    .progress_in_actions = options.expert.progress_in_actions,
                    .slots = slots,
                    .store = store.get(),

@@ -128,6 +128,11 @@ StepReport TrainingSteps::train_on(Call call, const Batch& batch) {
   require_training();
   require_no_gradients();
   if (call == Call::kAccumulate) require_accumulable();
+  if (call == Call::kGradients && parts_.layout.parameters.sums_each_micro_batch) {
+    throw_usage(
+        "forward_backward() with gradients in the order micro-batch, of which a replica has parts; "
+        "legal: train_step(), or the order step (options.training.gradient_order)");
+  }
   calls_.agree(call, &batch, 0, [&] { require_rate(); });
   cut_step();
   const BatchLoader::Batch* mine = nullptr;

@@ -374,8 +374,43 @@ void require_whole_parameters(const ParameterTable& table) {
   }
 }
 
-// Ties, and what is updated, by which replica.
-void finish(ParameterTable& table, const PipelineOptions& options, int replicas) {
+// ParameterTable::gradients_in_parts. Refuses devices that cannot.
+bool gradients_in_parts(const PipelineOptions& options, const RankPlace& place) {
+  if (options.shape.shard < ShardLevel::kGradients) return false;
+  for (const RankDevice& rank : place.devices) {
+    if (rank.device.kind == DeviceKind::kCpu) continue;
+    if (options.shape.shard == ShardLevel::kParameters) return false;
+    throw_usage(
+        "shards of the gradients on {} of {}; legal on GPUs: shards of the optimizer, or none",
+        to_string(rank.device), rank.host);
+  }
+  return place.topology.size.replica > 1;
+}
+
+// Refuses what GradientOrder::kMicroBatch cannot add.
+void require_addable(const RankPlace& place, const ParameterTable& table) {
+  for (const RankDevice& rank : place.devices) {
+    if (rank.device.kind == DeviceKind::kCpu) continue;
+    throw_usage("gradients in the order micro-batch (--gradient-order) on {} of {}; legal: step",
+                to_string(rank.device), rank.host);
+  }
+  for (std::size_t s = 0; s < table.stages.size(); ++s) {
+    for (const ParameterEntry& each : table.stages[s].parameters) {
+      const char* const why = each.shares > 0     ? "has shares, one of each tensor shard"
+                              : each.by_loss      ? "is written by the loss"
+                              : !each.overwritten ? "is added to zeros, and not overwritten"
+                                                  : nullptr;
+      if (why == nullptr) continue;
+      throw_usage(
+          "gradients in the order micro-batch (--gradient-order), but that of '{}' of stage {} {}; "
+          "legal: the order step",
+          each.name, s, why);
+    }
+  }
+}
+
+// Ties, what is updated, by which replica, and how its gradients are added.
+void finish(ParameterTable& table, const PipelineOptions& options, const RankPlace& place) {
   table.tied = find_ties(table.stages);
   require_own_buffer_names(table.stages);
   require_groups(options, table.stages);
@@ -389,7 +424,10 @@ void finish(ParameterTable& table, const PipelineOptions& options, int replicas)
   const OptimizerFactory& make_optimizer = options.training.make_optimizer;
   if (make_optimizer && !make_optimizer.takes_slices()) require_whole_parameters(table);
   if (options.shape.shard == ShardLevel::kNone || options.training.inference) return;
-  cut_parameters(table, replicas);
+  cut_parameters(table, place.topology.size.replica);
+  table.gradients_in_parts = gradients_in_parts(options, place);
+  table.sums_each_micro_batch = options.training.gradient_order == GradientOrder::kMicroBatch;
+  if (table.sums_each_micro_batch) require_addable(place, table);
 }
 
 void choose_all_routes(const JobContext& job, const PipelineOptions& options, JobLayout& layout) {
@@ -570,19 +608,6 @@ bool shards_parameters(const PipelineOptions& options, const JobLayout& layout) 
          layout.place.topology.size.replica > 1;
 }
 
-// ParameterTable::gradients_in_parts. Refuses devices that cannot.
-bool gradients_in_parts(const PipelineOptions& options, const JobLayout& layout) {
-  if (options.shape.shard < ShardLevel::kGradients || options.training.inference) return false;
-  for (const RankDevice& rank : layout.place.devices) {
-    if (rank.device.kind == DeviceKind::kCpu) continue;
-    if (options.shape.shard == ShardLevel::kParameters) return false;
-    throw_usage(
-        "shards of the gradients on {} of {}; legal on GPUs: shards of the optimizer, or none",
-        to_string(rank.device), rank.host);
-  }
-  return layout.place.topology.size.replica > 1;
-}
-
 // Plans the largest steps, with the memory that they take. Where replicas have parts of the
 // parameters, when these are gathered.
 void plan_gathers(const JobContext& job, const PipelineOptions& options, const DataSource& source,
@@ -687,10 +712,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   require_same_texts(alike, "tensor rank");
   layout.arithmetic = gather_arithmetic(*job.world.collectives, compute);
   layout.wires.edges = EdgeTable(division.sizes, std::move(mine.edges), std::move(mine.answers));
-  for (ParameterTable& table : tables) {
-    finish(table, options, layout.place.topology.size.replica);
-    table.gradients_in_parts = gradients_in_parts(options, layout);
-  }
+  for (ParameterTable& table : tables) finish(table, options, layout.place);
   layout.parameters = tables[at(job.place.here.tensor)];
   choose_all_routes(job, options, layout);
   for (ParameterTable& table : tables) table.tied = layout.parameters.tied;

@@ -302,6 +302,7 @@ class MemorySum {
   // stage has all from its first write to the end of its sum, for which the next stage's first
   // write waits.
   [[nodiscard]] std::size_t gradient_bytes() const {
+    if (layout_.parameters.sums_each_micro_batch) return micro_batch_bytes();
     if (!layout_.parameters.gradients_in_parts) return gradient_bytes(0, {});
     std::vector<GradientEvent> events;
     std::set<int> written;
@@ -348,6 +349,30 @@ class MemorySum {
       most = std::max(most, now);
     }
     return most;
+  }
+  // Own parts of sums, and of a stage that computes the units that it writes and adds at a time.
+  [[nodiscard]] std::size_t micro_batch_bytes() const {
+    std::vector<std::size_t> own(at(layout_.place.topology.size.replica));
+    std::size_t others = 0, most = 0;  // of those that are not updated; of a stage
+    for (const int stage : layout_.plans.placement().stages_of(rank_)) {
+      const StageEntry& entry = layout_.parameters.stages[at(stage)];
+      std::map<int, std::size_t> units;
+      for (const ParameterEntry& each : entry.parameters) {
+        const std::size_t whole = parameter_bytes(each.elements);
+        if (each.ends.empty()) add_bytes(others, whole);
+        if (each.ends.empty()) continue;
+        add_bytes(units[entry.uses_units ? each.unit : 0], whole);
+        for (std::size_t r = 0; r < own.size(); ++r) {
+          const auto count = static_cast<std::size_t>(each.part(static_cast<int>(r)).count);
+          add_bytes(own[r], count * sizeof(float));
+        }
+      }
+      std::size_t before = 0;
+      for (const auto& [unit, bytes] : units) {
+        most = std::max(most, sum_of_bytes({std::exchange(before, bytes), bytes}));
+      }
+    }
+    return sum_of_bytes({*std::max_element(own.begin(), own.end()), others, most});
   }
   // A loss writes gradients in its F.
   [[nodiscard]] bool may_write_gradients(const PlanOp& op) const {

@@ -42,7 +42,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PlannedCollective, axis, kind, bytes, type)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageCollectives, forward, loss, answer, backward_input,
                                    backward_weight, recompute)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use, unit, slice, parts,
-                                   shares, copied, overwritten, whole_elements)
+                                   shares, copied, overwritten, by_loss, whole_elements)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateBytes, until_input, until_weight, gradients, alignment)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state, shared_gradient_bytes,
                                    workspace_bytes, copy_bytes, operator_bytes, table_bytes,
@@ -294,6 +294,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
                       .shares = p->shares,
                       .copied = keeps_bf16(*p, compute.device().kind),
                       .overwritten = p->asks_next_write && stage.overwrites_gradients(),
+                      .by_loss = p->written_by_loss,
                       .whole_elements = p->whole_shape().elements()});
       }
     };

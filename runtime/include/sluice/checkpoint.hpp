@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/options.hpp>
 #include <sluice/parameter.hpp>
 #include <sluice/tensor.hpp>
 
@@ -143,7 +144,8 @@ struct LoadedCheckpoint {
   // Of the pipeline that saved; 0: not recorded. With another number than
   // PipelineOptions::Shape has, the bits of an uninterrupted run differ from the next step on.
   int virtual_replicas = 0;
-  int tensor_shards = 1;                 // likewise; always known
+  int tensor_shards = 1;                                // likewise; always known
+  GradientOrder gradient_order = GradientOrder::kStep;  // likewise
   std::vector<std::string> notes;        // saves that were broken and passed over: why
   std::vector<std::string> passed_over;  // the directories' names of those with a state.json
 };

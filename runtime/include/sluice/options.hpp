@@ -108,6 +108,20 @@ enum class ShardLevel {
 // "none", "optimizer", "gradients", "parameters".
 [[nodiscard]] const char* name_of(ShardLevel level);
 
+// When gradients are added over the replicas. The two differ in the order of sums, so in bits.
+enum class GradientOrder {
+  kStep,  // once a step: of all micro-batches of a replica
+  // After each micro-batch: what replicas then keep of gradients is their own parts, and two units
+  // of layers, in place of all of a stage's. That many times as many bytes go over the network. For
+  // ShardLevel::kGradients and kParameters on CPUs, with as many virtual replicas as replicas, two
+  // or more; for stages whose gradients are overwritten in backward alone and have no shares
+  // (Stage::overwrites_gradients(), Parameter::written_by_loss, Parameter::shares); and without
+  // forward_backward(). A training has the same bits for every depth, schedule and partition.
+  kMicroBatch,
+};
+// "step", "micro-batch".
+[[nodiscard]] const char* name_of(GradientOrder order);
+
 // When the parameters of a stage are gathered, with ShardLevel::kParameters.
 enum class ShardGather {
   kAuto,  // kStep where Devices::memory has a limit and a rank needs no more then, else kUse
@@ -203,7 +217,8 @@ struct PipelineOptions {
     OptimizerFactory make_optimizer = {};
     std::vector<ParameterGroup> groups = {};  // the first that matches a parameter counts
     LearningRate learning_rate = {};
-    double clip = 0;         // largest global gradient norm; 0: no clipping
+    double clip = 0;  // largest global gradient norm; 0: no clipping
+    GradientOrder gradient_order = GradientOrder::kStep;
     bool inference = false;  // infer() and evaluate() only
     // A step whose loss or gradient is not finite changes nothing and is reported as skipped. Else
     // it is Error(kNumeric) on all ranks; the pipeline can be used after that as well.

@@ -200,6 +200,9 @@ int digest_command(const std::vector<std::string>& arguments) {
                                          {state.tensor_shards(), kTensorShards}}) {
         if (parts > 1) fmt::print(stderr, "computed with {} {}\n", parts, names.parts);
       }
+      if (state.gradient_order() != GradientOrder::kStep) {
+        fmt::print(stderr, "computed with --gradient-order {}\n", name_of(state.gradient_order()));
+      }
       for (const std::string& arithmetic : state.arithmetic) {
         fmt::print(stderr, "computed with {}\n", arithmetic);
       }

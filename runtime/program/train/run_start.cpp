@@ -122,6 +122,7 @@ RunStart load_start(Pipeline& pipeline, const TrainOptions& options, const Optio
   start.resumed->step = loaded.step;
   start.resumed->virtual_replicas = loaded.virtual_replicas;
   start.resumed->tensor_shards = loaded.tensor_shards;
+  start.resumed->gradient_order = loaded.gradient_order;
   if (!loaded.run.empty()) {
     start.resumed->run = std::move(loaded.run);
     start.resumed->options = std::move(loaded.options);

@@ -52,7 +52,8 @@ std::optional<SavedRun> find_saved_run(const fs::path& path) {
                   .arithmetic = state.arithmetic,
                   .ranks = ranks != state.layout.end() ? ranks->second : 0,
                   .virtual_replicas = state.virtual_replicas(),
-                  .tensor_shards = state.tensor_shards()};
+                  .tensor_shards = state.tensor_shards(),
+                  .gradient_order = state.gradient_order()};
 }
 
 void with_newest_save(const fs::path& path, Communicator& world,

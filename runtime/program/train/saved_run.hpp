@@ -26,6 +26,7 @@ struct SavedRun {
   std::vector<std::string> arithmetic;  // SaveState's
   int ranks = 0, virtual_replicas = 0;  // of the job that saved; 0: not known
   int tensor_shards = 1;
+  GradientOrder gradient_order = GradientOrder::kStep;
 };
 
 // The newest save of `path`, which is a directory of saves or one step's directory. Nothing where

@@ -348,6 +348,17 @@ void add_device_options(OptionTable& table, PipelineOptions& options) {
                  "on GPUs: record what stages do after step 1, replay it from step 2 on");
 }
 
+void add_gradient_order(OptionTable& table, GradientOrder& order) {
+  table
+      .add_choice("gradient-order", order,
+                  {{"step", GradientOrder::kStep}, {"micro-batch", GradientOrder::kMicroBatch}},
+                  "when gradients are added over replicas: once a step, or after each micro-batch, "
+                  "which takes less memory with --shard gradients or parameters and as many times "
+                  "the bytes over the network; results depend on it. A resume without it keeps "
+                  "that of the save")
+      .mark(kListedLater);
+}
+
 void add_layout_options(OptionTable& table, TrainOptions& options) {
   auto& [shape, order, devices, offload, training, checks, watch, expert] = options.pipeline;
   table.heading("Layout");
@@ -382,6 +393,7 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
           "stage once a step, which takes more memory and fewer bytes over the network; "
           "auto: step where that is within --memory, else use")
       .mark(kLayout);
+  add_gradient_order(table, training.gradient_order);
   add_offload(table, offload);
   add_rank_order(table, shape.rank_order);
   table.add_choice("schedule", order.schedule, training_schedules(),
@@ -1040,6 +1052,11 @@ std::string bits_change_since(const SavedRun& saved, const TrainOptions& options
   };
   compare(saved.virtual_replicas, now.virtual_replicas, kVirtualReplicas);
   compare(saved.tensor_shards, now.tensor_shards, kTensorShards);
+  if (const GradientOrder is = options.pipeline.training.gradient_order;
+      is != saved.gradient_order) {
+    others.push_back(fmt::format("gradients in the order {}, those of the save in the order {}",
+                                 name_of(is), name_of(saved.gradient_order)));
+  }
   if (others.empty()) return "";
   return fmt::format("other bits from step {} on: {}", saved.step + 1, joined(others, "; "));
 }

@@ -1,16 +1,23 @@
-// Replicas that keep parts of gradients (ShardLevel::kGradients): trainings have the bits of those
-// that keep all, a rank has what the plan says, and GPUs are refused.
+// Replicas that keep parts of gradients: with ShardLevel::kGradients trainings have the bits of
+// those that keep all; with GradientOrder::kMicroBatch they have bits of their own. A rank has what
+// the plan says.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
-#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sluice/data.hpp>
+#include <sluice/error.hpp>
 #include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/transformer.hpp>
@@ -19,6 +26,7 @@
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/engine/wrapped_stage.hpp"
+#include "tests/runtime/expect_error.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -26,7 +34,7 @@ namespace {
 constexpr std::size_t kPage = 4096;
 
 // --- what a rank has ---
-// Gradients of all stages of a rank that are not zero, whenever a stage ends its backward.
+// Gradients of all stages of a rank that are not zero, whenever some are final.
 struct Seen {
   std::vector<ParameterSet*> sets;
   std::size_t most = 0;  // bytes
@@ -51,26 +59,43 @@ class SeenStage : public WrappedStage {
   [[nodiscard]] bool overwrites_gradients() const override { return overwrites_; }
   void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                 std::span<const Tensor> grad_inputs) override {
+    Announced announced(ctx.final_gradients, seen_);
+    if (ctx.final_gradients != nullptr) ctx.final_gradients = &announced;
     WrappedStage::backward(ctx, grad_outputs, grad_inputs);
     seen_->look();
   }
 
  private:
+  class Announced : public FinalGradients {
+   public:
+    Announced(FinalGradients* to, Seen* seen) : to_(to), seen_(seen) {}
+    void from(std::size_t begin) override {
+      seen_->look();
+      to_->from(begin);
+    }
+
+   private:
+    FinalGradients* to_;
+    Seen* seen_;
+  };
+
   bool overwrites_;
   Seen* seen_;
 };
 
-// Four stages of a linear layer of 6 blocks, without a bias: no gradient of theirs is zero.
+// Four linear layers of 6 blocks without a bias, a stage each or one: no gradient of theirs is
+// zero.
 constexpr std::int64_t kWidth = 256, kRows = 384;
 constexpr std::size_t kStageBytes = sizeof(float) * kWidth * kRows;
 
-Sequential four_stages() {
-  const auto layer = [](std::int64_t from, std::int64_t to) {
-    return nn::linear(from, to, /*bias=*/false);
-  };
-  return Sequential({layer(kWidth, kRows), nn::cut(), layer(kRows, kWidth), nn::cut(),
-                     layer(kWidth, kRows), nn::cut(), layer(kRows, kWidth)},
-                    nn::mse_loss());
+Sequential model_of(int stages) {
+  std::vector<nn::LayerSpec> layers;
+  for (int i = 0; i < 4; ++i) {
+    if (i > 0 && stages > 1) layers.push_back(nn::cut());
+    layers.push_back(i % 2 == 0 ? nn::linear(kWidth, kRows, /*bias=*/false)
+                                : nn::linear(kRows, kWidth, /*bias=*/false));
+  }
+  return Sequential(layers, nn::mse_loss());
 }
 
 struct Numbers {
@@ -90,11 +115,23 @@ struct Numbers {
 };
 
 struct Memory {
-  std::size_t planned = 0, seen = 0, at_end = 0;
+  std::size_t planned = 0, seen = 0, at_start = 0, at_end = 0;
 };
 
+// Of whole pages.
+std::size_t resident_bytes(std::span<const float> memory) {
+  const auto begin = (reinterpret_cast<std::uintptr_t>(memory.data()) + kPage - 1) / kPage * kPage;
+  const std::size_t pages =
+      (reinterpret_cast<std::uintptr_t>(memory.data() + memory.size()) - begin) / kPage;
+  std::vector<unsigned char> there(pages);
+  EXPECT_EQ(mincore(reinterpret_cast<void*>(begin), pages * kPage, there.data()), 0);
+  return kPage * static_cast<std::size_t>(
+                     std::ranges::count_if(there, [](auto each) { return each % 2 == 1; }));
+}
+
 // Of the first replica, whose parts are the largest.
-Memory train_four(ShardLevel shard, int replicas, const char* schedule, bool overwrites = true) {
+Memory train_four(ShardLevel shard, int replicas, const char* schedule, bool overwrites = true,
+                  GradientOrder gradient_order = GradientOrder::kStep, int stages = 4) {
   Memory memory;
   run_loopback(replicas, [&](Communicator& comm) {
     PipelineOptions options;
@@ -103,20 +140,23 @@ Memory train_four(ShardLevel shard, int replicas, const char* schedule, bool ove
                      .micro_batches = 2,
                      .micro_batch_size = 1,
                      .shard = shard};
-    options.order = {.schedule = schedule, .chunks = 4};
+    options.order = {.schedule = schedule, .chunks = stages == 1 ? 0 : stages};
+    options.training.gradient_order = gradient_order;
     Seen seen;
     const TensorSpec row{DType::kF32, {kWidth}};
     Pipeline pipeline(
         comm,
-        [&](int stage, int stages) {
-          return std::make_unique<SeenStage>(four_stages()(stage, stages), overwrites, &seen);
+        [&](int stage, int count) {
+          return std::make_unique<SeenStage>(model_of(count)(stage, count), overwrites, &seen);
         },
         BatchSpec{.inputs = {row}, .targets = {row}, .feed = Feed::kRank0}, options);
+    std::size_t at_start = 0;
+    for (ParameterSet* each : seen.sets) at_start += resident_bytes(each->flat_grads());
     for (std::uint64_t step = 1; step <= 3; ++step) {
       (void)pipeline.train_step(Numbers(step, std::int64_t{2} * replicas).batch(comm));
     }
     if (comm.rank() == 0) {
-      memory = {PipelineAccess::layout(pipeline).memory.ranks[0].gradients, seen.most, 0};
+      memory = {PipelineAccess::layout(pipeline).memory.ranks[0].gradients, seen.most, at_start, 0};
       for (ParameterSet* each : seen.sets) memory.at_end += Seen::bytes_of(*each);
     }
     pipeline.close();
@@ -138,10 +178,12 @@ TEST(GradientPartsTest, ARankHasOneStageWholeAndPartsOfThoseThatHaveEnded) {
     EXPECT_EQ(whole.planned, kAll);
     EXPECT_EQ(whole.seen, kAll);
     EXPECT_EQ(whole.at_end, kAll);
+    EXPECT_NEAR(static_cast<double>(whole.at_start), static_cast<double>(kAll), 4 * 2 * kPage);
     for (const ShardLevel level : {ShardLevel::kGradients, ShardLevel::kParameters}) {
       const Memory parts = train_four(level, replicas, "looped-bfs");
       EXPECT_EQ(parts.planned, kStageBytes + 3 * part);
       expect_near(parts.seen, parts.planned);
+      EXPECT_EQ(parts.at_start, 0U);
       expect_near(parts.at_end, 4 * part);
     }
   }
@@ -161,14 +203,33 @@ TEST(GradientPartsTest, StagesThatAddToZerosSaveNothing) {
   EXPECT_EQ(parts.planned, 4 * kStageBytes);
 }
 
+// A unit that is written, one that is added, and own parts of sums, which are not seen.
+TEST(GradientPartsTest, ARankHasTwoUnitsOfAMicroBatchAtATime) {
+  for (const int replicas : {2, 3}) {
+    SCOPED_TRACE(replicas);
+    const std::size_t own = 4 * kStageBytes / at(replicas);
+    const Memory one = train_four(ShardLevel::kGradients, replicas, "gpipe", true,
+                                  GradientOrder::kMicroBatch, /*stages=*/1);
+    EXPECT_EQ(one.planned, own + 2 * kStageBytes);
+    expect_near(one.seen, 2 * kStageBytes);
+    const Memory four = train_four(ShardLevel::kParameters, replicas, "interleaved", true,
+                                   GradientOrder::kMicroBatch, /*stages=*/4);
+    EXPECT_EQ(four.planned, own + kStageBytes);
+    EXPECT_LE(four.seen, four.planned);
+    EXPECT_LE(four.at_end, 4 * 2 * kPage);
+  }
+}
+
 // --- bits ---
-enum Calls { kOneCall, kAccumulated, kOpenStep };
+enum Calls { kOneCall, kAccumulated, kOpenStep, kDropped };
 
 struct Case {
   const char* schedule = "looped-bfs";
   int depth = 1, replicas = 2, virtual_replicas = 0;
   Calls calls = kOneCall;
   bool overwrites = true, clips = false;
+  GradientOrder order = GradientOrder::kStep;
+  int logit_chunks = 1, tensor_shards = 1;
 };
 
 constexpr std::int64_t kContext = 4, kVocabulary = 4099;  // the embedding has several blocks
@@ -212,6 +273,10 @@ void train(Communicator& comm, Pipeline& pipeline, const Case& of, Bits& bits) {
       }
       note(pipeline.optimizer_step());
     } else {
+      if (of.calls == kDropped) {
+        (void)pipeline.accumulate(some_of(comm, tokens, samples / 4, samples / 2));
+        pipeline.drop_gradients();
+      }
       note(pipeline.train_step(some_of(comm, tokens, 0, samples)));
     }
   }
@@ -224,22 +289,25 @@ Bits bits_with(ShardLevel shard, const Case& of) {
     options.shape = {.pipeline = of.depth,
                      .replicas = of.replicas,
                      .virtual_replicas = of.virtual_replicas,
+                     .tensor_shards = of.tensor_shards,
                      .micro_batches = 2,
                      .micro_batch_size = 2,
                      .shard = shard};
     options.order = {.schedule = of.schedule, .chunks = 0};
     options.training.learning_rate = {.peak = 1e-2};
     if (of.clips) options.training.clip = 0.1;
+    options.training.gradient_order = of.order;
     options.checks.replicas_every = 1;
     const Transformer model({.layers = 3,
                              .heads = 2,
                              .width = 32,
                              .context = kContext,
                              .vocabulary = kVocabulary,
-                             .tied = true});
-    const auto make = [&](int stage, int stages) -> std::unique_ptr<Stage> {
-      if (of.overwrites) return model(stage, stages);
-      return std::make_unique<AddingStage>(model(stage, stages));
+                             .tied = true,
+                             .logit_chunks = of.logit_chunks});
+    const auto make = [&](const StagePlace& place) -> std::unique_ptr<Stage> {
+      if (of.overwrites) return model(place);
+      return std::make_unique<AddingStage>(model(place));
     };
     const TensorSpec tokens{DType::kI32, {kContext}};
     Pipeline pipeline(comm, make,
@@ -270,6 +338,53 @@ TEST(GradientPartsTest, HaveTheBitsOfWholeGradients) {
     EXPECT_FALSE(whole.values.empty());
     EXPECT_EQ(whole, bits_with(ShardLevel::kGradients, each));
   }
+}
+
+TEST(GradientPartsTest, BitsOfTheOrderMicroBatchDependOnNoLayout) {
+  constexpr GradientOrder kOrder = GradientOrder::kMicroBatch;
+  for (const int replicas : {2, 3}) {
+    for (const Calls calls : {kOneCall, kAccumulated}) {
+      SCOPED_TRACE(::testing::Message() << "d" << replicas << " calls " << calls);
+      const Case usual = {
+          .schedule = "1f1b", .replicas = replicas, .calls = calls, .order = kOrder};
+      const Bits expected = bits_with(ShardLevel::kGradients, usual);
+      Case other = usual;
+      other.order = GradientOrder::kStep;
+      const Bits step = bits_with(ShardLevel::kGradients, other);
+      EXPECT_NE(expected.values, step.values);
+      ASSERT_EQ(expected.numbers.size(), step.numbers.size());
+      for (std::size_t i = 0; i < step.numbers.size(); ++i) {
+        EXPECT_NEAR(expected.numbers[i], step.numbers[i], 1e-5 * std::abs(step.numbers[i]));
+      }
+      for (const char* schedule : {"looped-bfs", "zb-v", "zb-h1", "gpipe"}) {
+        other = usual;
+        other.schedule = schedule;
+        other.depth = 2;
+        EXPECT_EQ(expected, bits_with(ShardLevel::kGradients, other)) << schedule;
+      }
+      if (calls == kOneCall) other.calls = kDropped;
+      EXPECT_EQ(expected, bits_with(ShardLevel::kParameters, other));
+    }
+  }
+}
+
+TEST(GradientPartsTest, WhatTheOrderMicroBatchCannotAddIsRefused) {
+  const auto refused = [](std::initializer_list<std::string> parts, const Case& of,
+                          ShardLevel shard = ShardLevel::kGradients) {
+    Case with = of;
+    with.order = GradientOrder::kMicroBatch;
+    expect_error(ErrorCode::kUsage, parts, [&] { (void)bits_with(shard, with); });
+  };
+  refused({"with one replica", "legal: the order step, or two replicas or more"}, {.replicas = 1});
+  refused({"with 4 virtual replicas on 2 replicas", "as many virtual replicas as replicas"},
+          {.virtual_replicas = 4});
+  refused({"with --shard optimizer", "or --shard gradients or parameters"}, {},
+          ShardLevel::kOptimizer);
+  refused({"that of ", " of stage 0 is added to zeros", "legal: the order step"},
+          {.overwrites = false});
+  refused({"forward_backward()", "legal: train_step()"}, {.calls = kOpenStep});
+  refused({"is written by the loss"}, {.logit_chunks = 2});
+  refused({"has shares"}, {.tensor_shards = 2});
 }
 
 }  // namespace

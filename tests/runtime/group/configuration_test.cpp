@@ -185,8 +185,8 @@ TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
          };
        },
        [](auto& o) { o.groups = {{.names = "*"}}; }, [](auto& o) { o.learning_rate.peak = 2; },
-       [](auto& o) { o.clip = 2; }, [](auto& o) { o.inference = true; },
-       [](auto& o) { o.skip_nonfinite = true; }});
+       [](auto& o) { o.clip = 2; }, [](auto& o) { o.gradient_order = GradientOrder::kMicroBatch; },
+       [](auto& o) { o.inference = true; }, [](auto& o) { o.skip_nonfinite = true; }});
   expect_compared<OptimizerConfig>(
       [](auto& o) -> auto& { return o.training.optimizer; },
       {[](auto& o) { o.kind = OptimizerConfig::Kind::kSgd; }, [](auto& o) { o.beta1 = 0; },

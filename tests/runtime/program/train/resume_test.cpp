@@ -48,6 +48,9 @@ class ResumeOptionsTest : public ::testing::Test {
                     {"virtual_replicas", shape.virtual_replicas},
                     {"tensor", shape.tensor},
                     {"tensor_shards", shape.tensor_shards}};
+    if (options.pipeline.training.gradient_order != GradientOrder::kStep) {
+      state.layout[kMicroBatchOrder] = 1;
+    }
     state.options = options.checkpoint.options;
     state.model = model_config_text(options.model);
     state.data = {{"tokens", "4000"}, {"sha256", "00ff"}};
@@ -330,6 +333,27 @@ TEST_F(ResumeOptionsTest, ShardsMayChange) {
   SavedRun older = *options.resume.from;
   std::erase_if(older.options, [](const auto& option) { return option.first == "shard"; });
   EXPECT_EQ(changes_since(older, options), "shard none -> optimizer");
+}
+
+TEST_F(ResumeOptionsTest, TheOrderOfGradientsStaysUnlessOneIsGiven) {
+  const Arguments two = {"--steps", "10", "--replicas", "2", "--shard", "gradients"};
+  save(4, two, 2);
+  TrainOptions options = resume({"--gradient-order", "micro-batch"}, 2);
+  EXPECT_EQ(
+      bits_change_since(*options.resume.from, options),
+      "other bits from step 5 on: gradients in the order micro-batch, those of the save in the "
+      "order step");
+  Arguments other = two;
+  other.insert(other.end(), {"--gradient-order", "micro-batch"});
+  save(5, other, 2);
+  options = resume({}, 2);
+  EXPECT_EQ(options.pipeline.training.gradient_order, GradientOrder::kMicroBatch);
+  EXPECT_EQ(bits_change_since(*options.resume.from, options), "");
+  options = resume({"--gradient-order", "step"}, 2);
+  EXPECT_EQ(
+      bits_change_since(*options.resume.from, options),
+      "other bits from step 6 on: gradients in the order step, those of the save in the order "
+      "micro-batch");
 }
 
 TEST_F(ResumeOptionsTest, ABatchOptionChangesASavedBatchFromEachSource) {
