@@ -30,7 +30,7 @@ FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests")
 SOURCES = (".hpp", ".cpp", ".cu", ".cuh", ".h", ".cc")
 MOST_FILES = 25   # sources that lie flat in one folder
 MOST_PUBLIC = 24  # public headers
-MOST_TYPES = 174  # classes, enums and aliases at namespace level in them
+MOST_TYPES = 178  # classes, enums and aliases at namespace level in them
 MOST_BEHIND = {"pipeline": 10}  # public headers that one pulls in, itself not counted
 
 # Rooms of a folder, lowest first: a room may use those of the lines before its own.

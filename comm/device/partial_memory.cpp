@@ -87,7 +87,23 @@ PartialMemory::PartialMemory(Device device, std::size_t bytes, std::vector<Range
     return;
   }
   buffer_ = Buffer(device, bytes + std::min(page_bytes(), SIZE_MAX - bytes));
-  for (std::size_t i = 0; i < ranges_.size(); ++i) drop(i);  // malloc may have used it before
+  for (std::size_t i = 0; i < ranges_.size(); ++i) {
+    drop(i);  // malloc may have used it before
+    for (const std::size_t border : {ranges_[i].begin, ranges_[i].begin + ranges_[i].bytes}) {
+      forbid_huge_page(border);
+    }
+  }
+}
+
+// The system would bring, or make, one with memory of both sides.
+void PartialMemory::forbid_huge_page(std::size_t border) const {
+  constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
+  const auto begin = reinterpret_cast<std::uintptr_t>(data());
+  const std::uintptr_t page = (begin + border) / kHugePage * kHugePage;
+  const std::uintptr_t first = std::max(page, begin);
+  const std::uintptr_t end = std::min(page + kHugePage, begin + round_up(bytes_, page_bytes()));
+  if (page == begin + border || first >= end) return;
+  static_cast<void>(madvise(data() + (first - begin), end - first, MADV_NOHUGEPAGE));
 }
 
 std::byte* PartialMemory::data() const {

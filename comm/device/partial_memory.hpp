@@ -44,11 +44,13 @@ class PartialMemory {
   void drop(std::size_t range);
 
   // Memory that it takes: on a GPU always, on a CPU while no range is present. There a range that
-  // is present takes its own bytes more, and huge pages up to 2 MiB at either end of a range.
+  // is present takes its own bytes more. No huge page lies across the border of a range.
   [[nodiscard]] static std::size_t bytes_for(DeviceKind kind, std::size_t bytes,
                                              std::span<const Range> ranges);
 
  private:
+  void forbid_huge_page(std::size_t border) const;
+
   struct Unmap {
     int index;
     std::size_t bytes;

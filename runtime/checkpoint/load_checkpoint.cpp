@@ -177,7 +177,9 @@ void require_same_values(Pipeline& pipeline, std::span<const Wanted> tensors,
   for (const Wanted& each : tensors) {
     if (!each.slice.all()) continue;
     whole.push_back(&each);
-    digests += sha256_hex(mirror.read_back(each.into));
+    const bool value = each.parameter != nullptr;
+    digests += sha256_hex(
+        mirror.read_back(value ? PipelineAccess::at_rest(pipeline, *each.parameter) : each.into));
   }
   const std::vector<std::string> all =
       PipelineAccess::tensor_ranks(pipeline).all_gather_strings(digests);

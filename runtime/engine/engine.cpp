@@ -723,8 +723,8 @@ void Engine::Impl::call_forward(LocalStage& stage, const PlanOp& op, StageContex
   if (on_gpu) return stage.binding.loss->loss(ctx, output.tensors, targets, &result->sum);
   // Further calls of a loss that makes collectives would be made on some ranks alone.
   const bool first = ctx.phase == Phase::kTrain && !std::exchange(stage.loss_watched, true);
-  watch_loss(stage.binding, ctx, output.tensors, targets, first && !collectives.in_loss(),
-             &result->sum);
+  watch_loss(stage.binding, ctx, output.tensors, targets,
+             first && !collectives.in_loss() && ctx.units == nullptr, &result->sum);
 }
 
 void Engine::Impl::call_backward(LocalStage& stage, const PlanOp& op, StageContext& ctx,

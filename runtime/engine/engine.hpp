@@ -42,8 +42,8 @@ class StepActions {
   virtual void fold_backward(int stage, int leaf) = 0;
   virtual void reduce_grad(int stage) = 0;
   // Before reduce_tied() and measure(), and before another stage's gradients begin where replicas
-  // keep parts of them. Waits for what reduce_grad() has ended the start of, in host memory; when
-  // that ran, or none.
+  // keep parts of them. Waits for the sums in host memory of a stage whose reduce_grad() has run;
+  // returns when they ran, if it knows.
   virtual std::optional<TimeSpan> end_sums(int /*stage*/) { return std::nullopt; }
   virtual void reduce_tied(int group) = 0;
   // Puts on the stream the work whose results optimizer() reads on the host. The engine waits for

@@ -88,6 +88,9 @@ void ShardedValues::gather_over(NcclRoutes* nccl) {
   for (const Unit& unit : units_) {
     for (const Part& each : unit.parts) largest = std::max(largest, each.floats.size_bytes());
   }
+  for (const Copied& each : copied_) {  // lend() has their values
+    largest = std::max(largest, each.parameter->value.spec.bytes());
+  }
   mirror_.reserve(largest);
 }
 

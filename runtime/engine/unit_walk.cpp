@@ -69,6 +69,7 @@ void UnitWalk::reshard(const PlanOp& op) {
 }
 
 ParameterUnits* UnitWalk::begin(const PlanOp& op) {
+  stage_ = op.stage;
   const Uses& uses = uses_of(op);
   first_ = next_ = uses.first;
   end_ = uses.first + uses.count;
@@ -88,7 +89,7 @@ void UnitWalk::use(int unit) {
   const auto end = begin + static_cast<std::ptrdiff_t>(end_);
   const auto found =
       std::find_if(first, end, [&](std::size_t each) { return values_.number_of(each) == unit; });
-  if (found == end) return;
+  if (found == end) return require_uncut(unit);
   const auto place = static_cast<std::size_t>(found - begin);
   if (place + 1 < next_) {
     throw_usage(
@@ -97,6 +98,17 @@ void UnitWalk::use(int unit) {
         unit);
   }
   while (next_ <= place) use_next();
+}
+
+void UnitWalk::require_uncut(int unit) const {
+  const std::size_t first = values_.first_unit(stage_);
+  for (std::size_t i = 0; i < values_.units_of(stage_); ++i) {
+    if (values_.number_of(first + i) != unit) continue;
+    throw_usage(
+        "unit {} of the parameters is used in an action that has the last one alone; legal "
+        "in recompute(): unit {}",
+        unit, values_.number_of(first + values_.units_of(stage_) - 1));
+  }
 }
 
 void UnitWalk::use_next() {

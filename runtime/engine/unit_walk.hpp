@@ -40,6 +40,8 @@ class UnitWalk final : public ParameterUnits {
     std::size_t first = 0, count = 0;
   };
   [[nodiscard]] const Uses& uses_of(const PlanOp& op) const;
+  // Throws where the action does not have that unit, which replicas have parts of.
+  void require_uncut(int unit) const;
   // Makes the next unit whole, and starts the one after it.
   void use_next();
   void start_next();
@@ -49,6 +51,7 @@ class UnitWalk final : public ParameterUnits {
   std::vector<std::size_t> uses_;  // units, one after the other
   std::vector<Uses> op_uses_;      // [op]
   std::vector<bool> sharded_;      // [unit] its stage is between UNSHARD and RESHARD
+  int stage_ = -1;                 // of the action
   // Of uses_: where the action's begin, the next one, where they end.
   std::size_t first_ = 0, next_ = 0, end_ = 0;
 };

@@ -72,6 +72,8 @@ class PipelineAccess {
   static void lend(Pipeline& pipeline, const Parameter& parameter);
   static void give_back(Pipeline& pipeline, const Parameter& parameter);
   static void drop_others(Pipeline& pipeline);
+  // What this rank has of a parameter's values, or of a buffer's, between calls. Not collective.
+  [[nodiscard]] static Tensor at_rest(Pipeline& pipeline, const Parameter& parameter);
   // Tells the watchdog which save is the newest complete one. Not collective; any thread.
   static void saved(Pipeline& pipeline, std::uint64_t step);
   // [rank of the job]

@@ -207,6 +207,14 @@ void PipelineAccess::give_back(Pipeline& pipeline, const Parameter& parameter) {
                  if (!entry.ends.empty()) values.drop_others(parameter);
                });
 }
+Tensor PipelineAccess::at_rest(Pipeline& pipeline, const Parameter& parameter) {
+  Tensor values = parameter.value;
+  with_sharded(pipeline.impl_->parts, parameter, [&](ShardedValues&, const ParameterEntry& entry) {
+    const int replica = layout(pipeline).place.here.replica;
+    values = elements_of(values, entry.part(replica));
+  });
+  return values;
+}
 void PipelineAccess::drop_others(Pipeline& pipeline) {
   if (pipeline.impl_->parts.sharded != nullptr) pipeline.impl_->parts.sharded->drop_all();
 }

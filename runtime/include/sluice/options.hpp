@@ -94,11 +94,11 @@ enum class ShardLevel {
   // The state of the optimizer (ZeRO stage 1, Rajbhandari et al. 2020): each replica updates a part
   // of the parameters and sends it to the others. No bit of a training changes.
   kOptimizer,
-  // The gradients too (ZeRO stage 2): before another stage of a rank begins to write gradients,
-  // sums that have started are made, and each replica keeps those of the part that it updates
-  // alone. So a rank whose stages end their backward one after the other needs less. The plan is
-  // for train_step(): accumulate() and forward_backward() leave whole gradients. CPUs alone. No bit
-  // of a training changes.
+  // The gradients too (ZeRO stage 2): before another stage of a rank begins to write gradients, the
+  // rank waits for the sums of stages that have ended, and each replica keeps those of the part
+  // that it updates alone. So a rank whose stages end their backward one after the other needs
+  // less. The plan is for train_step(): accumulate() and forward_backward() leave whole gradients.
+  // CPUs alone. No bit of a training changes.
   kGradients,
   // The parameters too (ZeRO stage 3; FSDP, Zhao et al. 2023): each replica has the part that it
   // updates alone, and units of layers (ParameterSet::begin_unit()) are gathered while they are
@@ -112,7 +112,7 @@ enum class ShardLevel {
 enum class GradientOrder {
   kStep,  // once a step: of all micro-batches of a replica
   // After each micro-batch: what replicas then keep of gradients is their own parts, and two units
-  // of layers, in place of all of a stage's. That many times as many bytes go over the network. For
+  // of layers, in place of all of a stage's. A step sends its bytes once per micro-batch. For
   // ShardLevel::kGradients and kParameters on CPUs, with as many virtual replicas as replicas, two
   // or more; for stages whose gradients are overwritten in backward alone and have no shares
   // (Stage::overwrites_gradients(), Parameter::written_by_loss, Parameter::shares); and without

@@ -114,11 +114,17 @@ class FitTable {
     return false;
   }
 
-  // Those above the one given.
+  // Those above the one given. Shards of gradients take no more than those of the optimizer, and
+  // less where stages of a rank end one after the other.
   [[nodiscard]] std::vector<ShardLevel> levels() const {
     std::vector<ShardLevel> all;
     if (options_.shape.replicas == 1 || options_.devices.all_reduce) return all;
-    for (const ShardLevel level : {ShardLevel::kOptimizer, ShardLevel::kParameters}) {
+    const bool gradients = given_.plans.num_stages() > given_.plans.placement().ranks() &&
+                           std::ranges::all_of(given_.place.devices, [](const RankDevice& each) {
+                             return each.device.kind == DeviceKind::kCpu;
+                           });
+    for (const ShardLevel level :
+         {gradients ? ShardLevel::kGradients : ShardLevel::kOptimizer, ShardLevel::kParameters}) {
       if (level > options_.shape.shard) all.push_back(level);
     }
     return all;

@@ -218,6 +218,10 @@ class FitSearch {
   [[nodiscard]] JobLayout planned() const {
     PipelineOptions options = given_;
     options.offload.resident = resident_;
+    // All with the gathers of the one that keeps all; the run chooses again.
+    if (!layouts_.empty() && layouts_[0].parameters.gather == Gather::kPerUse) {
+      options.shape.shard_gather = ShardGather::kUse;
+    }
     return layout_of_(chosen(), options);
   }
   [[nodiscard]] bool fits(const JobLayout& layout) const {
@@ -449,7 +453,7 @@ class FitSearch {
     for (int rank = 0; rank < ranks(); ++rank) {
       const auto [computing, moving] =
           seconds_of(rank, sum_of(repeated, rank), moved_bytes(layout, rank));
-      if (moving <= most * computing) continue;
+      if (computing <= 0 || moving <= most * computing) continue;
       most = moving / computing;
       text = fmt::format(
           "offload: on rank {}, which moves most, {:.2g} s of moves beside {:.2g} s of computing, "

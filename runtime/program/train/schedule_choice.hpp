@@ -48,10 +48,10 @@ struct ScheduleChoice {
 // searches and broadcasts the result. The costs of the search are those of TrainOptions::profile
 // and cluster. Without them they are the layers' matmuls, and messages and collectives take no
 // time. What --offload moves takes time by estimated_rates(), unless --recompute auto chooses it
-// later. At most as many micro-batches are in
-// flight as 1f1b holds. The layers of a schedule file that says them are its stages' unless
-// --partition says otherwise, or unless they are of another number of layers, which the remark
-// says. Throws Error(kUsage) where layers or stages cannot be placed.
+// later. At most as many micro-batches are in flight as 1f1b holds. The layers of a schedule file
+// that says them are its stages' unless --partition says otherwise, or unless they are of another
+// number of layers, which the remark says. Throws Error(kUsage) where layers or stages cannot be
+// placed.
 [[nodiscard]] ScheduleChoice choose_schedule(const TrainOptions& options, int ranks,
                                              Collectives& world);
 

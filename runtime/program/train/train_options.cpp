@@ -252,10 +252,9 @@ void add_computing_options(OptionTable& table, TrainOptions& options) {
                    "parts of a micro-batch's rows whose logits are in memory one after the other, "
                    "of multiples of 512; on a GPU results depend on it")
       .mark(kFunction | kListedLater);
-  table.add_flag(
-      "batch-invariant", model.batch_invariant,
-      "on a CPU: the same results for every --micro-batch-size of a --batch-size; always "
-      "so from --context 256 on, below it costs time");
+  table.add_flag("batch-invariant", model.batch_invariant,
+                 "on a CPU: the same results for every --micro-batch-size of a --batch-size, with "
+                 "--gradient-order step; always so from --context 256 on, below it costs time");
 }
 
 void add_tensor_ranks(OptionTable& table, PipelineOptions::Shape& shape) {
@@ -350,30 +349,18 @@ void add_device_options(OptionTable& table, PipelineOptions& options) {
 
 void add_gradient_order(OptionTable& table, GradientOrder& order) {
   table
-      .add_choice("gradient-order", order,
-                  {{"step", GradientOrder::kStep}, {"micro-batch", GradientOrder::kMicroBatch}},
-                  "when gradients are added over replicas: once a step, or after each micro-batch, "
-                  "which takes less memory with --shard gradients or parameters and as many times "
-                  "the bytes over the network; results depend on it. A resume without it keeps "
-                  "that of the save")
+      .add_choice(
+          "gradient-order", order,
+          {{"step", GradientOrder::kStep}, {"micro-batch", GradientOrder::kMicroBatch}},
+          "when gradients are added over replicas: once a step, or after each micro-batch, "
+          "which takes less memory with --shard gradients or parameters and sends the "
+          "bytes once per micro-batch; results depend on it. A resume without it keeps that "
+          "of the save")
       .mark(kListedLater);
 }
 
-void add_layout_options(OptionTable& table, TrainOptions& options) {
-  auto& [shape, order, devices, offload, training, checks, watch, expert] = options.pipeline;
-  table.heading("Layout");
-  table
-      .add_integer("pipeline", shape.pipeline, 1, kMaxInt,
-                   "ranks of one pipeline; auto: ranks / replicas / tensor", "auto")
-      .mark(kLayout);
-  table.add_integer("replicas", shape.replicas, 1, kMaxInt, "pipelines that share each batch");
-  table.add_integer(
-      "virtual-replicas", shape.virtual_replicas, 1, kMaxInt,
-      "parts of each batch, on which results depend in place of --replicas: that times "
-      "a power of two, or any number for one replica; auto: as many as replicas. A resume "
-      "without it keeps those of the save",
-      "auto");
-  add_tensor_ranks(table, shape);
+// What replicas divide.
+void add_shards(OptionTable& table, PipelineOptions::Shape& shape) {
   table
       .add_choice("shard", shape.shard,
                   {{"none", ShardLevel::kNone},
@@ -393,6 +380,24 @@ void add_layout_options(OptionTable& table, TrainOptions& options) {
           "stage once a step, which takes more memory and fewer bytes over the network; "
           "auto: step where that is within --memory, else use")
       .mark(kLayout);
+}
+
+void add_layout_options(OptionTable& table, TrainOptions& options) {
+  auto& [shape, order, devices, offload, training, checks, watch, expert] = options.pipeline;
+  table.heading("Layout");
+  table
+      .add_integer("pipeline", shape.pipeline, 1, kMaxInt,
+                   "ranks of one pipeline; auto: ranks / replicas / tensor", "auto")
+      .mark(kLayout);
+  table.add_integer("replicas", shape.replicas, 1, kMaxInt, "pipelines that share each batch");
+  table.add_integer(
+      "virtual-replicas", shape.virtual_replicas, 1, kMaxInt,
+      "parts of each batch, on which results depend in place of --replicas: that times "
+      "a power of two, or any number for one replica; auto: as many as replicas. A resume "
+      "without it keeps those of the save",
+      "auto");
+  add_tensor_ranks(table, shape);
+  add_shards(table, shape);
   add_gradient_order(table, training.gradient_order);
   add_offload(table, offload);
   add_rank_order(table, shape.rank_order);
@@ -752,9 +757,11 @@ Source resolve_parts(const OptionTable& table, const DivisionNames& names, int& 
 Source resolve_replicas(const OptionTable& table, PipelineOptions& options) {
   PipelineOptions::Shape& shape = options.shape;
   const bool lifo = options.order.schedule == "gpipe-lifo";  // virtual replicas mix in its order
+  const bool by_micro_batch = options.training.gradient_order == GradientOrder::kMicroBatch;
   const auto fits = [&] {
-    return options.devices.all_reduce || lifo ? shape.virtual_replicas == shape.replicas
-                                              : can_divide(shape.virtual_replicas, shape.replicas);
+    return options.devices.all_reduce || lifo || by_micro_batch
+               ? shape.virtual_replicas == shape.replicas
+               : can_divide(shape.virtual_replicas, shape.replicas);
   };
   const Source chosen = resolve_parts(table, kVirtualReplicas, shape.virtual_replicas, "replicas",
                                       shape.replicas, fits);
@@ -762,7 +769,10 @@ Source resolve_replicas(const OptionTable& table, PipelineOptions& options) {
     throw_usage(
         "option {}: its sums depend on the replicas, but --virtual-replicas is {} with --replicas "
         "{}; leave one of the two out",
-        lifo ? "--schedule gpipe-lifo" : "--all-reduce", shape.virtual_replicas, shape.replicas);
+        lifo             ? "--schedule gpipe-lifo"
+        : by_micro_batch ? "--gradient-order micro-batch"
+                         : "--all-reduce",
+        shape.virtual_replicas, shape.replicas);
   }
   return chosen;
 }

@@ -101,8 +101,9 @@ struct StageDescription {
   bool state_moves = false;
   // It calls ctx.units->use() before each unit of its parameters that an action reads: ascending in
   // forward() and loss(), descending in backward calls. recompute() reads the last one alone. In
-  // begin_step() it reads none. Else all of its parameters are there in each of these calls. In
-  // prepare() a stage has this replica's part alone.
+  // begin_step() it reads none. It also tells ctx.final_gradients of each unit. Else all of its
+  // parameters are there in each of these calls. In prepare() a stage has this replica's part
+  // alone.
   bool uses_units = false;
   // backward_weight() reads values of parameters. Else they need not be there.
   bool weight_reads = true;
@@ -208,8 +209,8 @@ class FinalGradients {
  public:
   virtual ~FinalGradients() = default;
   // The work on the compute stream so far completes parameters()->flat_grads() from float `begin`
-  // on. Later work of the stage in this step must neither read nor write them. Asynchronous; does
-  // not wait for the device. Throws what a sum over replicas throws.
+  // on. Later work of this call must neither read nor write them. Does not wait for the device; may
+  // wait for the sums of the call before. Throws what a sum over replicas throws.
   virtual void from(std::size_t begin) = 0;
 };
 
@@ -264,7 +265,8 @@ struct StageContext {
   Collective* collective = nullptr;           // over replicas; null in evaluation
   Collective* tensor = &Collective::alone();  // over the ranks that share the stage; never null
   // Set in the last call of a step (backward or backward_weight) that adds to the stage's
-  // gradients, if sums over replicas can overlap; else null. Use is optional. All replicas make the
+  // gradients, if sums over replicas can overlap, or in each with GradientOrder::kMicroBatch; else
+  // null. Use is optional. All replicas make the
   // same calls in the same order.
   FinalGradients* final_gradients = nullptr;
   ParameterUnits* units = nullptr;  // null: all parameters are whole

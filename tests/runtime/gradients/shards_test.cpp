@@ -760,6 +760,17 @@ TEST(ShardMistakesTest, AllReduceIsRefused) {
                  });
 }
 
+TEST(ShardMistakesTest, GathersWithoutShardsOfTheParametersAreRefused) {
+  PipelineOptions options = sharded_options(2);
+  options.shape.shard_gather = ShardGather::kUse;
+  expect_refused(
+      2, ErrorCode::kUsage,
+      {"--shard-gather) with shards of optimizer", "legal: auto, or shards of the param"},
+      [&](Communicator& comm) {
+        const Pipeline none(comm, tiny_model(), tiny_batches(), options);
+      });
+}
+
 TEST(ShardMistakesTest, RanksThatDisagreeAboutShardsAreNamed) {
   expect_refused(3, ErrorCode::kMismatch, {"shard", "optimizer", "none"}, [](Communicator& comm) {
     const Pipeline none(comm, tiny_model(), tiny_batches(),
@@ -825,12 +836,12 @@ TEST(ShardMistakesTest, FewerSamplesThanReplicasAreRefusedAndChangeNothing) {
 // --- what each replica has of the parameters ---
 // Bytes of the pages within `memory` that are there.
 std::size_t resident_bytes(std::span<float> memory) {
-  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto begin = (reinterpret_cast<std::uintptr_t>(memory.data()) + page - 1) / page * page;
-  const auto end = reinterpret_cast<std::uintptr_t>(memory.data() + memory.size()) / page * page;
-  if (begin >= end) return 0;
-  std::vector<unsigned char> pages((end - begin) / page);
-  EXPECT_EQ(mincore(reinterpret_cast<void*>(begin), end - begin, pages.data()), 0);
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::span<std::byte> bytes = std::as_writable_bytes(memory);
+  const std::size_t before = (page - reinterpret_cast<std::uintptr_t>(bytes.data()) % page) % page;
+  if (bytes.size() < before + page) return 0;
+  std::vector<unsigned char> pages((bytes.size() - before) / page);
+  EXPECT_EQ(mincore(bytes.data() + before, pages.size() * page, pages.data()), 0);
   return page * static_cast<std::size_t>(std::ranges::count_if(
                     pages, [](unsigned char each) { return (each & 1) != 0; }));
 }

@@ -12,7 +12,6 @@
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
 
-
 namespace sluice {
 namespace {
 

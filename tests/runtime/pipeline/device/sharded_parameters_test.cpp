@@ -60,7 +60,7 @@ Outcome outcome_with(const TransformerConfig& model, const Shards& shards) {
   options.shape.replicas = kReplicas;
   options.shape.micro_batches = 2;
   options.shape.shard = shards.level;
-  options.shape.shard_gather = shards.gather;
+  if (shards.level == ShardLevel::kParameters) options.shape.shard_gather = shards.gather;
   options.order.schedule = shards.schedule;
   options.devices.choices = parse_devices(shards.device);
   options.devices.transport = shards.transport;

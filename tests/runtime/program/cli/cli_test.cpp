@@ -538,15 +538,18 @@ TEST_F(CliTest, ADryRunListsWhatMakesATrainingFit) {
   const Outcome given = sluice(job);
   ASSERT_EQ(given.code, 0) << given.err;
   double least = row(given.out, "as given");
-  for (const std::string options : {"--shard optimizer", "--offload activations:disk=DIR",
-                                    "--recompute attention", "--recompute block"}) {
+  for (const std::string options :
+       {"--shard optimizer", "--shard parameters", "--offload activations:disk=DIR",
+        "--recompute attention", "--recompute block"}) {
     const double planned = row(given.out, options);
     EXPECT_LT(planned, row(given.out, "as given")) << options;
     EXPECT_EQ(planned, row(sluice(job + options).out, "as given")) << options;
     least = std::min(least, planned);
   }
-  const std::string all = "--shard optimizer --offload activations:disk=DIR --recompute block";
-  EXPECT_LT(row(given.out, all), least);
+  const std::string rest = " --offload activations:disk=DIR --recompute block";
+  const std::string all = "--shard parameters" + rest;
+  EXPECT_LT(row(given.out, all), row(given.out, "--shard optimizer" + rest));
+  EXPECT_LT(row(given.out, "--shard optimizer" + rest), least);
   EXPECT_THAT(sluice(job + all).out, Not(HasSubstr("as given")));
   // What does not fit is refused after the list.
   expect_refusal_after_list(sluice(job + "--memory 1M"), 2, "option --memory: 1.0 MiB a rank");

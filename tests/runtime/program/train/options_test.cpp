@@ -117,9 +117,6 @@ TEST(OptionsTest, ParametersAreGatheredWhenIsNamed) {
   EXPECT_EQ(gather({"--shard", "parameters"}), ShardGather::kAuto);
   EXPECT_EQ(gather({"--shard", "parameters", "--shard-gather", "use"}), ShardGather::kUse);
   EXPECT_EQ(gather({"--shard", "parameters", "--shard-gather", "step"}), ShardGather::kStep);
-  EXPECT_THAT(refusal({"--shard", "optimizer", "--shard-gather", "use"}),
-              AllOf(HasSubstr("--shard-gather) with shards of optimizer"),
-                    HasSubstr("legal: auto, or shards of the parameters")));
 }
 
 TEST(OptionsTest, RecomputesWhatIsNamed) {
