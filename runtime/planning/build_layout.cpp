@@ -611,7 +611,7 @@ bool shards_parameters(const PipelineOptions& options, const JobLayout& layout) 
 // Plans the largest steps, with the memory that they take. Where replicas have parts of the
 // parameters, when these are gathered.
 void plan_gathers(const JobContext& job, const PipelineOptions& options, const DataSource& source,
-                  const std::vector<StageReports>& reports, int micro_batches, std::int64_t round,
+                  const std::vector<StageReports>& reports, int micro_batches, std::size_t round,
                   JobLayout& layout) {
   // Whether it is within the limit.
   const auto plan = [&](Gather gather) {

@@ -234,6 +234,14 @@ void raise(StageEntry& entry, const StageDescription& description) {
   entry.recomputes = entry.recomputes || description.recomputes;
 }
 
+// What holds for every size of micro-batch.
+void join_promises(StageEntry& entry, const StageDescription& description, bool first) {
+  entry.state_moves =
+      (first || entry.state_moves) && description.state_moves && !description.own_memory;
+  entry.uses_units = (first || entry.uses_units) && description.uses_units;
+  entry.weight_reads = (!first && entry.weight_reads) || description.weight_reads;
+}
+
 }  // namespace
 
 StageReport report_of(Stage& stage, int index, const std::vector<std::vector<TensorSpec>>& inputs,
@@ -248,8 +256,6 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     set_collectives(report.entry, description, report.outputs.empty(), index, peers);
     if (report.outputs.empty()) {
       report.entry.note = description.note;
-      report.entry.state_moves = report.entry.uses_units = true;
-      report.entry.weight_reads = false;
       report.model = description.model;
     } else {
       require_like(report.outputs.front(), description.outputs, index);
@@ -262,10 +268,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     report.answers.push_back(description.answers);
     report.input_gradients.push_back(gradients_of(description, specs, index));
     raise(report.entry, description);
-    report.entry.state_moves =
-        report.entry.state_moves && description.state_moves && !description.own_memory;
-    report.entry.uses_units = report.entry.uses_units && description.uses_units;
-    report.entry.weight_reads = report.entry.weight_reads || description.weight_reads;
+    join_promises(report.entry, description, report.outputs.size() == 1);
   }
   if (loss != nullptr && peers.ranks[static_cast<std::size_t>(CollectiveAxis::kTensor)] > 1) {
     try {

@@ -2,7 +2,6 @@
 // those that keep all; with GradientOrder::kMicroBatch they have bits of their own. A rank has what
 // the plan says.
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
@@ -27,6 +26,7 @@
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/engine/wrapped_stage.hpp"
 #include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/gradients/resident_bytes.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -117,17 +117,6 @@ struct Numbers {
 struct Memory {
   std::size_t planned = 0, seen = 0, at_start = 0, at_end = 0;
 };
-
-// Of whole pages.
-std::size_t resident_bytes(std::span<const float> memory) {
-  const auto begin = (reinterpret_cast<std::uintptr_t>(memory.data()) + kPage - 1) / kPage * kPage;
-  const std::size_t pages =
-      (reinterpret_cast<std::uintptr_t>(memory.data() + memory.size()) - begin) / kPage;
-  std::vector<unsigned char> there(pages);
-  EXPECT_EQ(mincore(reinterpret_cast<void*>(begin), pages * kPage, there.data()), 0);
-  return kPage * static_cast<std::size_t>(
-                     std::ranges::count_if(there, [](auto each) { return each % 2 == 1; }));
-}
 
 // Of the first replica, whose parts are the largest.
 Memory train_four(ShardLevel shard, int replicas, const char* schedule, bool overwrites = true,

@@ -6,7 +6,6 @@
 #include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -39,6 +38,7 @@
 #include "tests/runtime/engine/wrapped_stage.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/first_ranks.hpp"
+#include "tests/runtime/gradients/resident_bytes.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -834,19 +834,7 @@ TEST(ShardMistakesTest, FewerSamplesThanReplicasAreRefusedAndChangeNothing) {
 }
 
 // --- what each replica has of the parameters ---
-// Bytes of the pages within `memory` that are there.
-std::size_t resident_bytes(std::span<float> memory) {
-  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  const std::span<std::byte> bytes = std::as_writable_bytes(memory);
-  const std::size_t before = (page - reinterpret_cast<std::uintptr_t>(bytes.data()) % page) % page;
-  if (bytes.size() < before + page) return 0;
-  std::vector<unsigned char> pages((bytes.size() - before) / page);
-  EXPECT_EQ(mincore(bytes.data() + before, pages.size() * page, pages.data()), 0);
-  return page * static_cast<std::size_t>(std::ranges::count_if(
-                    pages, [](unsigned char each) { return (each & 1) != 0; }));
-}
-
-// Of all parameters of this rank.
+// Bytes of pages that are there, of all parameters of this rank.
 std::size_t resident_values(Pipeline& pipeline) {
   std::size_t bytes = 0;
   for (const Pipeline::Owned& each : pipeline.parameters()) {

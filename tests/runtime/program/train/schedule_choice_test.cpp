@@ -97,7 +97,8 @@ TEST(ScheduleChoiceTest, ALayersTimesSayWhatCanRunAheadOfAWait) {
   const std::vector<double> again = recompute_costs(model);
   ASSERT_GT(again[1], 0);
   EXPECT_EQ(times[1].recompute, again[1]);
-  for (const std::size_t layer : {0, 2, 3, 4}) EXPECT_EQ(times[layer].recompute, 0) << layer;
+  for (const std::size_t layer : {0UL, 2UL, 3UL, 4UL})
+    EXPECT_EQ(times[layer].recompute, 0) << layer;
 }
 
 // A head of 3.3 blocks weighs less beside blocks that backward runs again in part.
