@@ -12,6 +12,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/device/cuda_calls.hpp"
+#include "comm/device/host_pages.hpp"
 
 namespace sluice {
 
@@ -118,10 +119,7 @@ void PartialMemory::drop(std::size_t range) {
                                           std::to_string(ranges_.size()) + " is dropped");
   }
   if (buffer_.data() == nullptr) return;
-  // Open MPI and UCX intercept this call of the C library and forget what they have registered with
-  // a network card there. Where the system refuses, on locked memory, the range stays.
-  const WholeUnits pages(ranges_[range], page_bytes());
-  static_cast<void>(madvise(data() + pages.begin, pages.bytes, MADV_DONTNEED));
+  give_back_pages({data() + ranges_[range].begin, ranges_[range].bytes});
 }
 
 std::size_t PartialMemory::bytes_for(DeviceKind kind, std::size_t bytes,

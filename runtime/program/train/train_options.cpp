@@ -1066,6 +1066,12 @@ std::string bits_change_since(const SavedRun& saved, const TrainOptions& options
       is != saved.gradient_order) {
     others.push_back(fmt::format("gradients in the order {}, those of the save in the order {}",
                                  name_of(is), name_of(saved.gradient_order)));
+  } else if (is == GradientOrder::kMicroBatch) {
+    const std::string size = fmt::format("{}", now.micro_batch_size);
+    for (const auto& [name, value] : saved.options) {
+      if (name != "micro-batch-size" || value == size) continue;
+      others.push_back(fmt::format("micro-batches of {}, the save has {}", size, value));
+    }
   }
   if (others.empty()) return "";
   return fmt::format("other bits from step {} on: {}", saved.step + 1, joined(others, "; "));

@@ -112,7 +112,8 @@ TEST_F(PartialGpuMemoryTest, SaysWhatCannotBeHadAndGivesBackThePart) {
   }
 }
 
-// As cudaFree does: work that uses the memory ends before the memory does.
+// As cudaFree does: work that uses the memory ends before the memory does. Work that writes memory
+// that is gone ends the process.
 TEST_F(PartialGpuMemoryTest, WaitsForTheDeviceBeforeItGoes) {
   const Stream stream(kGpu);
   for (int i = 0; i < 10; ++i) {

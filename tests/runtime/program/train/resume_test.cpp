@@ -1,4 +1,5 @@
 // Which options a resumed run takes from its save, and which differences are refused.
+#include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -349,6 +350,11 @@ TEST_F(ResumeOptionsTest, TheOrderOfGradientsStaysUnlessOneIsGiven) {
   options = resume({}, 2);
   EXPECT_EQ(options.pipeline.training.gradient_order, GradientOrder::kMicroBatch);
   EXPECT_EQ(bits_change_since(*options.resume.from, options), "");
+  const std::int64_t size = options.pipeline.shape.micro_batch_size;
+  options = resume({"--micro-batch-size", fmt::format("{}", 2 * size)}, 2);
+  EXPECT_EQ(bits_change_since(*options.resume.from, options),
+            fmt::format("other bits from step 6 on: micro-batches of {}, the save has {}", 2 * size,
+                        size));
   options = resume({"--gradient-order", "step"}, 2);
   EXPECT_EQ(
       bits_change_since(*options.resume.from, options),
