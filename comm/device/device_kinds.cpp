@@ -16,7 +16,8 @@ namespace {
 bool is_cuda(const Device& device) { return device.kind == DeviceKind::kCuda; }
 
 // Large buffers use huge pages where the system leaves that to the program: a step reads tens of
-// megabytes once, and page walks are a large part of that cost.
+// megabytes once, and page walks are a large part of that cost. What does not fill a huge page has
+// small ones, so that no memory is taken that nobody asked for.
 std::byte* allocate_cpu(std::size_t bytes) {
   constexpr std::size_t kHugePage = std::size_t{2} << 20;
   const std::size_t alignment = bytes >= 2 * kHugePage ? kHugePage : kBufferAlignment;
@@ -27,7 +28,8 @@ std::byte* allocate_cpu(std::size_t bytes) {
     throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes on cpu: out of memory");
   }
   if (alignment == kHugePage) {
-    static_cast<void>(madvise(data, rounded, MADV_HUGEPAGE));  // advice: may be refused
+    const std::size_t filled = bytes / kHugePage * kHugePage;
+    static_cast<void>(madvise(data, filled, MADV_HUGEPAGE));  // advice: may be refused
   }
   return static_cast<std::byte*>(data);
 }

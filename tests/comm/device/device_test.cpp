@@ -1,11 +1,16 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstring>
+#include <fstream>
+#include <span>
 #include <string>
 #include <utility>
 
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
+
+#include "tests/runtime/gradients/resident_bytes.hpp"
 
 // The address sanitizer ends a program that asks for too much, unless set to answer as malloc
 // does.
@@ -52,6 +57,17 @@ TEST(BufferTest, NamesTheSizeThatCannotBeHad) {
       EXPECT_NE(std::string(error.what()).find(std::to_string(bytes)), std::string::npos);
     }
   }
+}
+
+TEST(BufferTest, TakesNoPagesBeyondItsSize) {
+  std::string huge_pages;
+  std::getline(std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled"), huge_pages);
+  if (huge_pages.find("[always]") != std::string::npos) GTEST_SKIP() << "the system makes all huge";
+  constexpr std::size_t kHugePage = std::size_t{2} << 20, kRest = 4096;
+  const Buffer buffer(Device{}, 2 * kHugePage + kRest);
+  std::memset(buffer.data(), 1, buffer.size());
+  auto* const end = reinterpret_cast<float*>(buffer.data() + buffer.size());
+  EXPECT_EQ(testing::resident_bytes(std::span(end, (kHugePage - kRest) / sizeof(float))), 0U);
 }
 
 TEST(DeviceTest, RefusesADeviceThatTheBuildLacks) {
