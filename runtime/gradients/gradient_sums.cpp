@@ -13,11 +13,6 @@ namespace {
 
 constexpr std::size_t kMost = std::size_t{1} << 60;  // one bucket for everything
 
-std::size_t bucket_floats(std::size_t bucket_bytes) {
-  return round_up(std::clamp(bucket_bytes, std::size_t{1}, kMost), kBufferAlignment) /
-         sizeof(float);
-}
-
 // On the host: small enough that the sum of the first is under way soon, large enough that its
 // messages' latency is a small part of it.
 constexpr std::size_t kMostHostBytes = std::size_t{1} << 20;
@@ -46,7 +41,25 @@ std::vector<GradientBucket> whole_buckets(std::size_t floats, std::size_t bucket
   return buckets;
 }
 
+// As replicas add them.
+std::vector<GradientBucket> part_buckets_in(const JobLayout& layout, int stage,
+                                            std::size_t bucket) {
+  if (!layout.parameters.sums_each_micro_batch) {
+    return part_buckets(ranges_in(layout, stage), bucket);
+  }
+  std::vector<GradientBucket> all;
+  for (const auto& unit : unit_ranges_of(layout.parameters.stages[at(stage)])) {
+    for (GradientBucket& each : part_buckets(unit, bucket)) all.push_back(std::move(each));
+  }
+  return all;
+}
+
 }  // namespace
+
+std::size_t bucket_floats(std::size_t bucket_bytes) {
+  return round_up(std::clamp(bucket_bytes, std::size_t{1}, kMost), kBufferAlignment) /
+         sizeof(float);
+}
 
 std::vector<GradientBucket> part_buckets(std::span<const CutRange> ranges, std::size_t bucket) {
   std::vector<GradientBucket> buckets;
@@ -96,7 +109,7 @@ SumLoad GradientSums::load_of(const JobLayout& layout, int rank, std::size_t buc
   SumLoad load;
   for (const int stage : layout.plans.placement().stages_of(rank)) {
     const auto whole = whole_buckets(floats_of(layout.parameters.stages[at(stage)]), bucket);
-    const auto parts = part_buckets(ranges_in(layout, stage), bucket);
+    const auto parts = part_buckets_in(layout, stage, bucket);
     load.count += std::max(whole.size(), parts.size());
     for (const GradientBucket& each : whole) {
       load.sizes.push_back(each.pieces.front().size);

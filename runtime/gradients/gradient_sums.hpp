@@ -47,6 +47,9 @@ struct GradientBucket {
 [[nodiscard]] std::vector<GradientBucket> part_buckets(std::span<const CutRange> ranges,
                                                        std::size_t bucket);
 
+// Of a bucket of so many bytes, rounded as GradientSums says.
+[[nodiscard]] std::size_t bucket_floats(std::size_t bucket_bytes);
+
 class GradientSums {
  public:
   // `stages` are this rank's, and have parameters. `nccl`: null where it makes no sums. All that is

@@ -27,10 +27,11 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   std::erase_if(stages_, [](const StageBinding& each) { return each.parameters == nullptr; });
   shares_.emplace(job, compute, mirror, stages_);
   folds_.emplace(compute, stages_, layout.place.shares);
-  sums_.emplace(job, layout, nccl != nullptr && nccl->sums() ? nccl : nullptr, compute, mirror,
-                stages_, options.expert.bucket_bytes);
+  NcclRoutes* const of_sums = nccl != nullptr && nccl->sums() ? nccl : nullptr;
+  sums_.emplace(job, layout, of_sums, compute, mirror, stages_, options.expert.bucket_bytes);
   if (layout.parameters.sums_each_micro_batch) {
-    micro_batches_.emplace(job.group(Axis::kReplica).collectives->sums(), layout, compute, stages_);
+    micro_batches_.emplace(job.group(Axis::kReplica).collectives->sums(), layout, of_sums, compute,
+                           mirror, stages_, options.expert.bucket_bytes);
   }
   std::vector<OwnedParameter> owners;
   const int replica = layout_.place.here.replica;

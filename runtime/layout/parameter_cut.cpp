@@ -122,6 +122,21 @@ std::vector<CutRange> ranges_of(const StageEntry& stage) {
   return ranges;
 }
 
+std::vector<std::vector<CutRange>> unit_ranges_of(const StageEntry& stage) {
+  std::vector<std::vector<CutRange>> units;
+  std::size_t place = 0;
+  for (int last = -1; const ParameterEntry& entry : stage.parameters) {
+    const std::size_t size = value_bytes(entry) / sizeof(float);
+    if (size > 0 && !entry.ends.empty()) {
+      const int unit = stage.uses_units ? entry.unit : 0;
+      if (std::exchange(last, unit) != unit) units.emplace_back();
+      add_range(entry, place, size, 1, units.back());
+    }
+    place += size;
+  }
+  return units;
+}
+
 CutRange CutRange::of(int replica) const {
   const std::size_t before = replica == 0 ? 0 : ends[at(replica) - 1];
   return {begin + before, {ends[at(replica)] - before}};

@@ -29,6 +29,9 @@ struct CutRange {
 // The ranges of a stage's parameters that have been cut, the fewest, in order, none empty. They
 // cover these parameters with their padding.
 [[nodiscard]] std::vector<CutRange> ranges_of(const StageEntry& stage);
+// Those of each of its units that have some, in order; where the stage does not use units
+// (StageEntry::uses_units), of all in one.
+[[nodiscard]] std::vector<std::vector<CutRange>> unit_ranges_of(const StageEntry& stage);
 
 // What replicas gather at a time of a stage whose parameters they have parts of: the values of cut
 // parameters, or, of those with a copy in bf16, that copy, of which two elements lie in a float.

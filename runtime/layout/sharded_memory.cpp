@@ -29,6 +29,25 @@ void add_others(std::span<const CutRange> cut, std::size_t place, int replica,
 
 }  // namespace
 
+GradientMemory::GradientMemory(const JobLayout& layout, int rank, int replica) {
+  for (const int stage : layout.plans.placement().stages_of(rank)) {
+    const StageEntry& entry = layout.parameters.stages[at(stage)];
+    places.emplace_back(stage, bytes);
+    for (int number = 0; const std::vector<CutRange>& unit : unit_ranges_of(entry)) {
+      std::vector<Range> used;
+      add_others(unit, bytes, replica, used);
+      std::ranges::stable_sort(used, std::greater<>(), &Range::bytes);
+      for (int i = 0; Range & each : used) {
+        each.slot = 2 * i++ + number % 2;
+        ranges.push_back(each);
+      }
+      ++number;
+    }
+    for (const ParameterEntry& each : entry.parameters) bytes += value_bytes(each);
+  }
+  std::ranges::sort(ranges, {}, &Range::begin);
+}
+
 ShardedMemory::ShardedMemory(const JobLayout& layout, int rank, int replica) {
   constexpr int kLent = 2;  // slots of the values of parameters with a copy
   int unit_number = 0, slots = kLent;

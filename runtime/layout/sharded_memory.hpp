@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "comm/device/partial_memory.hpp"
@@ -29,6 +30,19 @@ struct ShardedMemory {
   [[nodiscard]] static bool share_slots(Gather gather, std::size_t unit, std::size_t other) {
     return gather == Gather::kPerUse && unit % 2 == other % 2;
   }
+};
+
+// The gradients of a GPU's rank where each micro-batch has its own sums over replicas
+// (ParameterTable::sums_each_micro_batch): of all its stages, in one PartialMemory. Its ranges are
+// the other replicas' parts. Units of a stage of even numbers share the memory of one, and those of
+// odd numbers that of another.
+struct GradientMemory {
+  std::vector<std::pair<int, std::size_t>> places;  // a stage, and where its gradients begin
+  std::size_t bytes = 0;
+  std::vector<PartialMemory::Range> ranges;
+
+  // Of a pipeline rank of this layout, as `replica`.
+  GradientMemory(const JobLayout& layout, int rank, int replica);
 };
 
 }  // namespace sluice

@@ -17,11 +17,13 @@
 #include "runtime/gradients/gradient_sums.hpp"
 #include "runtime/group/group_collective.hpp"
 #include "runtime/group/guard.hpp"
+#include "runtime/layout/sharded_memory.hpp"
 #include "runtime/planning/build_layout.hpp"
 #include "runtime/planning/stage_report.hpp"
 #include "runtime/planning/transport_plan.hpp"
 #include "stages/compute/context_access.hpp"
 #include "stages/compute/thread_team.hpp"
+#include "stages/tensor/value_access.hpp"
 
 namespace sluice {
 namespace {
@@ -112,6 +114,7 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
                                                   job.activity.get(), *compute, *mirror, layout);
       });
     }
+    place_gradients();
     prepare_stages();
     // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
     job.world.collectives->barrier();
@@ -236,6 +239,18 @@ StageBinding PipelineParts::bind(Stage& stage, int index) {
   return binding;
 }
 
+void PipelineParts::place_gradients() {
+  if (!layout.parameters.sums_each_micro_batch || options.training.inference ||
+      compute->device().kind == DeviceKind::kCpu) {
+    return;
+  }
+  GradientMemory places(layout, layout.place.here.pipeline, layout.place.here.replica);
+  rethrow_oom_with_plan("the gradients", [&] {
+    gradients =
+        std::make_shared<PartialMemory>(compute->device(), places.bytes, std::move(places.ranges));
+  });
+}
+
 void PipelineParts::prepare_stages() {
   const std::vector<int>& mine = layout.plans.placement().stages_of(layout.place.here.pipeline);
   const bool splits = layout.plans.splits_backward();
@@ -289,6 +304,11 @@ void PipelineParts::prepare_stages() {
 void PipelineParts::allocate(ParameterSet& set, const StageSetup& setup, int stage) {
   std::function<void(const Parameter&)> drawn;
   if (sharded != nullptr) sharded->place(set, stage);
+  if (gradients != nullptr) {
+    const GradientMemory places(layout, layout.place.here.pipeline, layout.place.here.replica);
+    const auto place = std::ranges::find(places.places, stage, &std::pair<int, std::size_t>::first);
+    ValueAccess::place_gradients(set, gradients->data() + place->second, gradients);
+  }
   const bool in_parts = layout.parameters.gradients_in_parts;
   if (sharded != nullptr || in_parts) {
     drawn = [this, in_parts](const Parameter& parameter) {

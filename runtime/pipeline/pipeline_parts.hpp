@@ -98,6 +98,8 @@ struct PipelineParts {
   HostBuffer staged;                       // of all engines
   std::unique_ptr<StateStore> store;       // likewise; null: nothing is offloaded
   std::unique_ptr<ShardedValues> sharded;  // likewise; null: parameters are whole
+  // Of gradients, as GradientMemory; null: each stage's have memory of their own.
+  std::shared_ptr<PartialMemory> gradients;
   Batches batches;
   PlanCache training{job.place.here.pipeline, [this](int n) { return plan_smaller(n); },
                      [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};
@@ -115,6 +117,7 @@ struct PipelineParts {
   void take_memory();
   // The interfaces of a stage. Throws Error(kUsage) where one is missing.
   StageBinding bind(Stage& stage, int index);
+  void place_gradients();
   void prepare_stages();
   // The parameters of a stage, before prepare().
   void allocate(ParameterSet& set, const StageSetup& setup, int stage);

@@ -377,23 +377,20 @@ void require_whole_parameters(const ParameterTable& table) {
 // ParameterTable::gradients_in_parts. Refuses devices that cannot.
 bool gradients_in_parts(const PipelineOptions& options, const RankPlace& place) {
   if (options.shape.shard < ShardLevel::kGradients) return false;
+  const bool each = options.training.gradient_order == GradientOrder::kMicroBatch;
   for (const RankDevice& rank : place.devices) {
     if (rank.device.kind == DeviceKind::kCpu) continue;
-    if (options.shape.shard == ShardLevel::kParameters) return false;
+    if (each || options.shape.shard == ShardLevel::kParameters) return false;
     throw_usage(
-        "shards of the gradients on {} of {}; legal on GPUs: shards of the optimizer, or none",
+        "shards of the gradients on {} of {}; legal on GPUs: shards of the optimizer, of the "
+        "parameters or none, or with gradients in the order micro-batch (--gradient-order)",
         to_string(rank.device), rank.host);
   }
   return place.topology.size.replica > 1;
 }
 
 // Refuses what GradientOrder::kMicroBatch cannot add.
-void require_addable(const RankPlace& place, const ParameterTable& table) {
-  for (const RankDevice& rank : place.devices) {
-    if (rank.device.kind == DeviceKind::kCpu) continue;
-    throw_usage("gradients in the order micro-batch (--gradient-order) on {} of {}; legal: step",
-                to_string(rank.device), rank.host);
-  }
+void require_addable(const ParameterTable& table) {
   for (std::size_t s = 0; s < table.stages.size(); ++s) {
     for (const ParameterEntry& each : table.stages[s].parameters) {
       const char* const why = each.shares > 0     ? "has shares, one of each tensor shard"
@@ -427,7 +424,7 @@ void finish(ParameterTable& table, const PipelineOptions& options, const RankPla
   cut_parameters(table, place.topology.size.replica);
   table.gradients_in_parts = gradients_in_parts(options, place);
   table.sums_each_micro_batch = options.training.gradient_order == GradientOrder::kMicroBatch;
-  if (table.sums_each_micro_batch) require_addable(place, table);
+  if (table.sums_each_micro_batch) require_addable(table);
 }
 
 void choose_all_routes(const JobContext& job, const PipelineOptions& options, JobLayout& layout) {

@@ -146,9 +146,8 @@ class MemorySum {
       operator_bytes_ = std::max(operator_bytes_, entry.operator_bytes);
       tables = std::max(tables, entry.table_bytes);
     }
-    memory_.optimizer = *std::max_element(optimizer.begin(), optimizer.end());
     if (sharded) add_sharded();
-    if (!training.inference) add_bytes(memory_.gradients, gradient_bytes());
+    if (!training.inference) add_gradients(optimizer);
     memory_.operators =
         sum_of_bytes({padded(operator_bytes_), padded(tables), library_bytes(device_)});
   }
@@ -298,6 +297,26 @@ class MemorySum {
     return most;
   }
 
+  // `optimizer`: [replica].
+  void add_gradients(const std::vector<std::size_t>& optimizer) {
+    const std::vector<std::size_t> sums = sums_on_gpu();
+    std::size_t fullest = 0;
+    for (std::size_t r = 1; r < sums.size(); ++r) {
+      if (optimizer[r] + sums[r] > optimizer[fullest] + sums[fullest]) fullest = r;
+    }
+    memory_.optimizer = optimizer[fullest];
+    add_bytes(memory_.gradients, sums[fullest]);
+    if (!layout_.parameters.sums_each_micro_batch || device_ == DeviceKind::kCpu) {
+      return add_bytes(memory_.gradients, gradient_bytes());
+    }
+    std::size_t most = 0;
+    for (int r = 0; r < layout_.place.topology.size.replica; ++r) {
+      const GradientMemory of(layout_, rank_, r);
+      most = std::max(most, PartialMemory::bytes_for(device_, of.bytes, of.ranges));
+    }
+    add_bytes(memory_.outside_arena, most);
+    add_bytes(memory_.gradients, most);
+  }
   // Of the stages' flat gradients: what is there at once, at most. Where replicas keep parts, a
   // stage has all from its first write to the end of its sum, for which the next stage's first
   // write waits.
@@ -349,6 +368,22 @@ class MemorySum {
       most = std::max(most, now);
     }
     return most;
+  }
+  // On a GPU, [replica] the sums of each micro-batch.
+  [[nodiscard]] std::vector<std::size_t> sums_on_gpu() const {
+    std::vector<std::size_t> sums(at(layout_.place.topology.size.replica));
+    if (!layout_.parameters.sums_each_micro_batch || device_ == DeviceKind::kCpu) return sums;
+    for (const int stage : layout_.plans.placement().stages_of(rank_)) {
+      const auto units = unit_ranges_of(layout_.parameters.stages[at(stage)]);
+      for (std::size_t r = 0; r < sums.size(); ++r) {
+        std::size_t floats = 0;
+        for (const std::vector<CutRange>& unit : units) {
+          for (const CutRange& each : unit) floats += each.of(static_cast<int>(r)).ends.back();
+        }
+        add_bytes(sums[r], padded(floats * sizeof(float)));
+      }
+    }
+    return sums;
   }
   // Own parts of sums, and of a stage that computes the units that it writes and adds at a time.
   [[nodiscard]] std::size_t micro_batch_bytes() const {

@@ -260,7 +260,10 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
     memory_->values = memory.allocate(bytes);
     values_ = memory_->values.data();
   }
-  if (gradients) memory_->grads = memory.allocate(bytes);
+  if (gradients && memory_->given_grads == nullptr) {
+    memory_->grads = memory.allocate(bytes);
+    grads_ = memory_->grads.data();
+  }
   flat_floats_ = bytes / sizeof(float);
   const Stream stream(device);
   zero_grads(stream.view());
@@ -270,7 +273,7 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
   for (Parameter& parameter : parameters_) {
     const TensorSpec spec{DType::kF32, parameter.shape};
     parameter.value = {values_ + *offset, spec};
-    parameter.grad = {gradients ? memory_->grads.data() + *offset : nullptr, spec};
+    parameter.grad = {gradients ? grads_ + *offset : nullptr, spec};
     parameter.memory = memory_;
     ++offset;
   }
@@ -413,8 +416,7 @@ Parameter* ParameterSet::find(std::string_view name) {
 }
 
 std::span<float> ParameterSet::flat_grads() const {
-  return {reinterpret_cast<float*>(memory_->grads.data()),
-          memory_->grads.data() == nullptr ? 0 : flat_floats_};
+  return {reinterpret_cast<float*>(grads_), grads_ == nullptr ? 0 : flat_floats_};
 }
 
 std::span<float> ParameterSet::flat_values() const {

@@ -11,4 +11,10 @@ void ValueAccess::place(ParameterSet& set, std::byte* values, std::byte* bf16_co
   set.memory_->given = std::move(owner);
 }
 
+void ValueAccess::place_gradients(ParameterSet& set, std::byte* grads,
+                                  std::shared_ptr<const void> owner) {
+  set.grads_ = grads;
+  set.memory_->given_grads = std::move(owner);
+}
+
 }  // namespace sluice

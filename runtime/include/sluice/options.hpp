@@ -98,7 +98,7 @@ enum class ShardLevel {
   // rank waits for the sums of stages that have ended, and each replica keeps those of the part
   // that it updates alone. So a rank whose stages end their backward one after the other needs
   // less. The plan is for train_step(): accumulate() and forward_backward() leave whole gradients.
-  // CPUs alone. No bit of a training changes.
+  // CPUs alone, but with GradientOrder::kMicroBatch. No bit of a training changes.
   kGradients,
   // The parameters too (ZeRO stage 3; FSDP, Zhao et al. 2023): each replica has the part that it
   // updates alone, and units of layers (ParameterSet::begin_unit()) are gathered while they are
@@ -113,10 +113,11 @@ enum class GradientOrder {
   kStep,  // once a step: of all micro-batches of a replica
   // After each micro-batch: what replicas then keep of gradients is their own parts, and two units
   // of layers, in place of all of a stage's. A step sends its bytes once per micro-batch. For
-  // ShardLevel::kGradients and kParameters on CPUs, with as many virtual replicas as replicas, two
-  // or more; for stages whose gradients are overwritten in backward alone and have no shares
-  // (Stage::overwrites_gradients(), Parameter::written_by_loss, Parameter::shares); and without
-  // forward_backward(). A training has the same bits for every depth, schedule and partition.
+  // ShardLevel::kGradients and kParameters, with as many virtual replicas as replicas, two or more.
+  // A GPU has its part twice, and what makes less than 2 MiB of a unit stays. For stages whose
+  // gradients are overwritten in backward alone and have no shares (Stage::overwrites_gradients(),
+  // Parameter::written_by_loss, Parameter::shares); and without forward_backward(). A training has
+  // the same bits for every depth, schedule and partition.
   kMicroBatch,
 };
 // "step", "micro-batch".

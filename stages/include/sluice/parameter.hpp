@@ -184,7 +184,8 @@ class ParameterSet {
   std::deque<Parameter> parameters_, buffers_;
   struct Memory {
     Buffer values, grads, shares, buffers, bf16_copies;
-    std::shared_ptr<const void> given;  // owns values and copies where they are not above
+    // Own values and copies, and gradients, where they are not above.
+    std::shared_ptr<const void> given, given_grads;
   };
   std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   void allocate_buffers(const DeviceMemory& memory, std::uint64_t seed);
@@ -194,7 +195,7 @@ class ParameterSet {
                    const std::function<void(const Parameter&)>& drawn);
 
   bool allocated_ = false;
-  std::byte *values_ = nullptr, *bf16_copies_ = nullptr;
+  std::byte *values_ = nullptr, *grads_ = nullptr, *bf16_copies_ = nullptr;
   int unit_ = 0;
   std::size_t flat_floats_ = 0, buffer_floats_ = 0;
   std::uint64_t version_ = 0;

@@ -101,9 +101,9 @@ struct StageDescription {
   bool state_moves = false;
   // It calls ctx.units->use() before each unit of its parameters that an action reads: ascending in
   // forward() and loss(), descending in backward calls. recompute() reads the last one alone. In
-  // begin_step() it reads none. It also tells ctx.final_gradients of each unit. Else all of its
-  // parameters are there in each of these calls. In prepare() a stage has this replica's part
-  // alone.
+  // begin_step() it reads none. It also tells ctx.final_gradients of each unit, before it writes
+  // gradients of the next one. Else all of its parameters are there in each of these calls. In
+  // prepare() a stage has this replica's part alone.
   bool uses_units = false;
   // backward_weight() reads values of parameters. Else they need not be there.
   bool weight_reads = true;

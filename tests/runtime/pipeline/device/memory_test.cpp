@@ -122,6 +122,17 @@ std::vector<Job> jobs() {
   all.back().options.shape.shard = ShardLevel::kParameters;
   all.back().options.shape.shard_gather = ShardGather::kUse;
   all.push_back(all.back());
+  all.back().name = "sums of each micro-batch over NCCL";
+  all.back().options.training.gradient_order = GradientOrder::kMicroBatch;
+  all.push_back(all.back());
+  all.back().name = "sums of each micro-batch through host memory";
+  all.back().options.shape.shard = ShardLevel::kGradients;
+  all.back().options.shape.shard_gather = ShardGather::kAuto;
+  all.back().options.devices.transport = TransportChoice::kMpi;
+  all.push_back(all.back());
+  all.back().options.shape.shard = ShardLevel::kParameters;
+  all.back().options.shape.shard_gather = ShardGather::kUse;
+  all.back().options.training.gradient_order = GradientOrder::kStep;
   all.back().name = "shards of bf16 parameters through host memory";
   all.back().model.precision = DType::kBf16;
   all.back().options.devices.transport = TransportChoice::kMpi;

@@ -1,5 +1,6 @@
 // GPUs that have parts of the parameters alone at rest: the bits of those that have all, over NCCL
-// and through host memory, also of what is saved and loaded. Ranks are threads.
+// and through host memory, also of what is saved and loaded; and those that add gradients over
+// replicas after each micro-batch. Ranks are threads.
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <initializer_list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +32,8 @@ struct Shards {
   std::string schedule = "1f1b", device = "cuda:0";
   TransportChoice transport = TransportChoice::kMpi;
   bool loads = false, cuda_graphs = false;
+  GradientOrder order = GradientOrder::kStep;
+  int micro_batches = 2;
 };
 
 struct Outcome {
@@ -58,7 +62,7 @@ Outcome outcome_with(const TransformerConfig& model, const Shards& shards) {
   PipelineOptions options;
   options.shape.pipeline = shards.pipeline;
   options.shape.replicas = kReplicas;
-  options.shape.micro_batches = 2;
+  options.shape.micro_batches = shards.micro_batches;
   options.shape.shard = shards.level;
   if (shards.level == ShardLevel::kParameters) options.shape.shard_gather = shards.gather;
   options.order.schedule = shards.schedule;
@@ -67,6 +71,7 @@ Outcome outcome_with(const TransformerConfig& model, const Shards& shards) {
   options.devices.cuda_graphs = shards.cuda_graphs;
   options.training.learning_rate = {.peak = 1e-2};
   options.training.clip = 0.5;
+  options.training.gradient_order = shards.order;
   options.expert.evaluations = {3};
   options.checks.replicas_every = 1;
   const std::filesystem::path directory =
@@ -141,6 +146,54 @@ TEST(ShardedParametersTest, OverNcclGiveTheBitsOfWholeOnes) {
   };
   check_shards(DType::kF32, {nccl({}), nccl({.pipeline = 2, .schedule = "gpipe"})});
   check_shards(DType::kBf16, {nccl({.loads = true}), nccl({.gather = kStep, .pipeline = 2})});
+}
+
+// The first and the third unit share memory for their gradients, too.
+void check_micro_batch_order(DType precision, std::initializer_list<Shards> all) {
+  const TransformerConfig model = model_in(precision);
+  const Outcome whole = outcome_with(model, {.level = ShardLevel::kNone, .micro_batches = 3});
+  std::optional<Outcome> first;
+  for (Shards each : all) {
+    each.order = GradientOrder::kMicroBatch;
+    const std::string name = fmt::format("{}, pipeline {}, {}, {}", each.schedule, each.pipeline,
+                                         each.transport == TransportChoice::kNccl ? "NCCL" : "host",
+                                         name_of(each.level));
+    if (!first) {  // of one micro-batch both orders are one
+      each.micro_batches = 1;
+      expect_same(outcome_with(model, {.level = ShardLevel::kNone, .micro_batches = 1}),
+                  outcome_with(model, each), name);
+    }
+    each.micro_batches = 3;
+    const Outcome here = outcome_with(model, each);
+    if (first) {
+      expect_same(*first, here, name);
+      continue;
+    }
+    for (std::size_t i = 0; i < here.norms.size(); ++i) {
+      EXPECT_NEAR(here.norms[i], whole.norms[i], 1e-3 * whole.norms[i]) << name;
+      EXPECT_NEAR(here.losses[i], whole.losses[i], 1e-3 * whole.losses[i]) << name;
+    }
+    first = here;
+  }
+  EXPECT_NE(first->values, whole.values);
+}
+
+TEST(MicroBatchOrderTest, OfGpusHasOneFunction) {
+  SLUICE_NEED_A_GPU();
+  check_micro_batch_order(DType::kF32, {{.level = ShardLevel::kGradients},
+                                        {.pipeline = 2, .schedule = "zb-h1", .loads = true}});
+}
+
+TEST(MicroBatchOrderTest, OverNcclHasOneFunction) {
+  SLUICE_NEED_GPUS(4, device_count(DeviceKind::kCuda));
+  const auto nccl = [](Shards shards) {
+    shards.device = "cuda";
+    shards.transport = TransportChoice::kNccl;
+    return shards;
+  };
+  check_micro_batch_order(
+      DType::kBf16,
+      {nccl({.level = ShardLevel::kGradients}), {}, nccl({.pipeline = 2, .schedule = "zb-h1"})});
 }
 
 TEST(ShardedParametersGraphsTest, RecordedCallsLeaveUnitsOut) {
