@@ -44,32 +44,6 @@ std::size_t most_blocks(const Blocks& blocks, std::size_t ranks) {
   return std::max(blocks.least, blocks.window / blocks.size / (ranks - 1));
 }
 
-struct Range {
-  std::size_t begin = 0;
-  std::size_t size = 0;
-};
-
-// The part of `rank` of the values that are divided at `ends`.
-Range part_of(std::span<const std::size_t> ends, int rank) {
-  const std::size_t begin = rank == 0 ? 0 : ends[at(rank) - 1];
-  return {begin, ends[at(rank)] - begin};
-}
-
-// Of a part, in blocks of `floats`; empty beyond the part's end.
-Range block_of(std::span<const std::size_t> ends, int rank, std::size_t floats, std::size_t block) {
-  const Range part = part_of(ends, rank);
-  const std::size_t before = std::min(part.size, block * floats);
-  return {part.begin + before, std::min(floats, part.size - before)};
-}
-
-std::size_t largest_part(std::span<const std::size_t> ends) {
-  std::size_t largest = 0;
-  for (int rank = 0; rank < static_cast<int>(ends.size()); ++rank) {
-    largest = std::max(largest, part_of(ends, rank).size);
-  }
-  return largest;
-}
-
 void add_to(float* __restrict sum, const float* __restrict term, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) sum[i] += term[i];
 }
@@ -87,6 +61,11 @@ void add(const float* left, const float* right, float* sum, std::size_t count) {
 }
 
 }  // namespace
+
+HostSums::Range HostSums::Range::block(std::size_t floats, std::size_t number) const {
+  const std::size_t before = std::min(size, number * floats);
+  return {begin + before, std::min(floats, size - before)};
+}
 
 HostSums::HostSums(Communicator& comm, const Tags& of_sums, const Tags& of_gathers,
                    Interrupt* interrupt)
@@ -127,7 +106,7 @@ std::size_t HostSums::bytes_for(std::span<const int> hosts, int rank, std::size_
 
 void HostSums::reserve(std::size_t count, std::size_t calls) {
   for (Lane* lane : {&sums_, &gathers_}) {
-    while (lane->calls.size() < calls) lane->calls.emplace_back().ends.resize(at(comm_.size()));
+    while (lane->calls.size() < calls) lane->calls.emplace_back().parts.resize(at(comm_.size()));
   }
   const std::size_t floats = std::min(sums_.floats, count);
   if (slots_.use_count() == 1 && floats <= slot_floats_) return;
@@ -138,8 +117,9 @@ void HostSums::reserve(std::size_t count, std::size_t calls) {
 
 HostSums::Ticket HostSums::start_reduce_scatter(std::span<float> values,
                                                 std::span<const std::size_t> ends,
-                                                const KeepAlive& owner, double* ended) {
-  start(sums_, values, ends, owner, ended);
+                                                const KeepAlive& owner, double* ended,
+                                                std::span<const int> parts) {
+  start(sums_, values, ends, owner, ended, parts);
   return started();
 }
 
@@ -161,7 +141,7 @@ HostSums::Ticket HostSums::start_sum(std::span<float> values, const KeepAlive& o
 }
 
 void HostSums::start(Lane& lane, std::span<float> values, std::span<const std::size_t> ends,
-                     const KeepAlive& owner, double* ended) {
+                     const KeepAlive& owner, double* ended, std::span<const int> parts) {
   if (ends.size() != at(comm_.size()) || !std::is_sorted(ends.begin(), ends.end()) ||
       ends.back() != values.size()) {
     throw Error(ErrorCode::kInternal,
@@ -169,12 +149,18 @@ void HostSums::start(Lane& lane, std::span<float> values, std::span<const std::s
                             values.size(), joined(ends, ", "), comm_.size(), values.size()),
                 comm_.rank());
   }
-  const std::size_t largest = largest_part(ends);
-  if (comm_.size() == 1 || largest == 0) return;
+  if (comm_.size() == 1 || values.empty()) return;
   if (lane.last == lane.calls.size()) lane.calls.emplace_back();
   Call& call = lane.calls[lane.last];
   call.values = values;
-  call.ends.assign(ends.begin(), ends.end());
+  call.parts.resize(ends.size());
+  std::size_t largest = 0;
+  for (std::size_t rank = 0; rank < ends.size(); ++rank) {
+    const std::size_t part = parts.empty() ? rank : at(parts[rank]);
+    const std::size_t begin = part == 0 ? 0 : ends[part - 1];
+    call.parts[rank] = {begin, ends[part] - begin};
+    largest = std::max(largest, call.parts[rank].size);
+  }
   call.owner = owner;
   call.ended = ended;
   call.blocks = (largest + lane.floats - 1) / lane.floats;
@@ -256,7 +242,7 @@ bool HostSums::advance(const Lane& lane, Place& place) {
 // False: it has to wait. `number`: of the block in the lane.
 bool HostSums::make(Lane& lane, const Place& place, std::uint64_t number, const BlockStep& step) {
   const Call& call = lane.calls[place.call];
-  const Range range = block_of(call.ends, step.part, lane.floats, place.block);
+  const Range range = call.parts[at(step.part)].block(lane.floats, place.block);
   if (range.size == 0) return true;
   const auto floats = [&](int slot) {
     return slot == BlockStep::kValues
@@ -291,7 +277,7 @@ WaitSubject HostSums::subject(const Ticket& ticket) const {
   const Lane& lane = ticket.sums > sums_.finished ? sums_ : gathers_;
   const BlockStep& step = lane.steps.rest[lane.next];
   const Range range =
-      block_of(lane.calls[lane.ends.call].ends, step.part, lane.floats, lane.ends.block);
+      lane.calls[lane.ends.call].parts[at(step.part)].block(lane.floats, lane.ends.block);
   return {step.what == What::kReceived ? WaitSubject::What::kCollectiveReceive
                                        : WaitSubject::What::kCollectiveSend,
           step.peer, step.second_hand ? lane.tags.second_hand : lane.tags.direct,

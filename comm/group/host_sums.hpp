@@ -2,8 +2,9 @@
 //
 // Each element of a sum is added by the tree of comm/base/sum_tree.hpp, in fp32: a function of the
 // number of ranks alone. The values are divided into parts, one of each rank, which may be empty:
-// that of rank r is [ends[r - 1], ends[r]), from 0 on; the last one ends with the values. A rank
-// adds its part, block by block (block_steps.hpp).
+// part i is [ends[i - 1], ends[i]), from 0 on; the last one ends with the values. Part r is that of
+// rank r, or `parts` says for each rank which one it has. A rank adds its part, block by block
+// (block_steps.hpp).
 //
 // Asynchronous: what has started goes on in progress() and wait() alone. All ranks of the
 // communicator start the same calls in the same order, with the same ends. Sums of parts are made
@@ -61,7 +62,8 @@ class HostSums {
   // time, in steady_seconds(). Error(kInternal), before any message, for ends that are not as
   // above. The sum of each part, for its rank alone: other elements have any content after it.
   Ticket start_reduce_scatter(std::span<float> values, std::span<const std::size_t> ends,
-                              const KeepAlive& owner = nullptr, double* ended = nullptr);
+                              const KeepAlive& owner = nullptr, double* ended = nullptr,
+                              std::span<const int> parts = {});
   // Each rank's part, to all ranks.
   Ticket start_gather(std::span<float> values, std::span<const std::size_t> ends,
                       const KeepAlive& owner = nullptr);
@@ -76,9 +78,14 @@ class HostSums {
   void wait(const Ticket& ticket);
 
  private:
+  struct Range {
+    std::size_t begin = 0, size = 0;
+    // Of it, in blocks of `floats`; empty beyond its end.
+    [[nodiscard]] Range block(std::size_t floats, std::size_t number) const;
+  };
   struct Call {
     std::span<float> values;
-    std::vector<std::size_t> ends;  // [rank]
+    std::vector<Range> parts;  // [rank]
     KeepAlive owner;
     double* ended = nullptr;
     std::size_t blocks = 0;   // of the largest part
@@ -110,7 +117,7 @@ class HostSums {
   };
 
   void start(Lane& lane, std::span<float> values, std::span<const std::size_t> ends,
-             const KeepAlive& owner, double* ended);
+             const KeepAlive& owner, double* ended, std::span<const int> parts = {});
   [[nodiscard]] Ticket started() const;
   bool step() { return step(sums_) || step(gathers_); }
   bool step(Lane& lane);

@@ -158,14 +158,14 @@ NcclTicket NcclSums::scatter(std::span<float> values, std::span<const Piece> pie
 }
 
 NcclTicket NcclSums::gather(std::span<float> values, std::span<const Piece> pieces,
-                            const Event& ready) {
+                            const Event& ready, std::span<const int> among) {
   require_within(values, pieces);
   if (size_ == 1) return {};
   const Piece mine = pieces[at(rank_)];
   NcclTicket last;
   queue_.begin_group();
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
+    if (peer == rank_ || !(among.empty() || std::ranges::count(among, peer) > 0)) continue;
     if (mine.size > 0) {
       queue_.drop(last);
       last = queue_.send(nccl_stream_, peer, std::as_bytes(values.subspan(mine.begin, mine.size)),

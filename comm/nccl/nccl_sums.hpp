@@ -68,9 +68,9 @@ class NcclSums {
   // elements stay as they are.
   [[nodiscard]] NcclTicket reduce_scatter(std::span<float> values, std::span<const Piece> pieces,
                                           std::span<float> workspace, const Event& ready);
-  // Each rank's piece, to all ranks.
+  // Each rank's piece, to all ranks; or among some, this one too, which pass the same pieces.
   [[nodiscard]] NcclTicket gather(std::span<float> values, std::span<const Piece> pieces,
-                                  const Event& ready);
+                                  const Event& ready, std::span<const int> among = {});
 
   // Of the queue, for what else these ranks exchange; -1 of one rank.
   [[nodiscard]] int nccl_stream() const { return nccl_stream_; }

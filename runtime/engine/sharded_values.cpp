@@ -17,6 +17,7 @@ ShardedValues::ShardedValues(HostSums& gathers, ActivityBoard* activity, Compute
       mirror_(mirror),
       layout_(layout),
       replica_(layout.place.here.replica),
+      sharers_(layout.place.shard_groups.sharers_of(replica_)),
       places_(layout, layout.place.here.pipeline, replica_),
       memory_(std::make_shared<PartialMemory>(compute.device(), places_.bytes, places_.ranges)) {}
 
@@ -51,7 +52,7 @@ void ShardedValues::add_parts(std::span<const CutRange> ranges, std::size_t plac
                               Unit& unit) const {
   auto* const flat = reinterpret_cast<float*>(memory_->data() + place);
   for (const CutRange& each : ranges) {
-    unit.parts.push_back({{flat + each.begin, each.ends.back()}, each.ends});
+    unit.parts.push_back({{flat + each.begin, each.size()}, each.ends_at_rest()});
   }
 }
 
@@ -64,7 +65,7 @@ void ShardedValues::add(const StageBinding& stage) {
     Parameter& each = *parameters[i];
     each.bf16_copy_is_current = false;  // prepare() has seen values that are away
     if (each.bf16_copy.data == nullptr || entry.parameters[i].ends.empty()) continue;
-    copied_.push_back({&each, entry.parameters[i].part(replica_)});
+    copied_.push_back({&each, entry.parameters[i].part_at_rest(replica_)});
   }
   const ShardedMemory::Place& place = place_of(stage.index);
   for (const ShardedUnit& each : sharded_units(entry)) {
@@ -140,12 +141,12 @@ bool ShardedValues::has_room(std::size_t unit) const {
 }
 
 NcclTicket ShardedValues::gather_over_nccl(const Part& part) {
-  pieces_.clear();
-  for (std::size_t begin = 0; const std::size_t end : part.ends) {
-    pieces_.push_back({begin, end - begin});
-    begin = end;
+  pieces_.assign(at(layout_.place.shard_groups.replicas), {});
+  for (std::size_t place = 0, begin = 0; place < sharers_.size(); ++place) {
+    pieces_[at(sharers_[place])] = {begin, part.ends[place] - begin};
+    begin = part.ends[place];
   }
-  return nccl_->gather(part.floats, pieces_);
+  return nccl_->gather(part.floats, pieces_, sharers_);
 }
 
 void ShardedValues::gather_on_mirror(const Part& part) {
@@ -173,7 +174,7 @@ void ShardedValues::need(std::size_t unit) {
   if (of.presence == Presence::kThere) return;
   const CollectiveScope scope(activity_,
                               {CollectiveAxis::kReplica, CollectiveKind::kAllGather,
-                               of.bytes / at(layout_.place.topology.size.replica), DType::kF32},
+                               of.bytes / sharers_.size(), DType::kF32},
                               of.number);
   if (nccl_ != nullptr) {
     for (NcclTicket& ticket : of.nccl_tickets) nccl_->wait_on_stream(ticket);
@@ -196,8 +197,8 @@ void ShardedValues::drop(std::size_t unit) {
 
 void ShardedValues::lend(const Parameter& parameter, const ParameterEntry& entry) {
   if (entry.ends.empty() || entry.elements == 0) return;
-  Part part{parameter.value.floats(), {}};
-  for (const std::int64_t end : entry.ends) part.ends.push_back(static_cast<std::size_t>(end));
+  const CutRange range{0, {entry.ends.begin(), entry.ends.end()}, entry.copies};
+  const Part part{parameter.value.floats(), range.ends_at_rest()};
   if (nccl_ != nullptr) {
     NcclTicket ticket = gather_over_nccl(part);
     nccl_->wait_on_stream(ticket);

@@ -2,9 +2,10 @@
 // (ShardLevel::kParameters). Internal to the pipeline. One thread.
 //
 // Values, and copies in bf16, lie at addresses that never change, in a PartialMemory. At rest a
-// rank has its own parts alone. A unit (ShardedUnit) is gathered into its place before it is read.
-// After that, what is of other replicas is given back on a CPU; on a GPU another unit overwrites it
-// (ShardedMemory). Of a parameter with a copy in bf16 the copy is gathered, and its values are not.
+// rank has its own parts alone. A unit (ShardedUnit) is gathered into its place before it is read,
+// from the replicas of its group (ShardGroups). After that, what is of other replicas is given back
+// on a CPU; on a GPU another unit overwrites it (ShardedMemory). Of a parameter with a copy in bf16
+// the copy is gathered, and its values are not.
 //
 // A GPU's units are gathered over NCCL where sums over replicas are, after all work so far on the
 // compute stream, of which later work runs after that. Else they pass through host memory, for
@@ -33,7 +34,7 @@ namespace sluice {
 class ShardedValues {
  public:
   // Takes the memory of all of this rank's stages. All that is named outlives this; `activity` may
-  // be null. `gathers`: over the replicas.
+  // be null. `gathers`: over the replicas of the group.
   ShardedValues(HostSums& gathers, ActivityBoard* activity, ComputeContext& compute,
                 HostMirror& mirror, const JobLayout& layout);
 
@@ -64,7 +65,7 @@ class ShardedValues {
   void renew_copies();
   // Whether start() of the unit leaves all units that have started as they are.
   [[nodiscard]] bool has_room(std::size_t unit) const;
-  // Collective over the replicas, which make the same calls in the same order. start() begins to
+  // Collective over the group, which makes the same calls in the same order. start() begins to
   // gather the unit where it is away, need() waits until it is whole, for later work of the compute
   // stream; drop() gives back what is of others.
   void start(std::size_t unit);
@@ -72,14 +73,14 @@ class ShardedValues {
   void drop(std::size_t unit);
   void progress() { gathers_.progress(); }
 
-  // Collective over the replicas: the values of a parameter, whole, until drop_others(). One at a
+  // Collective over the group: the values of a parameter, whole, until drop_others(). One at a
   // time.
   void lend(const Parameter& parameter, const ParameterEntry& entry);
 
  private:
   struct Part {
-    std::span<float> floats;  // of the range
-    std::vector<std::size_t> ends;
+    std::span<float> floats;        // of the range
+    std::vector<std::size_t> ends;  // CutRange::ends_at_rest()
   };
   enum class Presence { kAway, kComing, kThere };
   struct Unit {
@@ -109,6 +110,7 @@ class ShardedValues {
   NcclRoutes* nccl_ = nullptr;
   const JobLayout& layout_;
   const int replica_;
+  const std::vector<int> sharers_;  // the group's replicas
   const ShardedMemory places_;
   const std::shared_ptr<PartialMemory> memory_;
   std::vector<Unit> units_;

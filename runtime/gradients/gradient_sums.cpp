@@ -65,15 +65,15 @@ std::vector<GradientBucket> part_buckets(std::span<const CutRange> ranges, std::
   std::vector<GradientBucket> buckets;
   for (; !ranges.empty(); ranges = ranges.first(ranges.size() - 1)) {
     const CutRange& range = ranges.back();
-    const std::size_t count = (range.ends.back() + bucket - 1) / bucket;
+    const std::size_t count = (range.size() + bucket - 1) / bucket;
     for (std::size_t i = 0; i < count; ++i) {
       GradientBucket& made = buckets.emplace_back(GradientBucket{range.begin, {}});
-      for (std::size_t begin = 0; const std::size_t end : range.ends) {
+      for (int replica = 0; replica < std::ssize(range.ends); ++replica) {
+        const CutRange own = range.of(replica);
         const std::size_t most =
-            round_up((end - begin + count - 1) / count, NcclSums::kPieceMultiple);
-        const std::size_t from = std::min(begin + i * most, end);
-        made.pieces.push_back({range.begin + from, std::min(most, end - from)});
-        begin = end;
+            round_up((own.size() + count - 1) / count, NcclSums::kPieceMultiple);
+        const std::size_t from = std::min(own.begin + i * most, own.end());
+        made.pieces.push_back({from, std::min(most, own.end() - from)});
       }
     }
   }
@@ -84,6 +84,11 @@ GradientSums::GradientSums(JobContext& job, const JobLayout& layout, NcclRoutes*
                            ComputeContext& compute, HostMirror& mirror,
                            std::span<const StageBinding> stages, std::size_t bucket_bytes)
     : host_(job.group(Axis::kReplica).collectives->sums()),
+      at_rest_(layout.parameters.gather != Gather::kNever),
+      part_of_replica_(layout.place.shard_groups.parts()),
+      copies_(at_rest_ ? layout.place.shard_groups.copies_of(layout.place.here.replica)
+                       : std::vector<int>()),
+      gathers_(copies_.size() > 1 ? job.copies().collectives->gathers() : host_),
       nccl_(nccl),
       compute_(compute),
       mirror_(mirror),
@@ -98,6 +103,7 @@ GradientSums::GradientSums(JobContext& job, const JobLayout& layout, NcclRoutes*
   }
   if (nccl_ == nullptr) {
     host_.reserve(largest, calls);
+    gathers_.reserve(0, calls);
   } else {
     open_.reserve(load_of(layout, layout.place.here.pipeline, bucket_bytes).count);
   }
@@ -142,7 +148,10 @@ void GradientSums::finish(int stage, bool whole) {
   if (sum == nullptr) return;
   sum->joined_ = true;
   sum->with(whole).from(0);
-  if (nccl_ == nullptr) end_on_mirror();
+  if (nccl_ != nullptr) return;
+  if (overlaps_) return host_.progress();
+  host_.wait(last_);
+  mirror_.write_back();
 }
 
 std::optional<TimeSpan> GradientSums::end(int stage) {
@@ -153,20 +162,16 @@ std::optional<TimeSpan> GradientSums::end(int stage) {
   return TimeSpan{std::exchange(sum->started_, 0), sum->ended_};
 }
 
-void GradientSums::end_on_mirror() {
-  if (overlaps_) return host_.progress();
-  host_.wait(last_);
-  mirror_.write_back();
-}
-
 void GradientSums::wait_all_on_stream() {
   for (NcclTicket& ticket : open_) nccl_->wait_on_stream(ticket);
   open_.clear();
   host_.wait(last_);
+  gathers_.wait(last_gather_);
   for (StageSum& sum : stages_) sum.begin_step();
 }
 
 void GradientSums::gather_values() {
+  if (at_rest_ && copies_.size() == 1) return;  // nobody else has them
   for (StageSum& sum : stages_) sum.gather_values();
   wait_all_on_stream();
 }
@@ -229,8 +234,8 @@ void GradientSums::StageSum::start(const GradientBucket& bucket, std::span<float
     last_ = sums_.host_.start_sum(whole(), owner, &ended_);
   } else {
     const CutRange& range = *std::ranges::find(ranges_, bucket.begin, &CutRange::begin);
-    last_ = sums_.host_.start_reduce_scatter(grads.subspan(range.begin, range.ends.back()),
-                                             range.ends, owner, &ended_);
+    last_ = sums_.host_.start_reduce_scatter(grads.subspan(range.begin, range.size()), range.ends,
+                                             owner, &ended_, sums_.part_of_replica_);
   }
   sums_.last_ = last_;
 }
@@ -239,10 +244,8 @@ void GradientSums::StageSum::give_back_others() {
   const std::span<float> grads = parameters_.flat_grads();
   for (const CutRange& range : ranges_) {
     const CutRange own = range.of(replica_);
-    const std::size_t end = own.begin + own.ends.back();
     give_back_pages(std::as_writable_bytes(grads.subspan(range.begin, own.begin - range.begin)));
-    give_back_pages(
-        std::as_writable_bytes(grads.subspan(end, range.begin + range.ends.back() - end)));
+    give_back_pages(std::as_writable_bytes(grads.subspan(own.end(), range.end() - own.end())));
   }
 }
 
@@ -253,15 +256,20 @@ void GradientSums::StageSum::gather_values() {
   const std::span<float> values = parameters_.flat_values();
   if (sums_.nccl_ != nullptr) {
     for (const GradientBucket& bucket : part_buckets_.all) {
-      sums_.open_.push_back(sums_.nccl_->gather(values, bucket.pieces));
+      sums_.open_.push_back(sums_.nccl_->gather(values, bucket.pieces, sums_.copies_));
     }
   } else {
     const std::span<float> host = sums_.mirror_.read_back(values);
     for (const CutRange& range : ranges_) {
-      sums_.last_ = sums_.host_.start_gather(host.subspan(range.begin, range.ends.back()),
-                                             range.ends, sums_.mirror_.owner(parameters_.memory()));
+      const CutRange taken = sums_.at_rest_ ? range.at_rest(replica_) : range;
+      sums_.last_gather_ =
+          sums_.gathers_.start_gather(host.subspan(taken.begin, taken.size()), taken.ends,
+                                      sums_.mirror_.owner(parameters_.memory()));
     }
-    sums_.end_on_mirror();
+    if (!sums_.overlaps_) {
+      sums_.gathers_.wait(sums_.last_gather_);
+      sums_.mirror_.write_back();
+    }
   }
   parameters_.mark_values_changed();
 }

@@ -16,6 +16,8 @@
 // range (CutRange), so that all replicas receive at a time, and starts once all of that range is
 // final. HostSums divides a range itself: it is one bucket. Where replicas keep parts of gradients
 // alone (ParameterTable::gradients_in_parts), the end of a stage's sums gives the others back.
+// Where they have parts of the values alone at rest, those that have the same one (ShardGroups)
+// gather that after the update.
 #pragma once
 
 #include <cstddef>
@@ -77,8 +79,8 @@ class GradientSums {
   // and may wait until NCCL has accepted its own.
   void wait_all_on_stream();
   // Collective over the replicas, after the update: the values of parameters that are updated in
-  // parts, from the replicas that updated them to all. Later work of the compute stream runs after
-  // it.
+  // parts, from the replicas that updated them to all that have them at rest. Later work of the
+  // compute stream runs after it.
   void gather_values();
 
  private:
@@ -123,11 +125,12 @@ class GradientSums {
   };
 
   [[nodiscard]] StageSum* find(int stage);
-  // After HostSums' calls on what the mirror has read: waits, where that is a copy, and writes it
-  // back.
-  void end_on_mirror();
 
   HostSums& host_;
+  bool at_rest_;                      // replicas have parts of the values alone
+  std::vector<int> part_of_replica_;  // ShardGroups::parts()
+  std::vector<int> copies_;           // replicas with the same values at rest; empty: all
+  HostSums& gathers_;                 // over these
   NcclRoutes* nccl_;
   ComputeContext& compute_;
   HostMirror& mirror_;
@@ -135,7 +138,7 @@ class GradientSums {
   std::size_t bucket_;  // floats
   std::vector<StageSum> stages_;
   std::vector<NcclTicket> open_;
-  HostSums::Ticket last_;  // of HostSums' calls
+  HostSums::Ticket last_, last_gather_;  // of host_, of gathers_
 };
 
 }  // namespace sluice

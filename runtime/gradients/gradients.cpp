@@ -188,7 +188,7 @@ void GradientSync::apply() {
   const double factor = clip_factor(step_.totals.grad_norm, options_.training.clip);
   ties_.mark_values_changed();  // then optimizers say which copies they have written
   optimizers_->update(step_.number, record_.learning_rate(), factor * step_.factor);
-  if (layout_.parameters.gather == Gather::kNever) sums_->gather_values();
+  sums_->gather_values();
   ties_.broadcast_tied_values();
 }
 

@@ -22,7 +22,11 @@ Tensor tensor_of(std::span<float> floats) {
 MicroBatchSums::MicroBatchSums(HostSums& sums, const JobLayout& layout, NcclRoutes* nccl,
                                ComputeContext& compute, HostMirror& mirror,
                                std::span<const StageBinding> stages, std::size_t bucket_bytes)
-    : host_(sums), nccl_(nccl), compute_(compute), mirror_(mirror) {
+    : host_(sums),
+      nccl_(nccl),
+      compute_(compute),
+      mirror_(mirror),
+      part_of_replica_(layout.place.shard_groups.parts()) {
   std::size_t most = 0;
   for (const StageBinding& each : stages) {
     most = std::max(most, stages_.emplace_back(*this, layout, each, bucket_bytes).most_floats());
@@ -67,11 +71,11 @@ MicroBatchSums::StageSums::StageSums(MicroBatchSums& sums, const JobLayout& layo
   for (std::vector<CutRange>& ranges : unit_ranges_of(layout.parameters.stages[at(stage_)])) {
     for (CutRange& range : ranges) {
       const CutRange own = range.of(layout.place.here.replica);
-      floats += own.ends.back();
+      floats += own.size();
       Part& part = parts_.emplace_back(Part{.unit = unit,
-                                            .range = flat.subspan(range.begin, range.ends.back()),
+                                            .range = flat.subspan(range.begin, range.size()),
                                             .ends = {},
-                                            .own = flat.subspan(own.begin, own.ends.back()),
+                                            .own = flat.subspan(own.begin, own.size()),
                                             .sum = {},
                                             .buckets = {}});
       if (sums.nccl_ != nullptr)
@@ -143,7 +147,8 @@ void MicroBatchSums::StageSums::start(Part& part) {
   }
   const std::span<float> host = sums_.mirror_.read_back(part.range);
   part.ticket =
-      sums_.host_.start_reduce_scatter(host, part.ends, sums_.mirror_.owner(parameters_.memory()));
+      sums_.host_.start_reduce_scatter(host, part.ends, sums_.mirror_.owner(parameters_.memory()),
+                                       /*ended=*/nullptr, sums_.part_of_replica_);
   if (!sums_.on_gpu()) return;
   sums_.host_.wait(part.ticket);
   sums_.mirror_.write_back();

@@ -66,7 +66,7 @@ class MicroBatchSums {
     struct Part {
       int unit = 0;
       std::span<float> range;
-      std::vector<std::size_t> ends;        // [replica]
+      std::vector<std::size_t> ends;        // CutRange::ends
       std::span<float> own, sum;            // the own part of `range`; of the micro-batches so far
       std::vector<GradientBucket> buckets;  // for NCCL
       HostSums::Ticket ticket = {};
@@ -95,6 +95,7 @@ class MicroBatchSums {
   NcclRoutes* nccl_;
   ComputeContext& compute_;
   HostMirror& mirror_;
+  std::vector<int> part_of_replica_;  // ShardGroups::parts()
   std::deque<StageSums> stages_;
 };
 

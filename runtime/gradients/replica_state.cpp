@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <string>
 
 #include <sluice/error.hpp>
@@ -24,18 +25,24 @@ Digest digest_of(const Tensor& values, HostMirror& mirror) {
   return digest;
 }
 
-// Collective over this rank's group along `axis`. `mine`: of the parameter, after `step`.
-void require_same(const JobContext& job, Axis axis, const Digest& mine, const Parameter& parameter,
-                  int stage, std::uint64_t step) {
-  std::vector<Digest> all(static_cast<std::size_t>(job.place.topology.size[axis]));
-  job.group(axis).collectives->all_gather(mine, all);
+// Collective over `group`, of which these are the replicas or tensor ranks. `mine`: of the
+// parameter, after `step`.
+void require_same(const RankGroup& group, const char* name, const std::vector<int>& numbers,
+                  const Digest& mine, const Parameter& parameter, int stage, std::uint64_t step) {
+  std::vector<Digest> all(numbers.size());
+  group.collectives->all_gather(mine, all);
   for (std::size_t other = 1; other < all.size(); ++other) {
     if (all[other] == all[0]) continue;
     throw_error(ErrorCode::kMismatch,
-                "after step {0} parameter '{1}' of stage {2} differs between {3} 0 and {3} {4}",
-                step, parameter.name, stage, axis == Axis::kReplica ? "replica" : "tensor rank",
-                other);
+                "after step {0} parameter '{1}' of stage {2} differs between {3} {4} and {3} {5}",
+                step, parameter.name, stage, name, numbers.front(), numbers[other]);
   }
+}
+
+std::vector<int> numbers_to(int end) {
+  std::vector<int> numbers(at(end));
+  std::iota(numbers.begin(), numbers.end(), 0);
+  return numbers;
 }
 
 }  // namespace
@@ -115,14 +122,21 @@ void StageBuffers::join() {
 void check_replicas(JobContext& job, const ParameterTable& table, const TiedUses& tied,
                     std::span<const StageBinding> stages, HostMirror& mirror, std::uint64_t step) {
   const int replica = job.place.here.replica;
+  const std::vector<int> replicas = numbers_to(job.place.topology.size.replica),
+                         copies = job.place.shard_groups.copies_of(replica),
+                         tensors = numbers_to(job.place.topology.size.tensor);
   for (const StageBinding& binding : stages) {
     ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
-    const auto compare = [&](const Parameter& parameter, const Tensor& here, bool on_replicas) {
+    const auto compare = [&](const Parameter& parameter, const Tensor& here, bool divided) {
       const Digest mine = digest_of(here, mirror);
-      if (on_replicas) require_same(job, Axis::kReplica, mine, parameter, binding.index, step);
-      if (!parameter.slice.all()) return;
-      require_same(job, Axis::kTensor, mine, parameter, binding.index, step);
+      const auto require = [&](const RankGroup& group, const char* name,
+                               const std::vector<int>& numbers) {
+        require_same(group, name, numbers, mine, parameter, binding.index, step);
+      };
+      if (!divided) require(job.group(Axis::kReplica), "replica", replicas);
+      if (divided && copies.size() > 1) require(job.copies(), "replica", copies);
+      if (parameter.slice.all()) require(job.group(Axis::kTensor), "tensor rank", tensors);
     };
     const std::vector<Parameter*> all = set->all();
     for (std::size_t i = 0; i < all.size(); ++i) {
@@ -130,10 +144,10 @@ void check_replicas(JobContext& job, const ParameterTable& table, const TiedUses
       const bool divided = table.gather != Gather::kNever &&
                            !table.stages[at(binding.index)].parameters[i].ends.empty();
       compare(*all[i], elements_of(all[i]->value, table.at_rest(binding.index, index, replica)),
-              !divided);
+              divided);
     }
     for (const Parameter* buffer : set->buffers()) {
-      if (buffer->across != ReplicaRule::kNothing) compare(*buffer, buffer->value, true);
+      if (buffer->across != ReplicaRule::kNothing) compare(*buffer, buffer->value, false);
     }
   }
   for (std::size_t group = 0; group < tied.ties().size(); ++group) {

@@ -215,7 +215,8 @@ void RecordExchange::reduce_squares(StepTotals& totals) {
   for (const ShardSquares& shard : shards_) {
     Place place = shard.place;
     double sum = 0;
-    for (place.replica = 0; place.replica < topology.size.replica; ++place.replica) {
+    for (int part = 0; part < topology.size.replica; ++part) {
+      place.replica = layout_.place.shard_groups.replica_of(part);
       const double*& next = next_[at(topology.rank_of(place))];
       const double* const end = next + shard.doubles[at(place.replica)];
       sum = std::accumulate(next, end, sum);

@@ -23,6 +23,7 @@
 #include "runtime/files/sha256.hpp"
 #include "runtime/group/build_name.hpp"
 #include "runtime/layout/division.hpp"
+#include "runtime/layout/shard_groups.hpp"
 #include "stages/operators/optimizer.hpp"
 
 namespace sluice {
@@ -131,6 +132,25 @@ void require_sensible_training(const PipelineOptions::Training& training) {
               training.clip);
 }
 
+void require_sensible_shard_group(const PipelineOptions::Shape& shape) {
+  const int size = shape.shard_group;
+  if (size == 0) return;
+  if (shape.shard != ShardLevel::kParameters) {
+    throw_usage(
+        "options.shape.shard_group (--shard-group) with shards of {}, which send as much between "
+        "hosts without it; legal: all, or shards of the parameters (--shard parameters)",
+        name_of(shape.shard));
+  }
+  if (size == PipelineOptions::Shape::kWithinHosts || shape.replicas < 2) return;
+  if (size > 1 && shape.replicas % size == 0) return;
+  throw_usage(
+      "options.shape.shard_group (--shard-group) is {}, of {} replicas; legal near it: {}{}", size,
+      shape.replicas, legal_shard_groups(size, shape.replicas),
+      size == 1 ? ", or shards of the optimizer (--shard optimizer), of which each replica has all "
+                  "parameters"
+                : "");
+}
+
 void require_sensible_shards(const PipelineOptions& options) {
   if (options.shape.shard_gather != ShardGather::kAuto &&
       options.shape.shard != ShardLevel::kParameters) {
@@ -139,6 +159,7 @@ void require_sensible_shards(const PipelineOptions& options) {
         "the parameters (--shard parameters)",
         name_of(options.shape.shard));
   }
+  require_sensible_shard_group(options.shape);
   if (options.shape.shard == ShardLevel::kNone || options.training.inference) return;
   const OptimizerFactory& own = options.training.make_optimizer;
   if (own && !own.takes_slices()) {
@@ -260,13 +281,14 @@ Facts agreed_values(const PipelineOptions& options) {
   add(values, {"build of Sluice", "comparison of replicas every", "trace"}, build_name(),
       replicas_every, trace);
   const auto& [pipeline, replicas, virtual_replicas, tensor, tensor_shards, sequence_parallel,
-               rank_order, micro_batches, micro_batch_size, batch_size, shard, shard_gather] =
-      shape;
+               rank_order, micro_batches, micro_batch_size, batch_size, shard, shard_gather,
+               shard_group] = shape;
   add(values,
       {"pipeline", "replicas", "virtual-replicas", "tensor", "tensor-shards", "sequence-parallel",
-       "rank-order", "micro-batches", "micro-batch-size", "batch-size", "shard", "shard-gather"},
+       "rank-order", "micro-batches", "micro-batch-size", "batch-size", "shard", "shard-gather",
+       "shard-group"},
       pipeline, replicas, virtual_replicas, tensor, tensor_shards, sequence_parallel, rank_order,
-      micro_batches, micro_batch_size, batch_size, shard, shard_gather);
+      micro_batches, micro_batch_size, batch_size, shard, shard_gather, shard_group);
   const auto& [schedule, chunks, given] = order;
   add(values, {"schedule", "chunks", "SHA-256 of the schedule"}, schedule, chunks, given);
   const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs, memory] = devices;

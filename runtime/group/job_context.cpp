@@ -103,16 +103,35 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options, JobSi
   make_groups();
 }
 
+RankGroup JobContext::make_group(Axis axis, int color, const std::vector<int>& members) {
+  const auto mine = std::ranges::find(members, place.topology.rank_of(place.here));
+  RankGroup made(world.ranks->split(color, static_cast<int>(mine - members.begin())),
+                 std::make_unique<JobWatch>(*waits, axis, members));
+  if (planned) return made;
+  for (HostSums* each : {&made.collectives->sums(), &made.collectives->gathers()}) {
+    each->set_hosts(place.hosts_of(members));
+  }
+  return made;
+}
+
 void JobContext::make_groups() {
   for (const Axis axis : kAxes) {
-    const std::vector<int> members = place.topology.group(axis, place.here);
-    groups_[static_cast<std::size_t>(axis)] = RankGroup(
-        world.ranks->split(place.topology.group_number(axis, place.here), place.here[axis]),
-        std::make_unique<JobWatch>(*waits, axis, members));
-    if (planned) continue;
-    for (HostSums* each : {&group(axis).collectives->sums(), &group(axis).collectives->gathers()}) {
-      each->set_hosts(place.hosts_of(members));
-    }
+    groups_[static_cast<std::size_t>(axis)] =
+        make_group(axis, place.topology.group_number(axis, place.here),
+                   place.topology.group(axis, place.here));
+  }
+  if (const ShardGroups& shards = place.shard_groups; shards.copies > 1 && !planned) {
+    const int first = place.topology.group_number(Axis::kReplica, place.here) * shards.replicas;
+    const int replica = place.here.replica;
+    const auto make = [&](int number, const std::vector<int>& replicas) {
+      std::vector<int> members;
+      for (const int each : replicas) {
+        members.push_back(place.topology.group(Axis::kReplica, place.here)[at(each)]);
+      }
+      return make_group(Axis::kReplica, first + number, members);
+    };
+    sharers_ = make(shards.group_of(replica), shards.sharers_of(replica));
+    copies_ = make(shards.place_of(replica), shards.copies_of(replica));
   }
   const std::vector<int> pipeline = place.topology.group(Axis::kPipeline, place.here);
   for (const int rank : pipeline) place.devices.push_back(devices.ranks[at(rank)]);
@@ -143,11 +162,40 @@ void JobContext::join(const PipelineOptions& options) {
   std::vector<int> all(at(size));
   std::iota(all.begin(), all.end(), 0);
   place.hosts = hosts_of(devices.ranks, all);
+  group_shards(options);
 }
 
 void JobContext::divide(const PipelineOptions::Shape& shape) {
   place.shares = shares_of(shape.virtual_replicas, shape.replicas, kVirtualReplicas);
   place.shards = shape.tensor * shares_of(shape.tensor_shards, shape.tensor, kTensorShards);
+}
+
+// `host` is known of ranks that have started alone.
+void JobContext::group_shards(const PipelineOptions& options) {
+  const PipelineOptions::Shape& shape = options.shape;
+  place.shard_groups = {.replicas = shape.replicas};
+  if (options.training.inference || shape.shard_group == 0 || shape.replicas == 1) return;
+  int size = shape.shard_group;
+  if (size == PipelineOptions::Shape::kWithinHosts) {
+    std::vector<std::vector<int>> all;
+    for (const std::vector<int>& group : place.topology.groups(Axis::kReplica)) {
+      all.push_back(place.hosts_of(group));
+    }
+    size = shard_group_within_hosts(all);
+    if (planned) {
+      throw_usage(
+          "option --shard-group: host, but the hosts of a job that one process plans are not "
+          "known; legal: all, or the number of replicas of a host, such as {}",
+          legal_shard_groups(2, shape.replicas));
+    }
+    if (size == 1) {
+      throw_usage(
+          "option --shard-group: host, but {} replicas do not make groups of neighbours that are "
+          "on one host each, for all stages; legal: all, {}, or --shard optimizer",
+          shape.replicas, legal_shard_groups(2, shape.replicas));
+    }
+  }
+  place.shard_groups.copies = shape.replicas / size;
 }
 
 void JobContext::plan(const PipelineOptions& options) {
@@ -166,6 +214,7 @@ void JobContext::plan(const PipelineOptions& options) {
       choose_devices(*world.collectives, Topology{}, options.devices.choices, {host_name()})
           .front();
   place.hosts.resize(at(place.topology.ranks()));
+  group_shards(options);
   for (int rank = 0; rank < place.topology.ranks(); ++rank) {
     RankDevice& device = devices.ranks.emplace_back(mine);
     device.host = device.machine = device.nccl_machine = fmt::format("planned host {}", rank);
@@ -208,7 +257,10 @@ void JobContext::guarded(const std::function<void()>& body) {
       if (each != nullptr) each->leave_open(/*by_all=*/gone == nullptr);
     };
     for (const RankGroup& each : groups_) leave_open(each.ranks.get());
-    for (Communicator* each : {world.ranks.get(), messages.get()}) leave_open(each);
+    for (Communicator* each :
+         {sharers_.ranks.get(), copies_.ranks.get(), world.ranks.get(), messages.get()}) {
+      leave_open(each);
+    }
     throw;
   }
 }

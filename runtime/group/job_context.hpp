@@ -106,6 +106,13 @@ class JobContext {
     return groups_[static_cast<std::size_t>(axis)];
   }
 
+  // The replicas that divide a copy of the parameters with this one, and, of several copies, those
+  // that have the same part (ShardGroups). Its ranks there are its place and its group.
+  [[nodiscard]] const RankGroup& sharers() const {
+    return sharers_.ranks == nullptr ? group(Axis::kReplica) : sharers_;
+  }
+  [[nodiscard]] const RankGroup& copies() const { return copies_; }
+
   bool planned = false;
   RankPlace place;
   JobDevices devices;
@@ -119,12 +126,15 @@ class JobContext {
   std::unique_ptr<JobWatch> engine_watch;  // polled by the engines
 
  private:
+  RankGroup make_group(Axis axis, int color, const std::vector<int>& members);
   void make_groups();
   void join(const PipelineOptions& options);
   void plan(const PipelineOptions& options);
   void divide(const PipelineOptions::Shape& shape);
+  void group_shards(const PipelineOptions& options);
 
   std::array<RankGroup, kAxes.size()> groups_;  // [Axis]
+  RankGroup sharers_, copies_;
 };
 
 }  // namespace sluice

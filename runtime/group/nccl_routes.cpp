@@ -195,8 +195,9 @@ class Routes final : public NcclRoutes {
                             std::span<const NcclSums::Piece> pieces) override {
     return sums_->reduce_scatter(values, pieces, workspace(), next_ready());
   }
-  NcclTicket gather(std::span<float> values, std::span<const NcclSums::Piece> pieces) override {
-    return sums_->gather(values, pieces, next_ready());
+  NcclTicket gather(std::span<float> values, std::span<const NcclSums::Piece> pieces,
+                    std::span<const int> among) override {
+    return sums_->gather(values, pieces, next_ready(), among);
   }
   Collective* tensor() override { return tensor_ ? &*tensor_ : nullptr; }
   void register_messages(std::span<std::byte> memory) override {

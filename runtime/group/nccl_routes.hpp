@@ -64,11 +64,12 @@ class NcclRoutes {
   // one after the other.
   [[nodiscard]] virtual NcclTicket sum(std::span<float> values) = 0;
   // The halves of a sum, as those of NcclSums: each piece's sum for its replica alone, and each
-  // replica's piece to all. `pieces`: [replica].
+  // replica's piece to all, or among some. `pieces`: [replica].
   [[nodiscard]] virtual NcclTicket reduce_scatter(std::span<float> values,
                                                   std::span<const NcclSums::Piece> pieces) = 0;
   [[nodiscard]] virtual NcclTicket gather(std::span<float> values,
-                                          std::span<const NcclSums::Piece> pieces) = 0;
+                                          std::span<const NcclSums::Piece> pieces,
+                                          std::span<const int> among) = 0;
 
   // Makes the collectives of a GPU's values over this rank's tensor ranks, in the order of the
   // compute stream, with the sums of GroupCollective bit for bit: no sums of f64. Only the sizes of

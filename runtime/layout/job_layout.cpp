@@ -25,6 +25,21 @@ Tensor elements_of(const Tensor& tensor, const ElementRange& range) {
   return {tensor.as<std::byte>() + before, {type, Shape{range.count}}};
 }
 
+ElementRange ParameterEntry::part(int replica) const {
+  if (ends.empty()) return {0, elements};
+  const auto part = at(ShardGroups{static_cast<int>(ends.size()), copies}.part_of(replica));
+  const std::int64_t first = part == 0 ? 0 : ends[part - 1];
+  return {first, ends[part] - first};
+}
+
+ElementRange ParameterEntry::part_at_rest(int replica) const {
+  if (ends.empty()) return {0, elements};
+  const ShardGroups groups{static_cast<int>(ends.size()), copies};
+  const std::vector<int> same = groups.copies_of(replica);
+  const std::int64_t first = part(same.front()).first;
+  return {first, part(same.back()).end() - first};
+}
+
 std::vector<ElementRange> ParameterEntry::shards() const {
   std::vector<ElementRange> all;
   for (const std::int64_t count : shard_elements(slice, parts, elements)) {

@@ -17,6 +17,7 @@
 #include "comm/group/topology.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
+#include "runtime/layout/shard_groups.hpp"
 #include "stages/network/state_bytes.hpp"
 #include "stages/tensor/slice_runs.hpp"
 
@@ -47,15 +48,13 @@ struct ParameterEntry {
   bool by_loss = false;               // Parameter::written_by_loss
   std::int64_t whole_elements = 0;
   bool updated = true;  // by an optimizer; not so what is frozen, and buffers
-  // [replica] where the part that it updates ends; each begins where the one before it ends. Empty:
-  // all update the whole, or none does.
+  // Where the parts that replicas update end, by ShardGroups::part_of(); each begins where the one
+  // before it ends. Empty: all update the whole, or none does.
   std::vector<std::int64_t> ends = {};
-  [[nodiscard]] ElementRange part(int replica) const {
-    if (ends.empty()) return {0, elements};
-    const auto at = static_cast<std::size_t>(replica);
-    const std::int64_t first = at == 0 ? 0 : ends[at - 1];
-    return {first, ends[at] - first};
-  }
+  int copies = 1;  // ShardGroups::copies
+  // What a replica updates, and what it has at rest where replicas have parts of the values.
+  [[nodiscard]] ElementRange part(int replica) const;
+  [[nodiscard]] ElementRange part_at_rest(int replica) const;
   [[nodiscard]] std::vector<PlacedPart> placed() const {
     return placed_parts(slice, parts, elements);
   }
@@ -140,6 +139,7 @@ struct RankPlace {
   Place here;
   int shares = 1;  // virtual replicas that a replica computes: PipelineOptions::Shape
   int shards = 1;  // of the model: PipelineOptions::Shape::tensor_shards
+  ShardGroups shard_groups;
   std::vector<RankDevice> devices;  // [pipeline rank], of this pipeline
   // [rank of the job] equal numbers for one host; in a planned job all are on one.
   std::vector<int> hosts;
@@ -236,9 +236,9 @@ struct ParameterTable {
   std::vector<StageEntry> stages;   // [global stage]
   std::vector<TiedParameter> tied;  // [group], the channel of REDUCE_TIED
   bool cut = false;                 // replicas update parts: cut_parameters()
-  Gather gather = Gather::kNever;   // else replicas have these parts alone at rest
-  // Replicas have these parts alone of gradients that a step has summed, before those of another
-  // stage of the rank begin.
+  Gather gather = Gather::kNever;   // else replicas have parts of the values alone at rest
+  // Replicas have what they update alone of gradients that a step has summed, before those of
+  // another stage of the rank begin.
   bool gradients_in_parts = false;
   bool sums_each_micro_batch = false;  // GradientOrder::kMicroBatch
 
@@ -246,7 +246,7 @@ struct ParameterTable {
   [[nodiscard]] ElementRange at_rest(int stage, int index, int replica) const {
     const ParameterEntry& entry =
         stages[static_cast<std::size_t>(stage)].parameters[static_cast<std::size_t>(index)];
-    return gather == Gather::kNever ? ElementRange{0, entry.elements} : entry.part(replica);
+    return gather == Gather::kNever ? ElementRange{0, entry.elements} : entry.part_at_rest(replica);
   }
   // Whether parameter `index` of `stage` is the first use of its name.
   [[nodiscard]] bool is_owner(int stage, int index) const;

@@ -1,6 +1,7 @@
 #include "runtime/layout/parameter_cut.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "comm/base/index.hpp"
@@ -27,18 +28,18 @@ std::int64_t end_of(const ParameterEntry& entry, std::int64_t blocks) {
 
 // Cuts `entries` as one sequence of blocks. `next` is the replica that gets the next remaining
 // block, of this sequence and those before.
-void cut_sequence(std::span<ParameterEntry* const> entries, std::size_t replicas,
-                  std::size_t& next) {
+void cut_sequence(std::span<ParameterEntry* const> entries, const ShardGroups& groups, int& next) {
   std::int64_t blocks = 0;
   for (const ParameterEntry* entry : entries) blocks += blocks_of(*entry);
-  const auto count = static_cast<std::int64_t>(replicas);
-  std::vector<std::int64_t> ends(replicas, blocks / count);  // blocks
-  for (std::int64_t left = blocks % count; left > 0; --left, next = (next + 1) % replicas) {
-    ++ends[next];
+  const std::int64_t count = groups.replicas;
+  std::vector<std::int64_t> ends(at(groups.replicas), blocks / count);  // blocks
+  for (std::int64_t left = blocks % count; left > 0; --left, next = (next + 1) % groups.replicas) {
+    ++ends[at(groups.part_of(next))];
   }
-  for (std::size_t r = 1; r < replicas; ++r) ends[r] += ends[r - 1];
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
   std::int64_t begin = 0;
   for (ParameterEntry* entry : entries) {
+    entry->copies = groups.copies;
     for (const std::int64_t end : ends) entry->ends.push_back(end_of(*entry, end - begin));
     begin += blocks_of(*entry);
   }
@@ -46,25 +47,27 @@ void cut_sequence(std::span<ParameterEntry* const> entries, std::size_t replicas
 
 }  // namespace
 
-void cut_parameters(ParameterTable& table, int replicas) {
+void cut_parameters(ParameterTable& table, const ShardGroups& groups) {
   table.cut = true;
   for (std::size_t s = 0; s < table.stages.size(); ++s) {
     std::vector<ParameterEntry>& all = table.stages[s].parameters;
-    std::size_t next = 0;
+    int next = 0;
     for (std::size_t i = 0; i < all.size();) {
       std::vector<ParameterEntry*> updated;
       for (const int unit = all[i].unit; i < all.size() && all[i].unit == unit; ++i) {
         const bool owner = table.is_owner(static_cast<int>(s), static_cast<int>(i));
         if (owner && all[i].updated) updated.push_back(&all[i]);
       }
-      cut_sequence(updated, at(replicas), next);
+      cut_sequence(updated, groups, next);
     }
   }
   for (const TiedParameter& tie : table.tied) {
     const TiedUse& owner = tie.uses.front();
-    const auto& ends = table.stages[at(owner.stage)].parameters[at(owner.index)].ends;
+    const ParameterEntry& cut = table.stages[at(owner.stage)].parameters[at(owner.index)];
     for (std::size_t u = 1; u < tie.uses.size(); ++u) {
-      table.stages[at(tie.uses[u].stage)].parameters[at(tie.uses[u].index)].ends = ends;
+      ParameterEntry& use = table.stages[at(tie.uses[u].stage)].parameters[at(tie.uses[u].index)];
+      use.ends = cut.ends;
+      use.copies = cut.copies;
     }
   }
 }
@@ -76,29 +79,29 @@ namespace {
 void add_range(const ParameterEntry& entry, std::size_t place, std::size_t size, std::size_t packed,
                std::vector<CutRange>& ranges) {
   if (size == 0 || entry.ends.empty()) return;
-  // Padding belongs to the last replica that has elements.
+  // Padding belongs to the last part that has elements.
   std::vector<std::size_t> ends;
   for (const std::int64_t end : entry.ends) {
     ends.push_back(end == entry.elements ? size : static_cast<std::size_t>(end) / packed);
   }
-  // It goes on with the last range where it follows it and none of its elements is of a replica
-  // before that range's last one.
-  std::size_t first = 0;  // replica
+  // It goes on with the last range where it follows it and none of its elements is of a part before
+  // that range's last one.
+  std::size_t first = 0;  // part
   while (first + 1 < ends.size() && ends[first] == 0) ++first;
   const bool joins = !ranges.empty() && [&] {
     const std::vector<std::size_t>& last = ranges.back().ends;
     return ranges.back().begin + last.back() == place &&
            (first + 1 == last.size() || last[first] == last.back());
   }();
-  if (!joins) ranges.push_back({place, std::vector<std::size_t>(ends.size())});
+  if (!joins) ranges.push_back({place, std::vector<std::size_t>(ends.size()), entry.copies});
   CutRange& range = ranges.back();
   const std::size_t offset = place - range.begin;
-  for (std::size_t r = first; r < ends.size(); ++r) range.ends[r] = offset + ends[r];
+  for (std::size_t part = first; part < ends.size(); ++part) range.ends[part] = offset + ends[part];
 }
 
 std::size_t floats_of(std::span<const CutRange> ranges) {
   std::size_t floats = 0;
-  for (const CutRange& each : ranges) floats += each.ends.back();
+  for (const CutRange& each : ranges) floats += each.size();
   return floats;
 }
 
@@ -138,8 +141,24 @@ std::vector<std::vector<CutRange>> unit_ranges_of(const StageEntry& stage) {
 }
 
 CutRange CutRange::of(int replica) const {
-  const std::size_t before = replica == 0 ? 0 : ends[at(replica) - 1];
-  return {begin + before, {ends[at(replica)] - before}};
+  const auto part = at(ShardGroups{static_cast<int>(ends.size()), copies}.part_of(replica));
+  const std::size_t before = part == 0 ? 0 : ends[part - 1];
+  return {begin + before, {ends[part] - before}};
+}
+
+CutRange CutRange::at_rest(int replica) const {
+  const ShardGroups groups{static_cast<int>(ends.size()), copies};
+  CutRange made{of(groups.copies_of(replica).front()).begin, {}};
+  for (const int each : groups.copies_of(replica)) made.ends.push_back(of(each).end() - made.begin);
+  return made;
+}
+
+std::vector<std::size_t> CutRange::ends_at_rest() const {
+  std::vector<std::size_t> made;
+  for (std::size_t part = at(copies); part <= ends.size(); part += at(copies)) {
+    made.push_back(ends[part - 1]);
+  }
+  return made;
 }
 
 std::size_t ShardedUnit::bytes() const {
@@ -149,7 +168,7 @@ std::size_t ShardedUnit::bytes() const {
 std::size_t ShardedUnit::own_bytes(int replica) const {
   std::size_t floats = 0;
   for (const std::vector<CutRange>* ranges : {&values, &copies}) {
-    for (const CutRange& each : *ranges) floats += each.of(replica).ends.back();
+    for (const CutRange& each : *ranges) floats += each.at_rest(replica).size();
   }
   return floats * sizeof(float);
 }

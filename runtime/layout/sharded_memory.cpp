@@ -12,18 +12,20 @@ namespace {
 
 using Range = PartialMemory::Range;
 
-// What lies on either side of the replica's part of each range, from `place` on.
-void add_others(std::span<const CutRange> cut, std::size_t place, int replica,
+// What a replica has of a range.
+using Own = CutRange (CutRange::*)(int replica) const;
+
+// What lies on either side of that in each range, from `place` on.
+void add_others(std::span<const CutRange> cut, Own own_of, std::size_t place, int replica,
                 std::vector<Range>& ranges) {
   for (const CutRange& each : cut) {
-    const CutRange own = each.of(replica);
-    const std::size_t own_end = own.begin + own.ends.back(), end = each.begin + each.ends.back();
+    const CutRange own = (each.*own_of)(replica);
     const auto add = [&](std::size_t from, std::size_t until) {
       if (from == until) return;
       ranges.push_back({place + from * sizeof(float), (until - from) * sizeof(float), 0});
     };
     add(each.begin, own.begin);
-    add(own_end, end);
+    add(own.end(), each.end());
   }
 }
 
@@ -35,7 +37,7 @@ GradientMemory::GradientMemory(const JobLayout& layout, int rank, int replica) {
     places.emplace_back(stage, bytes);
     for (int number = 0; const std::vector<CutRange>& unit : unit_ranges_of(entry)) {
       std::vector<Range> used;
-      add_others(unit, bytes, replica, used);
+      add_others(unit, &CutRange::of, bytes, replica, used);
       std::ranges::stable_sort(used, std::greater<>(), &Range::bytes);
       for (int i = 0; Range & each : used) {
         each.slot = 2 * i++ + number % 2;
@@ -60,8 +62,8 @@ ShardedMemory::ShardedMemory(const JobLayout& layout, int rank, int replica) {
     }
     for (const ShardedUnit& unit : sharded_units(entry)) {
       std::vector<Range> used;
-      add_others(unit.values, place.values, replica, used);
-      add_others(unit.copies, place.copies, replica, used);
+      add_others(unit.values, &CutRange::at_rest, place.values, replica, used);
+      add_others(unit.copies, &CutRange::at_rest, place.copies, replica, used);
       // The largest of each unit share memory, and so on.
       std::ranges::stable_sort(used, std::greater<>(), &Range::bytes);
       for (int i = 0; Range & each : used) {
@@ -71,7 +73,7 @@ ShardedMemory::ShardedMemory(const JobLayout& layout, int rank, int replica) {
       }
       for (const CutRange& each : unit.lent) {
         std::vector<Range> lent;
-        add_others({&each, 1}, place.values, replica, lent);
+        add_others({&each, 1}, &CutRange::at_rest, place.values, replica, lent);
         for (int slot = 0; Range & side : lent) {
           side.slot = slot++;
           ranges.push_back(side);

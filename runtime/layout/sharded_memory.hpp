@@ -12,9 +12,10 @@
 namespace sluice {
 
 // The values and the bf16 copies of all of the rank's stages, in one PartialMemory. Its ranges are
-// the other replicas' parts. On a GPU units share their memory where they are gathered for each
-// use: those of even numbers (in order of stages) that of one, and those of odd numbers that of
-// another. Values of parameters with a copy are there one parameter at a time: all share memory.
+// what the replica does not have at rest. On a GPU units share their memory where they are gathered
+// for each use: those of even numbers (in order of stages) that of one, and those of odd numbers
+// that of another. Values of parameters with a copy are there one parameter at a time: all share
+// memory.
 struct ShardedMemory {
   struct Place {
     int stage;

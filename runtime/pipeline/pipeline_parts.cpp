@@ -110,7 +110,7 @@ PipelineParts::PipelineParts(Communicator& world, const PipelineOptions& options
     over_tensor_ranks = collective_over(job.group(Axis::kTensor), "tensor rank");
     if (layout.parameters.gather != Gather::kNever) {
       rethrow_oom_with_plan("the parameters", [&] {
-        sharded = std::make_unique<ShardedValues>(job.group(Axis::kReplica).collectives->gathers(),
+        sharded = std::make_unique<ShardedValues>(job.sharers().collectives->gathers(),
                                                   job.activity.get(), *compute, *mirror, layout);
       });
     }
@@ -159,6 +159,7 @@ void PipelineParts::start_watchdog() {
     watched.ranks.push_back({.host = job.hosts[at(rank)],
                              .stages = job.stage_places.stages_of(place.pipeline),
                              .replica = place.replica,
+                             .shard_group = job.place.shard_groups.group_of(place.replica),
                              .tensor = topology.size.tensor > 1 ? place.tensor : -1});
   }
   // On this thread, within a wait.

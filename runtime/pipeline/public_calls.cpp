@@ -211,7 +211,7 @@ Tensor PipelineAccess::at_rest(Pipeline& pipeline, const Parameter& parameter) {
   Tensor values = parameter.value;
   with_sharded(pipeline.impl_->parts, parameter, [&](ShardedValues&, const ParameterEntry& entry) {
     const int replica = layout(pipeline).place.here.replica;
-    values = elements_of(values, entry.part(replica));
+    values = elements_of(values, entry.part_at_rest(replica));
   });
   return values;
 }

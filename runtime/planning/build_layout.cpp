@@ -421,7 +421,7 @@ void finish(ParameterTable& table, const PipelineOptions& options, const RankPla
   const OptimizerFactory& make_optimizer = options.training.make_optimizer;
   if (make_optimizer && !make_optimizer.takes_slices()) require_whole_parameters(table);
   if (options.shape.shard == ShardLevel::kNone || options.training.inference) return;
-  cut_parameters(table, place.topology.size.replica);
+  cut_parameters(table, place.shard_groups);
   table.gradients_in_parts = gradients_in_parts(options, place);
   table.sums_each_micro_batch = options.training.gradient_order == GradientOrder::kMicroBatch;
   if (table.sums_each_micro_batch) require_addable(table);

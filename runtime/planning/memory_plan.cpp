@@ -378,7 +378,7 @@ class MemorySum {
       for (std::size_t r = 0; r < sums.size(); ++r) {
         std::size_t floats = 0;
         for (const std::vector<CutRange>& unit : units) {
-          for (const CutRange& each : unit) floats += each.of(static_cast<int>(r)).ends.back();
+          for (const CutRange& each : unit) floats += each.of(static_cast<int>(r)).size();
         }
         add_bytes(sums[r], padded(floats * sizeof(float)));
       }

@@ -175,6 +175,13 @@ std::string describe_tensor_ranks(const RankPlace& place) {
                      place.shards == ranks ? "" : fmt::format(" of {} shards", place.shards));
 }
 
+// A line where groups of replicas have a copy of the parameters each; else empty.
+std::string describe_copies(const ShardGroups& groups) {
+  if (groups.copies == 1) return "";
+  return fmt::format("  parameters: {} copies, each in shards of {} replicas\n", groups.copies,
+                     groups.size());
+}
+
 // What the ranks that share a pipeline rank's stages exchange for a micro-batch of a training.
 struct SharedCalls {
   std::size_t calls = 0;
@@ -303,9 +310,9 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
           ? "optimizer: of the replica with the largest part"
           : "each replica holds the same");
   return text + describe_empty_stages(partition) + describe_spread_ranks(layout) +
-         describe_connections(layout) + describe_arithmetic(layout) + describe_notes(layout) +
-         describe_offload(layout) + describe_saves(layout) + describe_collectives(layout) +
-         describe_graphs(layout);
+         describe_copies(where.shard_groups) + describe_connections(layout) +
+         describe_arithmetic(layout) + describe_notes(layout) + describe_offload(layout) +
+         describe_saves(layout) + describe_collectives(layout) + describe_graphs(layout);
 }
 
 std::string rank_table(const std::vector<RankRow>& ranks, std::string_view indent) {

@@ -40,11 +40,14 @@ std::string peer_text(const WaitSubject& subject) {
   return fmt::format("rank {} (tag {}, {} bytes)", subject.peer, subject.tag, subject.bytes);
 }
 
-// Whether `rank` is one of the group in which `other` makes the collective.
-bool shares(const WatchView& view, int rank, int other, CollectiveAxis axis) {
+// Whether `rank` is one of the group in which `other` makes the collective. Replicas gather within
+// groups that divide the parameters.
+bool shares(const WatchView& view, int rank, int other, const PlannedCollective& made) {
   const WatchedRank &a = view.ranks[at(rank)], &b = view.ranks[at(other)];
-  return a.stages == b.stages &&
-         (axis == CollectiveAxis::kTensor ? a.replica == b.replica : a.tensor == b.tensor);
+  if (a.stages != b.stages) return false;
+  if (made.axis == CollectiveAxis::kTensor) return a.replica == b.replica;
+  return a.tensor == b.tensor &&
+         (made.kind != CollectiveKind::kAllGather || a.shard_group == b.shard_group);
 }
 
 // Whether `theirs` has not come to the collective in which `mine` is.
@@ -64,7 +67,7 @@ std::string collective_text(const WatchView& view, int rank) {
                                  now.micro_batch, now.collectives_begun);
   for (int other = 0; at(other) < view.ranks.size(); ++other) {
     const Sighting& each = view.sightings[at(other)];
-    if (other == rank || !shares(view, rank, other, now.collective->axis)) continue;
+    if (other == rank || !shares(view, rank, other, *now.collective)) continue;
     if (each.left) {
       text += fmt::format("; rank {} did not come, its pipeline is destroyed", other);
     } else if (each.seen && has_not_come(now, each.status.activity)) {

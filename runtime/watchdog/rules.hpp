@@ -38,7 +38,8 @@ struct WatchedRank {
   std::string host;
   std::vector<int> stages;  // global
   int replica = 0;
-  int tensor = -1;  // coordinate; -1: no ranks share stages
+  int shard_group = 0;  // ShardGroups::group_of()
+  int tensor = -1;      // coordinate; -1: no ranks share stages
 };
 
 // What this rank knows of a rank.

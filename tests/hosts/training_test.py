@@ -84,6 +84,31 @@ def only_replicas(setup):
     setup.same_bits("only-replicas", STEPS, replicas=3)
 
 
+def copies(setup):
+    """Two of four replicas on each host. A copy of the parameters on each takes the gathers of 6 micro-batches off the
+    link, which has what whole parameters send; a host with one replica can have no group."""
+    common = ("--pipeline", 1, "--replicas", 4, "--width", 64, "--steps", STEPS)
+    places = ["--host", "node1:2,node2:2", "-n", "4"]
+    parameters = ("--shard", "parameters", "--shard-gather", "use", "--shard-group")
+
+    def sent():
+        lines = setup.hosts.check(1, "cat", "/proc/net/dev").splitlines()[2:]
+        return sum(int(line.split(":")[1].split()[8]) for line in lines if not line.strip().startswith("lo:"))
+
+    found = {}
+    for name, shards in {"whole": (), "all": (*parameters, "all"), "host": (*parameters, "host")}.items():
+        before = sent()
+        output = setup.trains(4, *common, *shards, "--save", f"copies-{name}", places=places)
+        found[name] = (sent() - before, setup.digest(f"copies-{name}"))
+        require(("2 copies, each in shards of 2 replicas" in output) == (name == "host"), output)
+    print("   " + ", ".join(f"{name}: {bytes / STEPS / 2 ** 20:.2f} MiB a step" for name, (bytes, _) in found.items()))
+    require(len({digest for _, digest in found.values()}) == 1, str(found))
+    require(found["host"][0] < 1.2 * found["whole"][0] and found["all"][0] > 3 * found["host"][0], str(found))
+    code, output = setup.mpirun(3, "--pipeline", 1, "--replicas", 3, *parameters, "host", "--steps", STEPS)
+    require(code == USAGE and "option --shard-group: host, but" in output and "legal: all" in output,
+            f"exit {code}\n{output}")
+
+
 def resumes_on_fewer(setup):
     """Three hosts save; two go on from the middle of that, one from the middle of theirs. Every save verifies."""
     steps = 3 * STEPS
@@ -186,6 +211,7 @@ def cases(setup):
         "ranks dealt out in turn": functools.partial(arranged, setup),
         "a directory on each host": functools.partial(own_directories, setup),
         "a replica on each of 3 hosts": functools.partial(only_replicas, setup),
+        "a copy on each host": functools.partial(copies, setup),
         "resume on fewer hosts": functools.partial(resumes_on_fewer, setup),
         "a directory that node2 lacks": functools.partial(unshared, setup),
         "hosts that are not ready": functools.partial(asked_first, setup),

@@ -162,6 +162,13 @@ struct PipelineOptions {
     std::int64_t batch_size = 0;
     ShardLevel shard = ShardLevel::kNone;
     ShardGather shard_gather = ShardGather::kAuto;
+    // With ShardLevel::kParameters: groups of so many consecutive replicas have a copy of the
+    // values each, which is gathered within the group alone. Where a group is on one host, only
+    // sums and one exchange of the updated values in a step go between hosts. Gradients and the
+    // optimizer's state are divided among all replicas. A divisor of `replicas` from 2 on; 0: all
+    // replicas; kWithinHosts: the largest groups whose replicas of each stage are on one host.
+    static constexpr int kWithinHosts = -1;
+    int shard_group = 0;
   };
 
   // The order in which each rank runs its micro-batches.

@@ -55,7 +55,7 @@ double gathered_bytes(const JobLayout& layout) {
     }
     most = std::max(most, bytes);
   }
-  const double replicas = layout.place.topology.size.replica;
+  const double replicas = layout.place.shard_groups.size();
   return most * (replicas - 1) / replicas;
 }
 

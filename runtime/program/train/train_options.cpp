@@ -359,6 +359,20 @@ void add_gradient_order(OptionTable& table, GradientOrder& order) {
       .mark(kListedLater);
 }
 
+int parse_shard_group(const std::string& text) {
+  if (text == "all") return 0;
+  if (text == "host") return PipelineOptions::Shape::kWithinHosts;
+  int replicas = 0;
+  if (parse_whole(text, replicas) && replicas > 0) return replicas;
+  throw_usage("option --shard-group: '{}' is not legal; legal are host, all, and numbers from 2",
+              text);
+}
+
+std::string text_of_shard_group(int replicas) {
+  if (replicas == PipelineOptions::Shape::kWithinHosts) return "host";
+  return replicas == 0 ? "all" : std::to_string(replicas);
+}
+
 // What replicas divide.
 void add_shards(OptionTable& table, PipelineOptions::Shape& shape) {
   table
@@ -380,6 +394,15 @@ void add_shards(OptionTable& table, PipelineOptions::Shape& shape) {
           "stage once a step, which takes more memory and fewer bytes over the network; "
           "auto: step where that is within --memory, else use")
       .mark(kLayout);
+  table
+      .add_parsed(
+          "shard-group", "host|all|N",
+          "of --shard parameters: among how many replicas a copy of them is divided, which gather "
+          "it from each other alone; host: those of a host, so that gathers stay there; gradients "
+          "and the optimizer's state are divided among all",
+          [&](const std::string& text) { shape.shard_group = parse_shard_group(text); },
+          [&] { return text_of_shard_group(shape.shard_group); })
+      .mark(kLayout | kListedLater);
 }
 
 void add_layout_options(OptionTable& table, TrainOptions& options) {
@@ -777,6 +800,14 @@ Source resolve_replicas(const OptionTable& table, PipelineOptions& options) {
   return chosen;
 }
 
+// What a save says of shards of the parameters goes where other shards are given.
+void yield_to_shards(const OptionTable& table, PipelineOptions::Shape& shape) {
+  if (shape.shard == ShardLevel::kParameters) return;
+  const Source level = table.source_of("shard");
+  if (table.source_of("shard-gather") < level) shape.shard_gather = ShardGather::kAuto;
+  if (table.source_of("shard-group") < level) shape.shard_group = 0;
+}
+
 void resolve_shards(const OptionTable& table, TrainOptions& options) {
   PipelineOptions::Shape& shape = options.pipeline.shape;
   int& shards = shape.tensor_shards;
@@ -997,6 +1028,7 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   if (options.recompute.automatic && options.pipeline.devices.memory == 0) {
     throw_usage("option --recompute: auto takes the least that fits; give --memory SIZE as well");
   }
+  yield_to_shards(table, options.pipeline.shape);
   options.pipeline.devices.tf32 = options.precision == MatmulPrecision::kTf32;
   resolve_learning_rate(table, options);
   validate(options.model);

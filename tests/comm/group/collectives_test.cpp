@@ -125,6 +125,26 @@ SLUICE_COMM_TEST(OrderedSumTest, HasItsBitsInTwoHalvesOverPartsOfAnySizes) {
   }
 }
 
+// From rank to rank the parts go by twos.
+SLUICE_COMM_TEST(OrderedSumTest, AddsThePartThatIsNamedForEachRank) {
+  Collectives collectives(comm, 0, nullptr);
+  const std::size_t count = 1001;
+  std::vector<float> expected(count);
+  for (std::size_t i = 0; i < count; ++i) expected[i] = addend(comm.rank(), i);
+  std::vector<float> values = expected;
+  collectives.ordered_sum(expected);
+  std::vector<int> parts;
+  for (int first : {0, 1}) {
+    for (int part = first; part < comm.size(); part += 2) parts.push_back(part);
+  }
+  const std::vector<std::size_t> ends = uneven_ends(comm.size(), count, 2);
+  HostSums& sums = collectives.sums();
+  sums.wait(sums.start_reduce_scatter(values, ends, nullptr, nullptr, parts));
+  const auto part = at(parts[at(comm.rank())]);
+  const std::size_t begin = part == 0 ? 0 : ends[part - 1];
+  for (std::size_t i = begin; i < ends[part]; ++i) ASSERT_EQ(values[i], expected[i]) << i;
+}
+
 // Neighbours on a host, one host with more, ranks in turns, a host each, one for all.
 std::vector<std::vector<int>> divisions_into_hosts(int ranks) {
   std::vector<std::vector<int>> all;

@@ -126,6 +126,34 @@ TEST_P(NcclSumsTest, HaveTheirBitsInTwoHalvesOverPiecesOfAnySizes) {
   });
 }
 
+// Two groups at a time: ranks of even and of odd numbers.
+TEST_P(NcclSumsTest, GatherAmongSomeOfTheRanks) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+                  NcclSums::Method::kOrdered, {}, &rank.control);
+    const auto ranks = static_cast<std::size_t>(rank.size());
+    std::vector<float> expected(2 * ranks), mine(2 * ranks, -1);
+    std::vector<NcclSums::Piece> pieces;
+    std::vector<int> among;
+    for (std::size_t peer = 0; peer < ranks; ++peer) {
+      const bool shares = static_cast<int>(peer) % 2 == rank.rank() % 2;
+      pieces.push_back({2 * peer, 2});
+      if (shares) among.push_back(static_cast<int>(peer));
+      for (const std::size_t i : {2 * peer, 2 * peer + 1}) {
+        if (static_cast<int>(peer) == rank.rank()) mine[i] = static_cast<float>(i);
+        expected[i] = shares ? static_cast<float>(i) : -1;
+      }
+    }
+    const OnDevice<float> values(rank.device, mine);
+    const Event now;
+    NcclTicket done = sums.gather(values.values(), pieces, now, among);
+    queue.wait(done, &rank.control);
+    EXPECT_EQ(values.read(), expected);
+    queue.finalize(&rank.control);
+  });
+}
+
 TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());

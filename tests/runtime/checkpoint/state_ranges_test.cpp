@@ -200,8 +200,9 @@ class Still : public Optimizer {
 struct Grid {
   int pipeline = 1, replicas = 1;
   ShardLevel shard = ShardLevel::kNone;
+  int shard_group = 0;
 };
-constexpr ShardLevel kDivided = ShardLevel::kOptimizer;
+constexpr ShardLevel kDivided = ShardLevel::kOptimizer, kAll = ShardLevel::kParameters;
 
 class StateRangesTest : public ::testing::Test {
  protected:
@@ -215,7 +216,8 @@ class StateRangesTest : public ::testing::Test {
       options.shape = {.pipeline = grid.pipeline,
                        .replicas = grid.replicas,
                        .micro_batches = 12 / grid.replicas,
-                       .shard = grid.shard};
+                       .shard = grid.shard,
+                       .shard_group = grid.shard_group};
       options.training.learning_rate = {.peak = 1e-2, .steps = 20};
       options.training.groups = groups_;
       options.expert.save_copy = true;
@@ -279,9 +281,10 @@ class StateRangesTest : public ::testing::Test {
 constexpr const char* kEmbedding = "token_embedding.weight";
 
 TEST_F(StateRangesTest, EachLayoutGoesOnFromEachOther) {
-  const std::vector<Grid> chain = {{1, 1},           {1, 2, kDivided}, {2, 4, kDivided},
-                                   {1, 2, kDivided}, {2, 3, kDivided}, {2, 1},
-                                   {3, 2},           {1, 4, kDivided}, {1, 1, kDivided}};
+  const std::vector<Grid> chain = {
+      {1, 1},       {1, 2, kDivided}, {2, 4, kDivided}, {1, 2, kDivided}, {2, 3, kDivided},
+      {2, 1},       {3, 2},           {1, 4, kDivided}, {1, 1, kDivided}, {1, 4, kAll, 2},
+      {2, 4, kAll}, {1, 6, kAll, 3},  {1, 6, kAll, 2},  {1, 3, kAll},     {1, 4, kAll, 2}};
   std::string digest;  // of values that bf16 does not hold
   run(chain.front(), [&](Pipeline& pipeline, Communicator&) {
     set_states(pipeline);

@@ -218,7 +218,7 @@ struct Case {
   Calls calls = kOneCall;
   bool overwrites = true, clips = false;
   GradientOrder order = GradientOrder::kStep;
-  int logit_chunks = 1, tensor_shards = 1;
+  int logit_chunks = 1, tensor_shards = 1, shard_group = 0;
 };
 
 constexpr std::int64_t kContext = 4, kVocabulary = 4099;  // the embedding has several blocks
@@ -281,7 +281,8 @@ Bits bits_with(ShardLevel shard, const Case& of) {
                      .tensor_shards = of.tensor_shards,
                      .micro_batches = 2,
                      .micro_batch_size = 2,
-                     .shard = shard};
+                     .shard = shard,
+                     .shard_group = of.shard_group};
     options.order = {.schedule = of.schedule, .chunks = 0};
     options.training.learning_rate = {.peak = 1e-2};
     if (of.clips) options.training.clip = 0.1;
@@ -353,6 +354,20 @@ TEST(GradientPartsTest, BitsOfTheOrderMicroBatchDependOnNoLayout) {
       }
       if (calls == kOneCall) other.calls = kDropped;
       EXPECT_EQ(expected, bits_with(ShardLevel::kParameters, other));
+    }
+  }
+}
+
+TEST(GradientPartsTest, GroupsThatHaveACopyEachHaveTheSameBits) {
+  for (const GradientOrder order : {GradientOrder::kStep, GradientOrder::kMicroBatch}) {
+    for (const auto& [replicas, size] : {std::pair(4, 2), std::pair(6, 3), std::pair(6, 2)}) {
+      SCOPED_TRACE(::testing::Message() << name_of(order) << " d" << replicas << " by " << size);
+      Case each{.schedule = "1f1b", .replicas = replicas, .clips = true, .order = order};
+      const Bits expected = bits_with(ShardLevel::kGradients, each);
+      each.shard_group = size;
+      EXPECT_EQ(expected, bits_with(ShardLevel::kParameters, each));
+      each.depth = 2;
+      EXPECT_EQ(expected, bits_with(ShardLevel::kParameters, each));
     }
   }
 }

@@ -99,10 +99,12 @@ enum Factor {
   kCalls,      // of a step: kOneCall...
   kFactors
 };
-constexpr std::array<int, kFactors> kValues = {4, 2, 4, 4, 4, 2, 2, 2, 2, 2, 3};
+constexpr std::array<int, kFactors> kValues = {4, 2, 4, 5, 4, 2, 2, 2, 2, 2, 3};
 constexpr std::array<const char*, 4> kSchedules = {"gpipe", "1f1b", "interleaved", "zb-v"};
-// none, optimizer, and parameters that are gathered per use and per step.
-enum Shards { kNoShards, kOptimizerShards, kGatheredPerUse, kGatheredPerStep };
+// none, optimizer, and parameters that are gathered per use, per step, and, where there are four
+// replicas, within groups of two, per step where gradients are clipped.
+enum Shards { kNoShards, kOptimizerShards, kGatheredPerUse, kGatheredPerStep, kInGroups };
+constexpr int kFourReplicas = 3;  // of kReplicas
 constexpr std::array<const char*, 4> kOptimizers = {"sgd", "adamw", "adamw bf16", "own"};
 enum Calls { kOneCall, kAccumulated, kOpenStep };
 
@@ -134,12 +136,16 @@ std::vector<Pair> pairs_of(const Configuration& of) {
   return pairs;
 }
 
+bool is_legal(int replicas, int shard) { return shard != kInGroups || replicas == kFourReplicas; }
+
 std::set<Pair> all_pairs() {
   std::set<Pair> pairs;
   for (int a = 0; a < kFactors; ++a) {
     for (int b = a + 1; b < kFactors; ++b) {
       for (int x = 0; x < kValues[at(a)]; ++x) {
-        for (int y = 0; y < kValues[at(b)]; ++y) pairs.insert({a, x, b, y});
+        for (int y = 0; y < kValues[at(b)]; ++y) {
+          if (a != kReplicas || b != kShard || is_legal(x, y)) pairs.insert({a, x, b, y});
+        }
       }
     }
   }
@@ -154,9 +160,14 @@ std::vector<Configuration> covering_set() {
     const Pair seed = *missing.begin();
     Configuration next{};
     std::set<int> fixed = {kShard, seed[0], seed[2]};
-    next[kShard] = 1 + static_cast<int>(chosen.size() % 3);
+    next[kShard] = 1 + static_cast<int>(chosen.size() % 4);
     next[at(seed[0])] = seed[1];
     next[at(seed[2])] = seed[3];
+    if (next[kShard] == kInGroups && !fixed.contains(kReplicas)) {
+      next[kReplicas] = kFourReplicas;
+      fixed.insert(kReplicas);
+    }
+    if (!is_legal(next[kReplicas], next[kShard])) next[kShard] = kGatheredPerUse;
     for (int factor = 0; factor < kFactors; ++factor) {
       if (fixed.contains(factor)) continue;
       const auto gain = [&](int value) {
@@ -185,7 +196,7 @@ std::vector<Configuration> all_configurations() {
   Configuration next{};
   for (int factor = 0; factor <= kClip;) {
     if (factor == 0) {
-      Configuration& each = all.emplace_back(next);
+      Configuration each = next;
       std::uint64_t kind = 0;
       for (const int shared : {kReplicas, kOptimizer, kTies, kClip}) {
         kind = kind * 4 + static_cast<std::uint64_t>(next[at(shared)]);
@@ -194,6 +205,7 @@ std::vector<Configuration> all_configurations() {
         const std::uint32_t word = philox({.seed = 41}, kind, static_cast<std::uint64_t>(drawn))[0];
         each[at(drawn)] = static_cast<int>(word % static_cast<std::uint32_t>(kValues[at(drawn)]));
       }
+      if (is_legal(each[kReplicas], each[kShard])) all.push_back(each);
     }
     if (++next[at(factor)] < kValues[at(factor)]) {
       factor = 0;
@@ -211,9 +223,10 @@ TEST(ShardCoverTest, EveryPairOfValuesOccursWithShards) {
     for (const Pair& pair : pairs_of(each)) seen.insert(pair);
   }
   EXPECT_EQ(seen, all_pairs());
-  EXPECT_LE(chosen.size(), 26U);
+  EXPECT_LE(chosen.size(), 30U);
   const std::vector<Configuration> all = all_configurations();
-  EXPECT_EQ(std::set<Configuration>(all.begin(), all.end()).size(), 4U * 2 * 4 * 4 * 4 * 2 * 2);
+  EXPECT_EQ(std::set<Configuration>(all.begin(), all.end()).size(),
+            4U * 2 * (4 * 4 + 1) * 4 * 2 * 2);
 }
 
 // --- trainings ---
@@ -232,9 +245,12 @@ TransformerConfig model_of(const Configuration& of) {
 
 void set_shards(PipelineOptions& options, int shards) {
   constexpr std::array kLevels = {ShardLevel::kNone, ShardLevel::kOptimizer,
-                                  ShardLevel::kParameters, ShardLevel::kParameters};
-  options.shape.shard = kLevels.at(static_cast<std::size_t>(shards));
-  options.shape.shard_gather = shards == kGatheredPerStep ? ShardGather::kStep : ShardGather::kAuto;
+                                  ShardLevel::kParameters};
+  options.shape.shard = kLevels.at(static_cast<std::size_t>(std::min<int>(shards, 2)));
+  const bool per_step =
+      shards == kInGroups ? options.training.clip > 0 : shards == kGatheredPerStep;
+  options.shape.shard_gather = per_step ? ShardGather::kStep : ShardGather::kAuto;
+  if (shards == kInGroups && options.shape.replicas == 4) options.shape.shard_group = 2;
 }
 
 PipelineOptions options_of(const Configuration& of) {
@@ -243,7 +259,6 @@ PipelineOptions options_of(const Configuration& of) {
                    .replicas = replicas_of(of),
                    .micro_batches = 3,
                    .micro_batch_size = 2};
-  set_shards(options, of[kShard]);
   options.order.schedule = kSchedules[at(of[kSchedule])];
   PipelineOptions::Training& training = options.training;
   if (of[kOptimizer] == 0) training.optimizer = OptimizerConfig::sgd(0.9F);
@@ -252,6 +267,7 @@ PipelineOptions options_of(const Configuration& of) {
   if (of[kOptimizer] == 3) training.make_optimizer = make_slice_momentum;
   training.learning_rate = {.peak = 1e-2, .warmup = 1, .steps = 10};
   training.clip = of[kClip] != 0 ? 0.5 : 0;
+  set_shards(options, of[kShard]);
   if (of[kGroups] != 0) {
     training.groups = {{.names = "blocks.1.*", .frozen = true},
                        {.names = "blocks.3.*norm*", .frozen = true},
@@ -483,7 +499,7 @@ void expect_same_with_shards(int depth, int replicas, const PipelineOptions& mor
   const auto comm = first_ranks(depth * replicas);
   if (comm == nullptr) return;
   const TensorSpec tokens{DType::kI32, {kContext}};
-  std::array<Outcome, 4> outcomes;
+  std::array<Outcome, kValues[kShard]> outcomes;
   for (int shards = 0; shards < kValues[kShard]; ++shards) {
     const Configuration of = small_configuration(depth, replicas, shards);
     PipelineOptions options = options_of(of);
@@ -670,7 +686,7 @@ void on_some(int ranks, const std::function<void(Communicator&)>& body) {
 TEST(ShardsTest, MoreReplicasThanBlocksAreLegal) {
   for (const bool own : {false, true}) {
     on_some(5, [&](Communicator& comm) {
-      std::array<Outcome, 4> outcomes;
+      std::array<Outcome, kValues[kShard]> outcomes;
       for (int shards = 0; shards < kValues[kShard]; ++shards) {
         PipelineOptions options = sharded_options(5, shards);
         if (own) options.training.make_optimizer = make_slice_momentum;
@@ -852,8 +868,8 @@ OwnBytes own_bytes(Pipeline& pipeline) {
   OwnBytes bytes;
   for (const StageEntry& stage : layout.parameters.stages) {
     for (const ParameterEntry& each : stage.parameters) {
-      bytes.own +=
-          sizeof(float) * static_cast<std::size_t>(each.part(layout.place.here.replica).count);
+      bytes.own += sizeof(float) *
+                   static_cast<std::size_t>(each.part_at_rest(layout.place.here.replica).count);
       bytes.borders += 2 * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     }
   }
@@ -861,32 +877,84 @@ OwnBytes own_bytes(Pipeline& pipeline) {
 }
 
 // Before the first step, after steps, evaluations, and values that are read or written as a whole.
+void expect_own_part_between_steps(Communicator& comm, const Configuration& of) {
+  TransformerConfig model = model_of(of);
+  model.width = 128;
+  const TensorSpec tokens{DType::kI32, {kContext}};
+  Pipeline pipeline(comm, Transformer(model),
+                    BatchSpec{.inputs = {tokens}, .targets = {tokens}, .feed = Feed::kRank0},
+                    options_of(of));
+  const auto [own, borders] = own_bytes(pipeline);
+  EXPECT_GT(own, borders / 2);
+  const auto expect_part = [&, own = own, borders = borders](const char* when) {
+    const std::size_t here = resident_values(pipeline);
+    EXPECT_GE(here + borders, own) << when;
+    EXPECT_LE(here, own + borders) << when;
+  };
+  expect_part("at first");
+  (void)pipeline.train_step(Tokens(1, 24).all(comm));
+  expect_part("after a step");
+  (void)pipeline.evaluate(Tokens(2, 5).all(comm));
+  expect_part("after an evaluation");
+  std::map<std::string, HostTensor> values = pipeline.state();
+  expect_part("after state()");
+  pipeline.set_state(values);
+  expect_part("after set_state()");
+}
+
 TEST(ShardsTest, AReplicaHasItsPartOfTheParametersAloneBetweenSteps) {
   if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
   on_some(4, [](Communicator& comm) {
-    const Configuration of = small_configuration(1, 4, kGatheredPerUse);
-    TransformerConfig model = model_of(of);
-    model.width = 128;
+    expect_own_part_between_steps(comm, small_configuration(1, 4, kGatheredPerUse));
+    expect_own_part_between_steps(comm, small_configuration(1, 4, kInGroups));
+  });
+}
+
+// Four units of 1 MiB, of which two are there at a time.
+TEST(ShardsTest, AGroupOfTwoHasHalfOfTheParametersEach) {
+  on_some(4, [](Communicator& comm) {
+    constexpr std::size_t kUnit = std::size_t{1} << 20;
+    const TensorSpec wide{DType::kF32, {512}};
+    const Sequential model(std::vector(4, nn::linear(512, 512, /*bias=*/false)), nn::mse_loss());
+    for (const int group : {0, 2}) {
+      PipelineOptions options = sharded_options(4, kGatheredPerUse);
+      options.shape.shard_group = group;
+      Pipeline pipeline(comm, model,
+                        BatchSpec{.inputs = {wide}, .targets = {wide}, .feed = Feed::kRank0},
+                        options);
+      const std::size_t sharers = group == 2 ? 2 : 4;
+      EXPECT_EQ(resident_values(pipeline), 4 * kUnit / sharers);
+      const RankMemory& memory = PipelineAccess::layout(pipeline).memory.ranks.front();
+      EXPECT_EQ(memory.parameters, 4 * kUnit / sharers + 2 * (kUnit - kUnit / sharers));
+      EXPECT_EQ(memory.optimizer, 2 * 4 * kUnit / 4) << "of all replicas";
+    }
+  });
+}
+
+// After a step without an update, which would send it again.
+TEST(ShardsTest, AChangedCopyOfAnotherGroupIsFound) {
+  on_some(4, [](Communicator& comm) {
+    const Configuration of = small_configuration(1, 4, kInGroups);
     const TensorSpec tokens{DType::kI32, {kContext}};
-    Pipeline pipeline(comm, Transformer(model),
+    PipelineOptions options = options_of(of);
+    options.training.skip_nonfinite = true;
+    Pipeline pipeline(comm, Transformer(model_of(of)),
                       BatchSpec{.inputs = {tokens}, .targets = {tokens}, .feed = Feed::kRank0},
-                      options_of(of));
-    const auto [own, borders] = own_bytes(pipeline);
-    EXPECT_GT(own, borders / 2);
-    const auto expect_part = [&, own = own, borders = borders](const char* when) {
-      const std::size_t here = resident_values(pipeline);
-      EXPECT_GE(here + borders, own) << when;
-      EXPECT_LE(here, own + borders) << when;
-    };
-    expect_part("at first");
+                      options);
     (void)pipeline.train_step(Tokens(1, 24).all(comm));
-    expect_part("after a step");
-    (void)pipeline.evaluate(Tokens(2, 5).all(comm));
-    expect_part("after an evaluation");
-    std::map<std::string, HostTensor> values = pipeline.state();
-    expect_part("after state()");
-    pipeline.set_state(values);
-    expect_part("after set_state()");
+    (void)pipeline.forward_backward(Tokens(2, 24).all(comm));
+    const auto& entries = PipelineAccess::layout(pipeline).parameters.stages[0].parameters;
+    for (const Pipeline::Owned& each : pipeline.parameters()) {
+      if (each.parameter->name != "token_embedding.weight") continue;
+      each.parameter->grad.floats().back() = std::nanf("");
+      const auto entry = std::ranges::find(entries, each.parameter->name, &ParameterEntry::name);
+      // Of what replica 1 updates.
+      if (comm.rank() == 3) each.parameter->value.at(entry->part(1).first + 1) += 1e-3F;
+    }
+    expect_error(ErrorCode::kMismatch,
+                 {"after step 2 parameter 'token_embedding.weight' of stage 0 differs between "
+                  "replica 1 and replica 3"},
+                 [&] { (void)pipeline.optimizer_step(); });
   });
 }
 

@@ -21,6 +21,7 @@ struct Ranks {
   int replicas = 1, tensors = 1;
   bool cut = false;
   int shards = 0;  // of the parameters that tensor ranks cut; 0: slices
+  int copies = 1;  // of the values, where they are cut
 };
 
 // Two stages on two ranks. The second use of "tied" has no square. Tensor ranks cut "large" and
@@ -51,7 +52,7 @@ ParameterTable table_of(const Ranks& ranks, int tensor = 0) {
     }
     entry.elements = entry.slice.length;
   }
-  if (ranks.cut) cut_parameters(table, ranks.replicas);
+  if (ranks.cut) cut_parameters(table, {ranks.replicas, ranks.copies});
   return table;
 }
 
@@ -120,6 +121,7 @@ std::vector<StepState> records_of(Communicator& comm, const Ranks& ranks, std::u
   JobContext job(comm, options);
   JobLayout layout;
   layout.place = job.place;
+  layout.place.shard_groups.copies = ranks.copies;
   layout.plans.train.placement = Placement::linear(2);
   layout.parameters = table_of(ranks, job.place.here.tensor);
   for (int t = 0; ranks.tensors > 1 && t < ranks.tensors; ++t) {
@@ -157,6 +159,13 @@ TEST(StepRecordTest, NormAddsBlocksThenSlicesThenParametersWhateverReplicasHave)
       }
     });
   }
+  run_loopback(8, [&](Communicator& comm) {
+    const Ranks groups{.replicas = 4, .cut = true, .copies = 2};
+    const std::vector<StepState> results = records_of(comm, groups, kSteps);
+    for (std::uint64_t step = 0; step < kSteps; ++step) {
+      EXPECT_EQ(results[step].totals.grad_norm, expected_norm({}, step)) << "step " << step;
+    }
+  });
   for (std::uint64_t step = 0; step < kSteps; ++step) {
     EXPECT_EQ(expected_norm({.tensors = 1, .shards = 6}, step),
               expected_norm({.tensors = 3, .shards = 6}, step));

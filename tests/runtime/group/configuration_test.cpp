@@ -116,6 +116,34 @@ TEST(SensibleOptionsTest, NamesTheRangeOfThreadsAndOfThePipeline) {
   expect_refused("shape.pipeline is -1", {[](auto& o) { o.shape.pipeline = -1; }});
 }
 
+TEST(SensibleOptionsTest, NamesTheGroupsThatReplicasCanForm) {
+  const auto refused = [](const std::string& part, ShardLevel shard, int replicas, int size) {
+    expect_refused(part, {[=](auto& o) {
+                     o.shape.shard = shard;
+                     o.shape.replicas = replicas;
+                     o.shape.shard_group = size;
+                   }});
+  };
+  constexpr auto kParameters = ShardLevel::kParameters;
+  for (const ShardLevel level :
+       {ShardLevel::kNone, ShardLevel::kOptimizer, ShardLevel::kGradients}) {
+    for (const int size : {2, PipelineOptions::Shape::kWithinHosts}) {
+      refused(std::string("(--shard-group) with shards of ") + name_of(level), level, 4, size);
+    }
+  }
+  refused("is 3, of 8 replicas; legal near it: 2 or 4", kParameters, 8, 3);
+  refused("is 16, of 8 replicas; legal near it: 8", kParameters, 8, 16);
+  refused("is -2, of 4 replicas; legal near it: 2", kParameters, 4, -2);
+  refused("is 1, of 6 replicas; legal near it: 2, or shards of the optimizer", kParameters, 6, 1);
+  PipelineOptions legal;
+  legal.shape.shard = kParameters;
+  for (const auto& [replicas, size] : {std::pair(6, 3), std::pair(4, 4), std::pair(1, 1)}) {
+    legal.shape.replicas = replicas;
+    legal.shape.shard_group = size;
+    require_sensible(legal);
+  }
+}
+
 // Converts to the type of any field.
 struct Anything {
   template <typename Field>
@@ -163,7 +191,7 @@ TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
        [](auto& o) { o.rank_order = RankOrder::kReplicaFirst; },
        [](auto& o) { o.micro_batches = 2; }, [](auto& o) { o.micro_batch_size = 2; },
        [](auto& o) { o.batch_size = 2; }, [](auto& o) { o.shard = ShardLevel::kOptimizer; },
-       [](auto& o) { o.shard_gather = ShardGather::kStep; }});
+       [](auto& o) { o.shard_gather = ShardGather::kStep; }, [](auto& o) { o.shard_group = 2; }});
   expect_compared<Options::Order>(
       [](auto& o) -> auto& { return o.order; },
       {[](auto& o) { o.schedule = "gpipe"; }, [](auto& o) { o.chunks = 2; },

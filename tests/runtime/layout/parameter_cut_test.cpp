@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -48,7 +49,9 @@ ParameterTable table_of(std::vector<ParameterEntry> entries) {
   return table;
 }
 
-void cut(ParameterTable& table, int replicas) { cut_parameters(table, replicas); }
+void cut(ParameterTable& table, int replicas, int copies = 1) {
+  cut_parameters(table, {.replicas = replicas, .copies = copies});
+}
 
 // [replica] elements of a parameter.
 std::vector<std::int64_t> counts_of(const ParameterEntry& entry, int replicas) {
@@ -213,6 +216,7 @@ TEST(ParameterCutTest, OtherUsesAreCutLikeTheirOwner) {
     for (const TiedParameter& tie : table.tied) {
       for (const TiedUse& use : tie.uses) {
         ASSERT_EQ(entry(use).ends, entry(tie.uses.front()).ends) << tie.name;
+        ASSERT_EQ(entry(use).copies, entry(tie.uses.front()).copies);
         ++ties;
       }
     }
@@ -443,6 +447,94 @@ TEST(ParameterCutTest, WithoutACutAllReplicasHaveTheWhole) {
   EXPECT_EQ(entry.part(3).count, 5);
 }
 
+// --- groups of replicas that have a copy each ---
+TEST(ShardGroupsTest, PartsOfEqualPlacesInGroupsFollowOneAnother) {
+  const ShardGroups groups{.replicas = 6, .copies = 3};
+  EXPECT_THAT(groups.parts(), ElementsAre(0, 3, 1, 4, 2, 5));
+  for (int replica = 0; replica < 6; ++replica) {
+    EXPECT_EQ(groups.replica_of(groups.part_of(replica)), replica);
+  }
+  EXPECT_THAT(groups.sharers_of(3), ElementsAre(2, 3));
+  EXPECT_THAT(groups.copies_of(3), ElementsAre(1, 3, 5));
+}
+
+TEST(ShardGroupsTest, WithinHostsAreTheLargestThatFitAllStages) {
+  const std::vector<int> pairs = {0, 0, 1, 1, 2, 2, 3, 3}, fours = {0, 0, 0, 0, 1, 1, 1, 1};
+  EXPECT_EQ(shard_group_within_hosts({fours}), 4);
+  EXPECT_EQ(shard_group_within_hosts({fours, pairs}), 2);
+  EXPECT_EQ(shard_group_within_hosts({{7, 7, 7}}), 3);
+  EXPECT_EQ(shard_group_within_hosts({{0, 0, 1, 1, 1, 1}}), 2);
+  EXPECT_EQ(shard_group_within_hosts({{0, 0, 0, 0, 1, 1}}), 2);
+  EXPECT_EQ(shard_group_within_hosts({{0, 1, 0, 1}}), 1);
+  EXPECT_EQ(shard_group_within_hosts({pairs, {0, 1, 1, 1, 1, 1, 1, 0}}), 1);
+  EXPECT_EQ(shard_group_within_hosts({{5}}), 1);
+}
+
+TEST(ShardGroupsTest, TheNearestNumbersThatDivideReplicasAreLegal) {
+  EXPECT_EQ(legal_shard_groups(3, 8), "2 or 4");
+  EXPECT_EQ(legal_shard_groups(5, 8), "4 or 8");
+  EXPECT_EQ(legal_shard_groups(1, 9), "3");
+  EXPECT_EQ(legal_shard_groups(-3, 4), "2");
+  EXPECT_EQ(legal_shard_groups(2, 7), "7");
+  EXPECT_EQ(legal_shard_groups(99, 6), "6");
+}
+
+// What replicas update covers a stage once, and what they have at rest once a group; each has at
+// rest what those of its place update, and groups are even.
+TEST(ShardGroupsTest, PartsAtRestAreThoseOfTheReplicasThatUpdateThem) {
+  RandomTables random;
+  for (int round = 0; round < 300 && !::testing::Test::HasFailure(); ++round) {
+    SCOPED_TRACE(round);
+    ParameterTable table = random.next();
+    const ShardGroups groups{.replicas = 12, .copies = std::array{1, 2, 3, 4, 6}.at(round % 5U)};
+    cut_parameters(table, groups);
+    table.gather = Gather::kPerUse;
+    for (int s = 0; s < static_cast<int>(table.stages.size()); ++s) {
+      const StageEntry& stage = table.stages[static_cast<std::size_t>(s)];
+      for (std::size_t i = 0; i < stage.parameters.size(); ++i) {
+        const ParameterEntry& entry = stage.parameters[i];
+        if (is_frozen(entry)) continue;
+        std::int64_t updated = 0;
+        for (int r = 0; r < groups.replicas; ++r) {
+          const ElementRange rests = table.at_rest(s, static_cast<int>(i), r);
+          std::int64_t next = rests.first;
+          for (const int same : groups.copies_of(r)) {
+            ASSERT_EQ(entry.part(same).first, next);
+            next = entry.part(same).end();
+            ASSERT_EQ(entry.part_at_rest(same).first, rests.first);
+          }
+          ASSERT_EQ(next, rests.end());
+          const int place = groups.place_of(r);
+          ASSERT_EQ(rests.first, place == 0 ? 0 : entry.part_at_rest(r - 1).end());
+          updated += entry.part(r).count;
+        }
+        ASSERT_EQ(updated, entry.elements);
+      }
+      std::vector<std::int64_t> at_rest(static_cast<std::size_t>(groups.size()));
+      for (const auto& [unit, blocks] : blocks_of_units(table, s, groups.replicas)) {
+        ASSERT_LE(spread(blocks), 1);
+        for (int r = 0; r < groups.replicas; ++r) {
+          at_rest[static_cast<std::size_t>(groups.place_of(r))] +=
+              blocks[static_cast<std::size_t>(r)];
+        }
+      }
+      ASSERT_LE(spread(at_rest), 1);
+      for (const CutRange& range : ranges_of(stage)) {
+        const std::vector<std::size_t> ends = range.ends_at_rest();
+        ASSERT_EQ(ends.size(), static_cast<std::size_t>(groups.size()));
+        for (int r = 0; r < groups.replicas; ++r) {
+          const CutRange rests = range.at_rest(r), own = range.of(r);
+          ASSERT_EQ(rests.end(), range.begin + ends[static_cast<std::size_t>(groups.place_of(r))]);
+          ASSERT_EQ(rests.ends.size(), static_cast<std::size_t>(groups.copies));
+          ASSERT_EQ(own.end(),
+                    rests.begin + rests.ends[static_cast<std::size_t>(groups.group_of(r))]);
+          ASSERT_GE(own.begin, rests.begin);
+        }
+      }
+    }
+  }
+}
+
 // --- units that replicas gather ---
 std::size_t bytes_of(const std::vector<CutRange>& ranges) {
   std::size_t floats = 0;
@@ -456,7 +548,8 @@ TEST(ShardedUnitsTest, TheyHaveAllThatIsCutOnce) {
   for (int round = 0; round < 200; ++round) {
     ParameterTable table = random.next();
     const int replicas = random.number(2, 5);
-    cut(table, replicas);
+    const int groups = random.number(1, 3);
+    cut(table, groups * replicas, groups);
     for (StageEntry& stage : table.stages) {
       stage.uses_units = random.number(0, 1) == 1;
       std::size_t values = 0, copies = 0;

@@ -102,8 +102,10 @@ std::string digest_of(Pipeline& pipeline) {
   HostMirror mirror(pipeline.compute());
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
     if (!owned.owner) continue;
+    PipelineAccess::lend(pipeline, *owned.parameter);
     mine +=
         owned.parameter->name + " " + sha256_hex(mirror.read_back(owned.parameter->value)) + "\n";
+    PipelineAccess::give_back(pipeline, *owned.parameter);
   }
   std::string lines;
   std::vector<std::string> all;

@@ -302,6 +302,8 @@ TEST(WatchRulesTest, SayWhoDidNotComeToACollective) {
   job.activity(3).run = 8;
   EXPECT_THAT(lines(), HasSubstr("over the replicas in stage 7, forward of micro-batch 5 (its "
                                  "collective 1); rank 3 did not come, it is in 7F5"));
+  job.ranks[3].shard_group = 1;  // it gathers parameters from others
+  EXPECT_THAT(lines(), Not(HasSubstr("rank 3 did not come")));
 }
 
 TEST(WatchRulesTest, EndALongActionOnlyWithALimitForActions) {

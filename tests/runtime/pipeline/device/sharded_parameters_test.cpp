@@ -28,7 +28,7 @@ namespace {
 struct Shards {
   ShardLevel level = ShardLevel::kParameters;
   ShardGather gather = ShardGather::kUse;
-  int pipeline = 1;
+  int pipeline = 1, replicas = 2, group = 0;
   std::string schedule = "1f1b", device = "cuda:0";
   TransportChoice transport = TransportChoice::kMpi;
   bool loads = false, cuda_graphs = false;
@@ -58,10 +58,10 @@ TransformerConfig model_in(DType precision) {
 // Some steps, an evaluation after each. The last one may be of a pipeline that has loaded what the
 // first one saved.
 Outcome outcome_with(const TransformerConfig& model, const Shards& shards) {
-  constexpr int kReplicas = 2;
   PipelineOptions options;
   options.shape.pipeline = shards.pipeline;
-  options.shape.replicas = kReplicas;
+  options.shape.replicas = shards.replicas;
+  options.shape.shard_group = shards.group;
   options.shape.micro_batches = shards.micro_batches;
   options.shape.shard = shards.level;
   if (shards.level == ShardLevel::kParameters) options.shape.shard_gather = shards.gather;
@@ -77,7 +77,7 @@ Outcome outcome_with(const TransformerConfig& model, const Shards& shards) {
   const std::filesystem::path directory =
       std::filesystem::path(::testing::TempDir()) / fmt::format("sluice_sharded_{}", getpid());
   Outcome result;
-  run_loopback(shards.pipeline * kReplicas, [&](Communicator& comm) {
+  run_loopback(shards.pipeline * shards.replicas, [&](Communicator& comm) {
     const auto source = synthetic_tokens(model);
     Outcome mine;
     auto pipeline = std::make_unique<Pipeline>(comm, Transformer(model), *source, options);
@@ -194,6 +194,21 @@ TEST(MicroBatchOrderTest, OverNcclHasOneFunction) {
   check_micro_batch_order(
       DType::kBf16,
       {nccl({.level = ShardLevel::kGradients}), {}, nccl({.pipeline = 2, .schedule = "zb-h1"})});
+}
+
+// Two groups, of which each has a copy.
+TEST(ShardedParametersTest, OfGroupsGiveTheBitsOfWholeOnes) {
+  SLUICE_NEED_GPUS(4, device_count(DeviceKind::kCuda));
+  TransformerConfig model = model_in(DType::kBf16);
+  model.width = 128;
+  const Outcome whole = outcome_with(model, {.level = ShardLevel::kNone, .replicas = 4});
+  Shards groups{.replicas = 4, .group = 2, .loads = true};
+  expect_same(whole, outcome_with(model, groups), "through the host");
+  groups.device = "cuda";
+  groups.transport = TransportChoice::kNccl;
+  expect_same(whole, outcome_with(model, groups), "over NCCL");
+  groups.gather = kStep;
+  expect_same(whole, outcome_with(model, groups), "over NCCL, once a step");
 }
 
 TEST(ShardedParametersGraphsTest, RecordedCallsLeaveUnitsOut) {

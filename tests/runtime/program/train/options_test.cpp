@@ -119,6 +119,22 @@ TEST(OptionsTest, ParametersAreGatheredWhenIsNamed) {
   EXPECT_EQ(gather({"--shard", "parameters", "--shard-gather", "step"}), ShardGather::kStep);
 }
 
+TEST(OptionsTest, TheGroupThatDividesACopyIsNamed) {
+  const auto group = [](const std::string& text) {
+    return parse({"--shard", "parameters", "--replicas", "4", "--shard-group", text});
+  };
+  EXPECT_EQ(parse({}).pipeline.shape.shard_group, 0);
+  EXPECT_EQ(group("all").pipeline.shape.shard_group, 0);
+  EXPECT_EQ(group("host").pipeline.shape.shard_group, PipelineOptions::Shape::kWithinHosts);
+  EXPECT_EQ(group("2").pipeline.shape.shard_group, 2);
+  EXPECT_THAT(describe_configuration(group("host").pipeline.expert.configuration),
+              HasSubstr("  shard-group host"));
+  for (const char* bad : {"0", "-2", "2x", "hosts", ""}) {
+    EXPECT_THAT(refusal({"--shard", "parameters", "--shard-group", bad}),
+                AllOf(HasSubstr("--shard-group"), HasSubstr("legal are host, all, and numbers")));
+  }
+}
+
 TEST(OptionsTest, RecomputesWhatIsNamed) {
   EXPECT_EQ(parse({}).model.recompute, Recompute::kNone);
   EXPECT_EQ(parse({"--recompute", "none"}).model.recompute, Recompute::kNone);

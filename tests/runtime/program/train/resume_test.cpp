@@ -336,6 +336,21 @@ TEST_F(ResumeOptionsTest, ShardsMayChange) {
   EXPECT_EQ(changes_since(older, options), "shard none -> optimizer");
 }
 
+// What a save says of shards of the parameters alone goes with them.
+TEST_F(ResumeOptionsTest, GroupsOfShardsMayChangeAndGoWithTheParametersShards) {
+  save(4,
+       {"--steps", "10", "--replicas", "4", "--shard", "parameters", "--shard-gather", "use",
+        "--shard-group", "2"},
+       4);
+  EXPECT_EQ(resume({}, 4).pipeline.shape.shard_group, 2);
+  EXPECT_EQ(changes(resume({"--shard-group", "all"}, 4)), "shard-group 2 -> all");
+  const TrainOptions optimizer = resume({"--shard", "optimizer"}, 4);
+  EXPECT_EQ(optimizer.pipeline.shape.shard_group, 0);
+  EXPECT_EQ(optimizer.pipeline.shape.shard_gather, ShardGather::kAuto);
+  const TrainOptions more = resume({"--replicas", "2"}, 2);
+  EXPECT_EQ(more.pipeline.shape.shard_group, 0) << "it fits one number of ranks";
+}
+
 TEST_F(ResumeOptionsTest, TheOrderOfGradientsStaysUnlessOneIsGiven) {
   const Arguments two = {"--steps", "10", "--replicas", "2", "--shard", "gradients"};
   save(4, two, 2);
