@@ -59,6 +59,8 @@ class ShardedValues {
   // As StageDescription's.
   [[nodiscard]] bool use_units(int stage) const;
   [[nodiscard]] bool weight_reads(int stage) const;
+  // Whether backward calls are I and then W, in B too.
+  [[nodiscard]] bool splits_backward() const { return layout_.plans.splits_backward(); }
   [[nodiscard]] Gather gather() const { return layout_.parameters.gather; }
 
   // Makes the copies in bf16 of this rank's parts again, of those that are stale. Before a run.

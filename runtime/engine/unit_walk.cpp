@@ -10,18 +10,22 @@ namespace sluice {
 UnitWalk::UnitWalk(ShardedValues& values, const std::vector<PlanOp>& ops)
     : values_(values), ops_(ops), op_uses_(ops.size()) {
   std::size_t units = 0;
+  const bool splits = values.splits_backward();
   for (std::size_t i = 0; i < ops.size(); ++i) {
     const PlanOp& op = ops[i];
     if (op.kind != OpKind::kCompute) continue;
     const std::size_t first = values.first_unit(op.stage), count = values.units_of(op.stage);
     units = std::max(units, first + count);
     const bool reads = op.action != ActionKind::kBackwardWeight || values.weight_reads(op.stage);
-    op_uses_[i] = {uses_.size(), !reads                                ? 0
-                                 : op.action == ActionKind::kRecompute ? std::min(count, 1UL)
-                                                                       : count};
+    const std::size_t used = !reads                                ? 0
+                             : op.action == ActionKind::kRecompute ? std::min(count, 1UL)
+                                                                   : count;
+    const bool twice =
+        splits && op.action == ActionKind::kBackward && values.weight_reads(op.stage);
+    op_uses_[i] = {uses_.size(), twice ? 2 * used : used};
     for (std::size_t k = 0; k < op_uses_[i].count; ++k) {
       const bool ascends = op.action == ActionKind::kForward;
-      uses_.push_back(first + (ascends ? k : count - 1 - k));
+      uses_.push_back(first + (ascends ? k : count - 1 - k % count));
     }
   }
   sharded_.resize(units);
@@ -84,14 +88,13 @@ void UnitWalk::end() {
 
 // What has no cut parameters is whole at all times, and not among the uses.
 void UnitWalk::use(int unit) {
-  const auto begin = uses_.begin();
-  const auto first = begin + static_cast<std::ptrdiff_t>(first_);
-  const auto end = begin + static_cast<std::ptrdiff_t>(end_);
-  const auto found =
-      std::find_if(first, end, [&](std::size_t each) { return values_.number_of(each) == unit; });
-  if (found == end) return require_uncut(unit);
-  const auto place = static_cast<std::size_t>(found - begin);
-  if (place + 1 < next_) {
+  const auto find = [&](std::size_t from, std::size_t to) {
+    while (from < to && values_.number_of(uses_[from]) != unit) ++from;
+    return from;
+  };
+  const std::size_t place = find(std::max(first_ + 1, next_) - 1, end_);
+  if (place == end_) {
+    if (find(first_, end_) == end_) return require_uncut(unit);
     throw_usage(
         "unit {} of the parameters is used after a unit that follows it; legal: ascending in "
         "forward() and loss(), descending in backward calls",

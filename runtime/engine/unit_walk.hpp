@@ -29,7 +29,8 @@ class UnitWalk final : public ParameterUnits {
   void unshard(const PlanOp& op);
   void reshard(const PlanOp& op);
   // Around the stage's part of a compute op; null: all of its parameters are there. Units that the
-  // stage does not use are gathered all the same: the other replicas make the same calls.
+  // stage does not use are gathered all the same: the other replicas make the same calls. Where the
+  // plan splits backward calls, B is I and then W, which may read all units once more.
   [[nodiscard]] ParameterUnits* begin(const PlanOp& op);
   void end();
   void use(int unit) override;

@@ -255,6 +255,7 @@ void NetworkStage::backward(StageContext& ctx, std::span<const Tensor> grad_outp
   if (!split_) return run_.backward(call, LayerRun::Halves::kBoth, grad_outputs, grad_inputs);
   // As the two halves do.
   run_.backward(call, LayerRun::Halves::kInput, grad_outputs, grad_inputs);
+  if (trusted_) ctx.units = nullptr;  // as describe() says
   run_.backward_weight(call, grad_outputs);
 }
 

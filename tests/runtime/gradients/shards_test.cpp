@@ -1,8 +1,6 @@
-// Trainings whose replicas divide the optimizer's state, or the parameters too, have the bits of
-// those that do not: a set
-// of configurations in which every pair of values occurs; with SLUICE_ALL_SHARDS=1 the product of
-// the values of schedule, depth, replicas, shards, optimizer, ties and clipping. Mistakes with
-// shards are at the end.
+// Replicas that divide the optimizer's state, or the parameters too: what a program may do between
+// calls has the bits of replicas that do not, and each has its part alone. Mistakes with shards are
+// at the end. every_option_test.cpp has trainings under all options.
 #include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,9 +8,7 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cmath>
-#include <cstdlib>
 #include <functional>
 #include <initializer_list>
 #include <map>
@@ -39,236 +35,64 @@
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/first_ranks.hpp"
 #include "tests/runtime/gradients/resident_bytes.hpp"
+#include "tests/runtime/gradients/token_batches.hpp"
+#include "tests/runtime/pipeline/scale_layer.hpp"
 
 namespace sluice::testing {
 namespace {
 
-// Momentum by slices, as a program would write it: memory for its own elements alone.
-class SliceMomentum : public Optimizer {
- public:
-  explicit SliceMomentum(std::span<const ParameterSlice> slices)
-      : slices_(slices.begin(), slices.end()) {
-    for (const ParameterSlice& slice : slices_) {
-      speeds_.emplace_back(static_cast<std::size_t>(slice.count));
-    }
-  }
-  void update(ComputeContext& /*compute*/, std::uint64_t /*step*/, float learning_rate,
-              float grad_scale) override {
-    for (std::size_t s = 0; s < slices_.size(); ++s) {
-      const auto& [parameter, first, count] = slices_[s];
-      for (std::int64_t i = 0; i < count; ++i) {
-        float& speed = speeds_[s][static_cast<std::size_t>(i)];
-        speed = 0.75F * speed + grad_scale * parameter->grad.at(first + i);
-        parameter->value.at(first + i) -= learning_rate * speed;
-      }
-    }
-  }
-  std::vector<OptimizerState> state() override {
-    std::vector<OptimizerState> all;
-    for (std::size_t s = 0; s < slices_.size(); ++s) {
-      const ParameterSlice& slice = slices_[s];
-      const Shape shape = slice.whole() ? slice.parameter->shape : Shape{slice.count};
-      all.push_back({slice.parameter->name, "speed", view(speeds_[s], shape), slice.first});
-    }
-    return all;
-  }
-
- private:
-  std::vector<ParameterSlice> slices_;
-  std::vector<std::vector<float>> speeds_;
-};
-
-std::unique_ptr<Optimizer> make_slice_momentum(std::span<const ParameterSlice> slices,
-                                               const DeviceMemory& /*memory*/) {
-  return std::make_unique<SliceMomentum>(slices);
-}
-
 // --- configurations ---
-// What a configuration is made of, each with its number of values.
-enum Factor {
-  kSchedule,
-  kDepth,
-  kReplicas,
-  kShard,
-  kOptimizer,
-  kTies,
-  kClip,
-  kRecompute,
-  kPrecision,  // of matmuls: f32, or bf16, which reads copies of the values
-  kGroups,     // frozen parameters, and some with settings of their own
-  kCalls,      // of a step: kOneCall...
-  kFactors
-};
-constexpr std::array<int, kFactors> kValues = {4, 2, 4, 5, 4, 2, 2, 2, 2, 2, 3};
-constexpr std::array<const char*, 4> kSchedules = {"gpipe", "1f1b", "interleaved", "zb-v"};
 // none, optimizer, and parameters that are gathered per use, per step, and, where there are four
-// replicas, within groups of two, per step where gradients are clipped.
+// replicas, within groups of two.
 enum Shards { kNoShards, kOptimizerShards, kGatheredPerUse, kGatheredPerStep, kInGroups };
-constexpr int kFourReplicas = 3;  // of kReplicas
-constexpr std::array<const char*, 4> kOptimizers = {"sgd", "adamw", "adamw bf16", "own"};
-enum Calls { kOneCall, kAccumulated, kOpenStep };
+constexpr int kShardLevels = 5;
+enum Optimizers { kSgd, kAdam, kAdamBf16, kOwn };
 
-using Configuration = std::array<int, kFactors>;
-
-int depth_of(const Configuration& of) { return of[kDepth] + 1; }
-int replicas_of(const Configuration& of) { return of[kReplicas] + 1; }
+// In the order 1F1B, with clipping.
+struct Configuration {
+  int depth = 1, replicas = 1;
+  int shards = kNoShards;
+  int optimizer = kAdam;
+  bool groups = false;  // frozen parameters, and some with settings of their own
+};
 
 std::string to_string(const Configuration& of) {
-  return fmt::format("{} p{} d{} shard {} {}{}{}{}{}{} calls {}", kSchedules[at(of[kSchedule])],
-                     depth_of(of), replicas_of(of), of[kShard], kOptimizers[at(of[kOptimizer])],
-                     of[kTies] != 0 ? " ties" : "", of[kClip] != 0 ? " clip" : "",
-                     of[kRecompute] != 0 ? " recompute" : "", of[kPrecision] != 0 ? " bf16" : "",
-                     of[kGroups] != 0 ? " groups" : "", of[kCalls]);
-}
-
-// Two factors and a value of each.
-using Pair = std::array<int, 4>;
-
-// Without shards only those with kShard count: all pairs of the others are to occur with shards.
-std::vector<Pair> pairs_of(const Configuration& of) {
-  std::vector<Pair> pairs;
-  for (int a = 0; a < kFactors; ++a) {
-    for (int b = a + 1; b < kFactors; ++b) {
-      if (of[kShard] == 0 && a != kShard && b != kShard) continue;
-      pairs.push_back({a, of[at(a)], b, of[at(b)]});
-    }
-  }
-  return pairs;
-}
-
-bool is_legal(int replicas, int shard) { return shard != kInGroups || replicas == kFourReplicas; }
-
-std::set<Pair> all_pairs() {
-  std::set<Pair> pairs;
-  for (int a = 0; a < kFactors; ++a) {
-    for (int b = a + 1; b < kFactors; ++b) {
-      for (int x = 0; x < kValues[at(a)]; ++x) {
-        for (int y = 0; y < kValues[at(b)]; ++y) {
-          if (a != kReplicas || b != kShard || is_legal(x, y)) pairs.insert({a, x, b, y});
-        }
-      }
-    }
-  }
-  return pairs;
-}
-
-// Each configuration takes the values, factor by factor, that make the most pairs not seen before.
-std::vector<Configuration> covering_set() {
-  std::set<Pair> missing = all_pairs();
-  std::vector<Configuration> chosen;
-  while (!missing.empty()) {
-    const Pair seed = *missing.begin();
-    Configuration next{};
-    std::set<int> fixed = {kShard, seed[0], seed[2]};
-    next[kShard] = 1 + static_cast<int>(chosen.size() % 4);
-    next[at(seed[0])] = seed[1];
-    next[at(seed[2])] = seed[3];
-    if (next[kShard] == kInGroups && !fixed.contains(kReplicas)) {
-      next[kReplicas] = kFourReplicas;
-      fixed.insert(kReplicas);
-    }
-    if (!is_legal(next[kReplicas], next[kShard])) next[kShard] = kGatheredPerUse;
-    for (int factor = 0; factor < kFactors; ++factor) {
-      if (fixed.contains(factor)) continue;
-      const auto gain = [&](int value) {
-        return std::count_if(fixed.begin(), fixed.end(), [&](int other) {
-          return missing.contains(other < factor ? Pair{other, next[at(other)], factor, value}
-                                                 : Pair{factor, value, other, next[at(other)]});
-        });
-      };
-      int best = 0;
-      for (int value = 1; value < kValues[at(factor)]; ++value) {
-        if (gain(value) > gain(best)) best = value;
-      }
-      next[at(factor)] = best;
-      fixed.insert(factor);
-    }
-    for (const Pair& pair : pairs_of(next)) missing.erase(pair);
-    chosen.push_back(next);
-  }
-  return chosen;
-}
-
-// The product of all values up to kClip. The others are drawn, the same for all schedules, depths
-// and shards, so that few trainings without shards serve all.
-std::vector<Configuration> all_configurations() {
-  std::vector<Configuration> all;
-  Configuration next{};
-  for (int factor = 0; factor <= kClip;) {
-    if (factor == 0) {
-      Configuration each = next;
-      std::uint64_t kind = 0;
-      for (const int shared : {kReplicas, kOptimizer, kTies, kClip}) {
-        kind = kind * 4 + static_cast<std::uint64_t>(next[at(shared)]);
-      }
-      for (int drawn = kClip + 1; drawn < kFactors; ++drawn) {
-        const std::uint32_t word = philox({.seed = 41}, kind, static_cast<std::uint64_t>(drawn))[0];
-        each[at(drawn)] = static_cast<int>(word % static_cast<std::uint32_t>(kValues[at(drawn)]));
-      }
-      if (is_legal(each[kReplicas], each[kShard])) all.push_back(each);
-    }
-    if (++next[at(factor)] < kValues[at(factor)]) {
-      factor = 0;
-    } else {
-      next[at(factor++)] = 0;
-    }
-  }
-  return all;
-}
-
-TEST(ShardCoverTest, EveryPairOfValuesOccursWithShards) {
-  const std::vector<Configuration> chosen = covering_set();
-  std::set<Pair> seen;
-  for (const Configuration& each : chosen) {
-    for (const Pair& pair : pairs_of(each)) seen.insert(pair);
-  }
-  EXPECT_EQ(seen, all_pairs());
-  EXPECT_LE(chosen.size(), 30U);
-  const std::vector<Configuration> all = all_configurations();
-  EXPECT_EQ(std::set<Configuration>(all.begin(), all.end()).size(),
-            4U * 2 * (4 * 4 + 1) * 4 * 2 * 2);
+  return fmt::format("p{} d{} shards {} optimizer {}", of.depth, of.replicas, of.shards,
+                     of.optimizer);
 }
 
 // --- trainings ---
-constexpr std::int64_t kContext = 8;
-
 // The embedding has 5 blocks of kSumBlock elements and is odd; matrices of the MLP have 2 and are
 // odd, those of attention 1; norms and biases are smaller than a block.
-TransformerConfig model_of(const Configuration& of) {
-  TransformerConfig model{.layers = 4, .heads = 2, .width = 68, .context = 8, .vocabulary = 1025};
+Transformer small_transformer(int width = 68) {
+  TransformerConfig model{.layers = 4, .heads = 2, .width = width};
+  model.context = Tokens::kContext;
+  model.vocabulary = Tokens::kVocabulary;
   model.dropout = 0.1F;
-  model.tied = of[kTies] != 0;
-  model.precision = of[kPrecision] != 0 ? DType::kBf16 : DType::kF32;
-  model.recompute = of[kRecompute] != 0 ? Recompute::kBlock : Recompute::kNone;
-  return model;
+  return Transformer(model);
 }
 
 void set_shards(PipelineOptions& options, int shards) {
   constexpr std::array kLevels = {ShardLevel::kNone, ShardLevel::kOptimizer,
                                   ShardLevel::kParameters};
   options.shape.shard = kLevels.at(static_cast<std::size_t>(std::min<int>(shards, 2)));
-  const bool per_step =
-      shards == kInGroups ? options.training.clip > 0 : shards == kGatheredPerStep;
-  options.shape.shard_gather = per_step ? ShardGather::kStep : ShardGather::kAuto;
+  options.shape.shard_gather = shards == kGatheredPerStep ? ShardGather::kStep : ShardGather::kAuto;
   if (shards == kInGroups && options.shape.replicas == 4) options.shape.shard_group = 2;
 }
 
 PipelineOptions options_of(const Configuration& of) {
   PipelineOptions options;
-  options.shape = {.pipeline = depth_of(of),
-                   .replicas = replicas_of(of),
-                   .micro_batches = 3,
-                   .micro_batch_size = 2};
-  options.order.schedule = kSchedules[at(of[kSchedule])];
+  options.shape = {
+      .pipeline = of.depth, .replicas = of.replicas, .micro_batches = 3, .micro_batch_size = 2};
+  set_shards(options, of.shards);
   PipelineOptions::Training& training = options.training;
-  if (of[kOptimizer] == 0) training.optimizer = OptimizerConfig::sgd(0.9F);
+  if (of.optimizer == kSgd) training.optimizer = OptimizerConfig::sgd(0.9F);
   training.optimizer.weight_decay = 0.1F;
-  if (of[kOptimizer] == 2) training.optimizer.moments = DType::kBf16;
-  if (of[kOptimizer] == 3) training.make_optimizer = make_slice_momentum;
+  if (of.optimizer == kAdamBf16) training.optimizer.moments = DType::kBf16;
+  if (of.optimizer == kOwn) training.make_optimizer = make_slice_momentum;
   training.learning_rate = {.peak = 1e-2, .warmup = 1, .steps = 10};
-  training.clip = of[kClip] != 0 ? 0.5 : 0;
-  set_shards(options, of[kShard]);
-  if (of[kGroups] != 0) {
+  training.clip = 0.5;
+  if (of.groups) {
     training.groups = {{.names = "blocks.1.*", .frozen = true},
                        {.names = "blocks.3.*norm*", .frozen = true},
                        {.names = "blocks.2.*", .learning_rate_scale = 0.5}};
@@ -277,31 +101,6 @@ PipelineOptions options_of(const Configuration& of) {
   options.checks.replicas_every = 1;
   return options;
 }
-
-// Rank 0 passes all.
-struct Tokens {
-  std::vector<std::int32_t> inputs, targets;
-  std::int64_t count;
-
-  Tokens(std::uint64_t seed, std::int64_t samples) : count(samples) {
-    for (std::int64_t i = 0; i <= samples * kContext; ++i) {
-      const auto token = static_cast<std::int32_t>(
-          philox({.seed = seed}, 0, static_cast<std::uint64_t>(i))[0] % 1025);
-      if (i < samples * kContext) inputs.push_back(token);
-      if (i > 0) targets.push_back(token);
-    }
-  }
-  [[nodiscard]] Batch part(const Communicator& comm, std::int64_t first, std::int64_t end) const {
-    if (comm.rank() != 0) return {};
-    const auto cut = [&](const std::vector<std::int32_t>& all) {
-      return view(std::span(all).subspan(static_cast<std::size_t>(first * kContext),
-                                         static_cast<std::size_t>((end - first) * kContext)),
-                  {end - first, kContext});
-    };
-    return {.inputs = {cut(inputs)}, .targets = {cut(targets)}};
-  }
-  [[nodiscard]] Batch all(const Communicator& comm) const { return part(comm, 0, count); }
-};
 
 // SHA-256 by name. Of tensors that several ranks have, all must have the same.
 using Digests = std::map<std::string, std::string>;
@@ -365,8 +164,6 @@ Digests optimizer_state_of(Pipeline& pipeline) {
 
 struct Outcome {
   std::vector<double> numbers;  // losses, norms, counted targets
-  double validation = 0;
-  std::string answers;  // of infer()
   Digests values, gradients, optimizer_state;
 };
 
@@ -374,147 +171,39 @@ void add(Outcome& outcome, const StepReport& report) {
   outcome.numbers.insert(outcome.numbers.end(), {report.loss, report.grad_norm, report.targets});
 }
 
-void one_step(Communicator& comm, Pipeline& pipeline, const Tokens& tokens, int calls,
-              Outcome& outcome) {
-  const std::int64_t half = tokens.count / 2;
-  if (calls == kAccumulated) {
-    add(outcome, pipeline.accumulate(tokens.part(comm, 0, half)));
-    add(outcome, pipeline.train_step(tokens.part(comm, half, tokens.count)));
-  } else if (calls == kOpenStep) {
-    add(outcome, pipeline.forward_backward(tokens.all(comm)));
-    outcome.gradients = gradients_of(pipeline);
-    add(outcome, pipeline.optimizer_step());
-  } else {
-    add(outcome, pipeline.train_step(tokens.all(comm)));
-  }
-}
-
-using Look = std::function<void(Pipeline&)>;
-
-// The second of three steps has a batch that is not full, with unequal shares and micro-batches.
-Outcome train(Communicator& comm, const Configuration& of, const Look& at_end = {}) {
-  const TensorSpec tokens{DType::kI32, {kContext}};
-  Pipeline pipeline(comm, Transformer(model_of(of)),
-                    BatchSpec{.inputs = {tokens}, .targets = {tokens}, .feed = Feed::kRank0},
-                    options_of(of));
-  Outcome outcome;
-  const std::int64_t full = 6 * replicas_of(of);
-  for (std::uint64_t step = 1; step <= 3; ++step) {
-    one_step(comm, pipeline, Tokens(step, step == 2 ? full - 3 : full), of[kCalls], outcome);
-    if (step != 1) continue;
-    outcome.validation = pipeline.evaluate(Tokens(9, 5).all(comm)).loss;
-    // From four replicas on one has no sample.
-    const Tokens three(8, 3);
-    const Batch asked{.inputs = three.all(comm).inputs};
-    for (const Tensor& answer : pipeline.infer(asked, {.to = InferOptions::kEveryRank})) {
-      outcome.answers += sha256_hex({answer.as<const std::byte>(), answer.spec.bytes()});
-    }
-  }
-  outcome.values = values_of(pipeline);
-  outcome.optimizer_state = optimizer_state_of(pipeline);
-  if (at_end) at_end(pipeline);
-  pipeline.close();
-  return outcome;
-}
-
-// Over the first ranks of the job; elsewhere nothing happens. An Error, which all of them throw, is
-// a failure of the test, and the others go on.
-Outcome train_on_some(const Configuration& of, const Look& at_end = {}) {
-  const auto part = first_ranks(depth_of(of) * replicas_of(of));
-  try {
-    if (part != nullptr) return train(*part, of, at_end);
-  } catch (const Error& error) {
-    ADD_FAILURE() << to_string(of) << ": " << error.what();
-  }
-  return {};
-}
-
 void expect_same(const Outcome& expected, const Outcome& actual, const std::string& where) {
   EXPECT_EQ(expected.numbers, actual.numbers) << where;
-  EXPECT_EQ(expected.validation, actual.validation) << where;
-  EXPECT_EQ(expected.answers, actual.answers) << where;
   EXPECT_EQ(expected.gradients, actual.gradients) << where;
   EXPECT_EQ(expected.values, actual.values) << where;
   EXPECT_EQ(expected.optimizer_state, actual.optimizer_state) << where;
 }
 
-// Trainings without shards in the order 1F1B, by configuration.
-class References {
- public:
-  const Outcome& of(Configuration wanted) {
-    wanted[kShard] = 0;
-    wanted[kSchedule] = 1;
-    const auto [found, is_new] = known_.try_emplace(wanted);
-    if (is_new) found->second = train_on_some(wanted);
-    return found->second;
-  }
-  [[nodiscard]] std::size_t size() const { return known_.size(); }
-
- private:
-  std::map<Configuration, Outcome> known_;
-};
-
-// The same as without shards at the same depth, and at the other one.
-TEST(ShardsTest, HaveTheBitsOfTrainingsWithoutShards) {
-  if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
-  const bool all = std::getenv("SLUICE_ALL_SHARDS") != nullptr;
-  const std::vector<Configuration> chosen = all ? all_configurations() : covering_set();
-  const auto start = std::chrono::steady_clock::now();
-  References references;
-  for (const Configuration& each : chosen) {
-    const Outcome outcome = train_on_some(each);
-    for (const int depth : {0, 1}) {
-      Configuration other = each;
-      other[kDepth] = depth;
-      const Outcome& expected = references.of(other);
-      if (world().rank() != 0) continue;
-      EXPECT_GT(expected.numbers.front(), 1);
-      EXPECT_FALSE(expected.answers.empty());
-      EXPECT_FALSE(expected.values.empty());
-      EXPECT_FALSE(expected.optimizer_state.empty());
-      expect_same(expected, outcome, to_string(each) + fmt::format(", p{} expected", depth + 1));
-    }
-  }
-  if (world().rank() != 0) return;
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-  fmt::print("{} configurations and {} references in {:.1f} s\n", chosen.size(), references.size(),
-             seconds.count());
+// Runs `body` over the first `ranks` ranks of the job.
+void on_some(int ranks, const std::function<void(Communicator&)>& body) {
+  const auto comm = first_ranks(ranks);
+  if (comm != nullptr) body(*comm);
 }
 
 // --- gradients and values of the program's own ---
-// 1F1B, AdamW with clipping and ties.
-Configuration small_configuration(int depth, int replicas, int shards) {
-  Configuration of{};
-  of[kSchedule] = of[kOptimizer] = of[kTies] = of[kClip] = 1;
-  of[kDepth] = depth - 1;
-  of[kReplicas] = replicas - 1;
-  of[kShard] = shards;
-  return of;
-}
-
 // Runs `body` with a pipeline over the first ranks of the job, without shards and with them, and
 // expects the same.
 void expect_same_with_shards(int depth, int replicas, const PipelineOptions& more,
                              const std::function<void(Pipeline&, Communicator&, Outcome&)>& body) {
   const auto comm = first_ranks(depth * replicas);
   if (comm == nullptr) return;
-  const TensorSpec tokens{DType::kI32, {kContext}};
-  std::array<Outcome, kValues[kShard]> outcomes;
-  for (int shards = 0; shards < kValues[kShard]; ++shards) {
-    const Configuration of = small_configuration(depth, replicas, shards);
-    PipelineOptions options = options_of(of);
+  std::array<Outcome, kShardLevels> outcomes;
+  for (int shards = 0; shards < kShardLevels; ++shards) {
+    PipelineOptions options = options_of({.depth = depth, .replicas = replicas, .shards = shards});
     options.training.skip_nonfinite = more.training.skip_nonfinite;
-    Pipeline pipeline(*comm, Transformer(model_of(of)),
-                      BatchSpec{.inputs = {tokens}, .targets = {tokens}, .feed = Feed::kRank0},
-                      options);
+    Pipeline pipeline(*comm, small_transformer(), Tokens::spec(), options);
     Outcome& outcome = outcomes.at(static_cast<std::size_t>(shards));
     body(pipeline, *comm, outcome);
     outcome.values = values_of(pipeline);
     outcome.optimizer_state = optimizer_state_of(pipeline);
   }
-  for (int shards = 1; shards < kValues[kShard]; ++shards) {
+  for (int shards = 1; shards < kShardLevels; ++shards) {
     expect_same(outcomes[0], outcomes.at(static_cast<std::size_t>(shards)),
-                fmt::format("p{} d{} shard {}", depth, replicas, shards));
+                to_string({.depth = depth, .replicas = replicas, .shards = shards}));
   }
 }
 
@@ -524,6 +213,7 @@ TEST(ShardsTest, AnUpdateTakesGradientsThatTheProgramChanged) {
   const auto body = [](Pipeline& pipeline, Communicator& comm, Outcome& outcome) {
     for (std::uint64_t step = 1; step <= 2; ++step) {
       add(outcome, pipeline.forward_backward(Tokens(step, 12).all(comm)));
+      outcome.gradients = gradients_of(pipeline);
       for (const Pipeline::Owned& each : pipeline.parameters()) {
         if (!each.owner) continue;
         float factor = 0.5F;
@@ -600,7 +290,7 @@ std::map<std::string, ElementRange> own_parts(Pipeline& pipeline,
 // This rank has state of its parts and of nothing else; the largest of all replicas is what the
 // plan says.
 void expect_state_of_own_parts(Pipeline& pipeline, const Configuration& of) {
-  const std::size_t kinds = of[kOptimizer] == 1 || of[kOptimizer] == 2 ? 2 : 1;
+  const std::size_t kinds = of.optimizer == kAdam || of.optimizer == kAdamBf16 ? 2 : 1;
   const auto parts = own_parts(pipeline, options_of(of).training.groups);
   std::map<std::string, std::size_t> seen;
   std::size_t bytes = 0;
@@ -620,11 +310,11 @@ void expect_state_of_own_parts(Pipeline& pipeline, const Configuration& of) {
   std::size_t largest = 0;
   std::vector<std::size_t> all(static_cast<std::size_t>(place.topology.ranks()));
   PipelineAccess::world(pipeline).all_gather(bytes, all);
-  for (int r = 0; r < replicas_of(of); ++r) {
+  for (int r = 0; r < of.replicas; ++r) {
     const int there = place.topology.rank_of({.pipeline = rank, .replica = r});
     largest = std::max(largest, all.at(static_cast<std::size_t>(there)));
   }
-  if (of[kOptimizer] == 3) return;  // a program's own is not in the plan
+  if (of.optimizer == kOwn) return;  // a program's own is not in the plan
   const std::size_t planned =
       PipelineAccess::layout(pipeline).memory.ranks.at(static_cast<std::size_t>(rank)).optimizer;
   const std::size_t padding = kinds * kBufferAlignment * pipeline.parameters().size();
@@ -637,10 +327,16 @@ TEST(ShardsTest, EachReplicaHasOptimizerStateOfItsPartsAlone) {
   if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
   for (int optimizer = 0; optimizer < 4; ++optimizer) {
     for (const int depth : {1, 2}) {
-      Configuration of = small_configuration(depth, 5 - depth, kOptimizerShards);
-      of[kOptimizer] = optimizer;
-      of[kGroups] = optimizer % 2;
-      (void)train_on_some(of, [&](Pipeline& pipeline) { expect_state_of_own_parts(pipeline, of); });
+      const Configuration of = {.depth = depth,
+                                .replicas = 5 - depth,
+                                .shards = kOptimizerShards,
+                                .optimizer = optimizer,
+                                .groups = optimizer % 2 != 0};
+      on_some(of.depth * of.replicas, [&](Communicator& comm) {
+        Pipeline pipeline(comm, small_transformer(), Tokens::spec(), options_of(of));
+        (void)pipeline.train_step(Tokens(1, 6 * of.replicas).all(comm));
+        expect_state_of_own_parts(pipeline, of);
+      });
     }
   }
 }
@@ -677,17 +373,38 @@ PipelineOptions sharded_options(int replicas, int shards = kOptimizerShards) {
   return options;
 }
 
-// Runs `body` over the first `ranks` ranks of the job.
-void on_some(int ranks, const std::function<void(Communicator&)>& body) {
-  const auto comm = first_ranks(ranks);
-  if (comm != nullptr) body(*comm);
+// W of a program's own layer reads values, so B of a schedule that splits some backwards walks
+// through the units twice.
+TEST(ShardsTest, OwnLayersReadTheirValuesInEveryHalfOfABackward) {
+  const Sequential model = Sequential({nn::layer<Scale>("first", 0.5), nn::linear(4, 3),
+                                       nn::layer<Scale>("second", 0.75), nn::linear(3, 1)},
+                                      nn::mse_loss())
+                               .with_input({DType::kF32, {4}});
+  for (const char* schedule : {"1f1b", "zb-v", "dualpipe-v"}) {
+    on_some(2, [&](Communicator& comm) {
+      std::array<Outcome, kShardLevels> outcomes;
+      for (int shards = 0; shards < kShardLevels; ++shards) {
+        PipelineOptions options = sharded_options(2, shards);
+        options.shape.micro_batches = 4;
+        options.order.schedule = schedule;
+        Pipeline pipeline(comm, model, tiny_batches(), options);
+        Outcome& outcome = outcomes.at(static_cast<std::size_t>(shards));
+        for (int step = 0; step < 3; ++step) {
+          add(outcome, pipeline.train_step(Numbers(16).batch(comm)));
+        }
+        outcome.values = values_of(pipeline);
+        pipeline.close();
+      }
+      for (const Outcome& outcome : outcomes) expect_same(outcomes[0], outcome, schedule);
+    });
+  }
 }
 
 TEST(ShardsTest, MoreReplicasThanBlocksAreLegal) {
   for (const bool own : {false, true}) {
     on_some(5, [&](Communicator& comm) {
-      std::array<Outcome, kValues[kShard]> outcomes;
-      for (int shards = 0; shards < kValues[kShard]; ++shards) {
+      std::array<Outcome, kShardLevels> outcomes;
+      for (int shards = 0; shards < kShardLevels; ++shards) {
         PipelineOptions options = sharded_options(5, shards);
         if (own) options.training.make_optimizer = make_slice_momentum;
         Pipeline pipeline(comm, tiny_model(), tiny_batches(), options);
@@ -877,13 +594,9 @@ OwnBytes own_bytes(Pipeline& pipeline) {
 }
 
 // Before the first step, after steps, evaluations, and values that are read or written as a whole.
-void expect_own_part_between_steps(Communicator& comm, const Configuration& of) {
-  TransformerConfig model = model_of(of);
-  model.width = 128;
-  const TensorSpec tokens{DType::kI32, {kContext}};
-  Pipeline pipeline(comm, Transformer(model),
-                    BatchSpec{.inputs = {tokens}, .targets = {tokens}, .feed = Feed::kRank0},
-                    options_of(of));
+void expect_own_part_between_steps(Communicator& comm, int shards) {
+  Pipeline pipeline(comm, small_transformer(/*width=*/128), Tokens::spec(),
+                    options_of({.replicas = 4, .shards = shards}));
   const auto [own, borders] = own_bytes(pipeline);
   EXPECT_GT(own, borders / 2);
   const auto expect_part = [&, own = own, borders = borders](const char* when) {
@@ -905,8 +618,8 @@ void expect_own_part_between_steps(Communicator& comm, const Configuration& of) 
 TEST(ShardsTest, AReplicaHasItsPartOfTheParametersAloneBetweenSteps) {
   if (world().size() < 8) GTEST_SKIP() << "needs 8 ranks";
   on_some(4, [](Communicator& comm) {
-    expect_own_part_between_steps(comm, small_configuration(1, 4, kGatheredPerUse));
-    expect_own_part_between_steps(comm, small_configuration(1, 4, kInGroups));
+    expect_own_part_between_steps(comm, kGatheredPerUse);
+    expect_own_part_between_steps(comm, kInGroups);
   });
 }
 
@@ -934,13 +647,9 @@ TEST(ShardsTest, AGroupOfTwoHasHalfOfTheParametersEach) {
 // After a step without an update, which would send it again.
 TEST(ShardsTest, AChangedCopyOfAnotherGroupIsFound) {
   on_some(4, [](Communicator& comm) {
-    const Configuration of = small_configuration(1, 4, kInGroups);
-    const TensorSpec tokens{DType::kI32, {kContext}};
-    PipelineOptions options = options_of(of);
+    PipelineOptions options = options_of({.replicas = 4, .shards = kInGroups});
     options.training.skip_nonfinite = true;
-    Pipeline pipeline(comm, Transformer(model_of(of)),
-                      BatchSpec{.inputs = {tokens}, .targets = {tokens}, .feed = Feed::kRank0},
-                      options);
+    Pipeline pipeline(comm, small_transformer(), Tokens::spec(), options);
     (void)pipeline.train_step(Tokens(1, 24).all(comm));
     (void)pipeline.forward_backward(Tokens(2, 24).all(comm));
     const auto& entries = PipelineAccess::layout(pipeline).parameters.stages[0].parameters;
