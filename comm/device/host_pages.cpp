@@ -4,6 +4,9 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <string>
+
+#include <sluice/device.hpp>
 
 namespace sluice {
 
@@ -15,6 +18,20 @@ void give_back_pages(std::span<std::byte> memory) noexcept {
   if (first >= end) return;
   // Where it fails the pages stay, and so does their content.
   static_cast<void>(madvise(memory.data() + (first - begin), end - first, MADV_DONTNEED));
+}
+
+AbsentMemory::AbsentMemory(std::size_t bytes) : bytes_(bytes) {
+  if (bytes == 0) return;
+  void* const data = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                          /*fd=*/-1, /*offset=*/0);
+  if (data == MAP_FAILED) {
+    throw OutOfMemory("cannot take " + std::to_string(bytes) + " addresses (ulimit -v)");
+  }
+  data_ = static_cast<std::byte*>(data);
+}
+
+AbsentMemory::~AbsentMemory() {
+  if (data_ != nullptr) munmap(data_, bytes_);
 }
 
 }  // namespace sluice

@@ -31,6 +31,7 @@ struct WaitSubject {
     kDevice,  // work on a GPU
     kNccl,    // operations of NCCL
     kStore,   // what the rank offloads or fetches
+    kSave,    // a save that reads what the rank is about to change
   };
   What what = What::kDevice;
   std::int32_t peer = -1;  // rank of the group that the interrupt serves; -1: none, or several

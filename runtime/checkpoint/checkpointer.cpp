@@ -30,6 +30,7 @@
 #include "runtime/files/json_text.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/files/utc_text.hpp"
+#include "runtime/gradients/offloaded_state.hpp"
 #include "runtime/group/configuration.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/call.hpp"
@@ -119,8 +120,10 @@ struct Checkpointer::Impl {
   struct ShareTensors {
     std::vector<SaveTensor> model, optimizer;
   };
-  [[nodiscard]] ShareTensors share_tensors() const;
-  void write_share(std::uint64_t step);
+  using StateAccess = std::shared_ptr<OffloadedState::Access>;
+  // `state` has what is offloaded; null: nothing is.
+  [[nodiscard]] ShareTensors share_tensors(const StateAccess& state) const;
+  void write_share(std::uint64_t step, StateAccess state);
   void gather_facts();
   void publish();
   // Moves on by one phase; requires that the writers of all ranks are done.
@@ -147,6 +150,7 @@ struct Checkpointer::Impl {
   SaveParts model_parts, optimizer_parts;
   // Parameters, buffers, then optimizer state, that this rank saves or has parts of.
   std::vector<TakenTensor> live;
+  std::vector<NamedTensor> offloaded;  // state in place of that in `live`: addresses
   // Of this rank's share, the tensors that it saves; the latter with buffers.
   std::size_t parameters = 0, model_tensors = 0;
   std::vector<std::optional<SavedRange>> ranges;  // [state] of the share
@@ -399,8 +403,12 @@ void Checkpointer::Impl::collect_share() {
       if (part.slice.all() && share.tensor != here.tensor) continue;
       std::optional<SavedRange> range;
       if (!part.is_whole()) range = {part.name, part.shape, part.first, part.slice};
-      live.push_back({range ? names.of(*range, part.tensor.elements()) : part.name, part.tensor,
-                      part.tensor.spec, here.tensor});
+      std::string name = range ? names.of(*range, part.tensor.elements()) : part.name;
+      if (PipelineAccess::offloaded_state(pipeline) != nullptr) {
+        offloaded.push_back({std::move(name), part.tensor});
+      } else {
+        live.push_back({std::move(name), part.tensor, part.tensor.spec, here.tensor});
+      }
       ranges.push_back(std::move(range));
     }
   });
@@ -418,6 +426,7 @@ void Checkpointer::Impl::count_bytes() {
     const bool rounded = place++ < parameters && options.precision != DType::kF32;
     if (rounded) share_bytes += taken.whole.bytes() / 2;  // the rounded values come on top
   }
+  for (const NamedTensor& each : offloaded) share_bytes += each.tensor.spec.bytes();
   for (const std::string& theirs : world().all_gather_strings(std::to_string(share_bytes))) {
     job_bytes += std::stoull(theirs);
   }
@@ -519,6 +528,11 @@ void Checkpointer::Impl::begin() {
     WholeValues values(pipeline);
     snapshot.take(taken, [&](const TakenTensor& next) { values.reach(next.name); });
     values.end();
+    StateAccess offloaded_state;
+    if (!offloaded.empty()) {  // the next update waits until it is written
+      offloaded_state = std::make_shared<OffloadedState::Access>(
+          *PipelineAccess::offloaded_state(pipeline), OffloadedState::Access::Use::kReads);
+    }
     state = {};
     const std::string name = fmt::format("{} {}", run, sequence);
     state.save = checksum_hex(std::as_bytes(std::span(name)));
@@ -527,17 +541,19 @@ void Checkpointer::Impl::begin() {
     state.step = step;
     state.weights_only = options.weights_only;
     state.time = utc_text(std::time(nullptr), "%Y-%m-%dT%H:%M:%SZ");
-    writer.start([this, step] { write_share(step); });
+    writer.start([this, step, offloaded_state = std::move(offloaded_state)]() mutable {
+      write_share(step, std::move(offloaded_state));
+    });
   });
   saved_step = step;
   last_begin = Clock::now();
 }
 
 // On the writer's thread.
-void Checkpointer::Impl::write_share(std::uint64_t step) {
+void Checkpointer::Impl::write_share(std::uint64_t step, StateAccess offloaded_state) {
   const std::map<std::string, std::string> metadata = {
       {"format", "pt"}, {"step", std::to_string(step)}, {"save", state.save}};
-  const ShareTensors share = share_tensors();
+  ShareTensors share = share_tensors(offloaded_state);
   if (!share.model.empty()) {
     write_save_file(partial, model_parts.file_name("model", rank), share.model, metadata, state);
   }
@@ -545,6 +561,8 @@ void Checkpointer::Impl::write_share(std::uint64_t step) {
     write_save_file(partial, optimizer_parts.file_name("optimizer", rank), share.optimizer,
                     metadata, state);
   }
+  share = {};
+  offloaded_state.reset();
   if (!states.tensors().empty()) {
     std::vector<SaveTensor> user;
     for (const NamedTensor& named : states.tensors()) user.push_back(save_tensor(named));
@@ -553,7 +571,8 @@ void Checkpointer::Impl::write_share(std::uint64_t step) {
 }
 
 // The copies as they go into files.
-Checkpointer::Impl::ShareTensors Checkpointer::Impl::share_tensors() const {
+Checkpointer::Impl::ShareTensors Checkpointer::Impl::share_tensors(
+    const StateAccess& offloaded_state) const {
   ShareTensors share;
   std::size_t index = 0;
   for (const NamedTensor& copy : snapshot.tensors()) {
@@ -569,6 +588,17 @@ Checkpointer::Impl::ShareTensors Checkpointer::Impl::share_tensors() const {
       share.optimizer.push_back(
           save_tensor({fmt::format("{}.{}", kMasterKind, copy.name), copy.tensor}));
     }
+  }
+  for (std::size_t i = 0; i < offloaded.size(); ++i) {
+    const auto& [name, tensor] = offloaded[i];
+    const auto next = [offloaded_state, address = tensor.as<const std::byte>(),
+                       left = tensor.spec.bytes()](std::vector<std::byte>& scratch) mutable {
+      scratch.resize(std::min(left, std::size_t{1} << 20));
+      offloaded_state->read(std::exchange(address, address + scratch.size()), scratch);
+      left -= scratch.size();
+      return std::span<const std::byte>(scratch);
+    };
+    share.optimizer.push_back({{.name = name, .spec = tensor.spec, .range = ranges[i]}, next});
   }
   return share;
 }

@@ -25,6 +25,7 @@
 #include "runtime/checkpoint/verify.hpp"
 #include "runtime/files/json_text.hpp"
 #include "runtime/files/sha256.hpp"
+#include "runtime/gradients/offloaded_state.hpp"
 #include "runtime/group/host_mirror.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/call.hpp"
@@ -127,13 +128,40 @@ void require_tensors(const SavedTensors& saved, std::span<const Wanted> tensors,
   }
 }
 
+// State that is offloaded, in pieces.
+void read_offloaded(OffloadedState::Access& state, SavedTensors& saved, const Wanted& of) {
+  std::vector<float> values;
+  std::vector<Bf16> rounded;
+  for (std::int64_t done = 0; done < of.into.elements(); done += std::ssize(values)) {
+    values.resize(static_cast<std::size_t>(
+        std::min(SavedTensors::kPieceElements, of.into.elements() - done)));
+    saved.read(of.name, values, of.first + done, of.slice);
+    const auto* to = elements_of(of.into, {done, 0}).as<const std::byte>();
+    if (of.spec.dtype != DType::kBf16) {
+      state.write(to, std::as_bytes(std::span(values)));
+      continue;
+    }
+    rounded.resize(values.size());
+    std::ranges::transform(values, rounded.begin(), [](float value) { return to_bf16(value); });
+    state.write(to, std::as_bytes(std::span(rounded)));
+  }
+}
+
 void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const Wanted> tensors) {
   HostMirror mirror(pipeline.compute());
+  OffloadedState* const offloaded = PipelineAccess::offloaded_state(pipeline);
+  std::optional<OffloadedState::Access> state;
   std::vector<float> values;
   std::vector<SavedTensors::Share> shares;
   while (!tensors.empty()) {
     // The parts of a parameter or of a state lie one after the other.
     const Wanted& of = tensors.front();
+    if (offloaded != nullptr && offloaded->has(of.into.data)) {
+      if (!state) state.emplace(*offloaded, OffloadedState::Access::Use::kWrites);
+      read_offloaded(*state, saved, of);
+      tensors = tensors.subspan(1);
+      continue;
+    }
     std::int64_t elements = 0;
     std::size_t parts = 0;
     for (; parts < tensors.size(); ++parts) {
@@ -161,6 +189,7 @@ void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const Wanted
     }
     tensors = tensors.subspan(parts);
   }
+  if (state) state->flush();
   pipeline.compute().wait();  // before the mirror goes
 }
 

@@ -27,7 +27,7 @@ std::vector<StatePart> state_parts(Pipeline& pipeline) {
     parameters[owned.parameter->name] = owned.parameter;
   }
   std::vector<StatePart> parts;
-  for (const OptimizerState& state : pipeline.optimizer_state()) {
+  for (const OptimizerState& state : PipelineAccess::optimizer_state(pipeline)) {
     const Parameter& parameter = *parameters.at(state.parameter);
     const Shape whole = parameter.whole_shape();
     StatePart each{.parameter = state.parameter,

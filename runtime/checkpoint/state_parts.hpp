@@ -19,7 +19,8 @@ struct StatePart {
   std::string parameter, name;  // the latter of the whole in saves: "<kind>.<parameter>"
   Shape shape;                  // of the whole
   Slice slice;                  // that this rank has, one of its parts
-  Tensor tensor;                // elements of the slice from `first` on
+  // Elements of the slice from `first` on; addresses of OffloadedState where that has them.
+  Tensor tensor;
   std::int64_t first = 0;
   bool divided = false;  // among replicas: each saves its part
 

@@ -17,8 +17,6 @@
 namespace sluice {
 namespace {
 
-constexpr std::size_t kPiece = std::size_t{4} << 20;
-
 // Without a name from the start where the file system can, else from here on.
 int open_nameless(const std::filesystem::path& directory, int flags) {
   const int fd = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
@@ -60,8 +58,9 @@ int reserve(int fd, std::size_t bytes) {
 
 }  // namespace
 
-ScratchFile::ScratchFile(std::filesystem::path directory, bool cached, std::size_t bytes)
-    : directory_(std::move(directory)) {
+ScratchFile::ScratchFile(std::filesystem::path directory, bool cached, std::size_t bytes,
+                         std::size_t grain)
+    : directory_(std::move(directory)), grain_(grain) {
   std::error_code error;
   std::filesystem::create_directories(directory_, error);
   if (error) fail("cannot make the directory", error.value());
@@ -70,7 +69,7 @@ ScratchFile::ScratchFile(std::filesystem::path directory, bool cached, std::size
     ::close(fd_);
     fail(fmt::format("cannot take {:.1f} MiB", static_cast<double>(bytes) / (1 << 20)), full);
   }
-  checksums_.resize(bytes / kAlignment);
+  checksums_.resize((bytes + grain - 1) / grain);
 }
 
 ScratchFile::~ScratchFile() { ::close(fd_); }
@@ -102,7 +101,7 @@ void ScratchFile::in_pieces(std::size_t offset, Bytes bytes, const Each& each) {
 
 void ScratchFile::write(std::size_t offset, std::span<const std::byte> bytes) {
   in_pieces(offset, bytes, [&](std::size_t at, std::span<const std::byte> piece) {
-    checksums_[at / kAlignment] = checksum_64(piece, at);
+    checksums_[at / grain_] = checksum_64(piece, at);
     const ssize_t moved = move_all(piece.size(), [&](std::size_t done) {
       return ::pwrite(fd_, piece.data() + done, piece.size() - done, static_cast<off_t>(at + done));
     });
@@ -119,7 +118,7 @@ void ScratchFile::read(std::size_t offset, std::span<std::byte> bytes) {
     if (moved <= 0) {
       fail(fmt::format("cannot read {} bytes at {}", piece.size(), at), moved < 0 ? errno : EIO);
     }
-    if (checksum_64(piece, at) == checksums_[at / kAlignment]) return;
+    if (checksum_64(piece, at) == checksums_[at / grain_]) return;
     throw_error(ErrorCode::kIo,
                 "'{}', for what is offloaded: {} bytes at {} are not those that were written; the "
                 "disk is damaged",

@@ -51,7 +51,7 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
     }
   }
   squares_ = HostBuffer(compute_.device(), bytes);
-  optimizers_.emplace(options.training, owners, layout_.parameters, compute_);
+  optimizers_.emplace(job, options, owners, layout_.parameters, compute_);
 }
 
 // Those of the last backward's virtual replica are not the step's.

@@ -54,6 +54,7 @@ class GradientSync : public StepActions {
   [[nodiscard]] RecordExchange& record() { return record_; }
   [[nodiscard]] const RecordExchange& record() const { return record_; }
   [[nodiscard]] std::vector<OptimizerState> optimizer_state() const { return optimizers_->state(); }
+  [[nodiscard]] OffloadedState* offloaded_state() const { return optimizers_->offloaded(); }
 
  private:
   // Puts the sums of squares on the stream.

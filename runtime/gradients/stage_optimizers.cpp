@@ -68,25 +68,13 @@ void require_savable(const std::vector<OptimizerState>& states,
 
 }  // namespace
 
-StageOptimizers::StageOptimizers(const PipelineOptions::Training& training,
+StageOptimizers::StageOptimizers(JobContext& job, const PipelineOptions& options,
                                  std::span<const OwnedParameter> owners,
                                  const ParameterTable& model, ComputeContext& compute)
-    : compute_(compute), model_(model), own_(training.make_optimizer) {
-  for (const auto& [stage, parameter, part] : owners) {
-    const ParameterGroup* group = group_of(training.groups, parameter->name);
-    const bool frozen = group != nullptr && group->frozen;
-    if (frozen || (part.count == 0 && parameter->shape.elements() > 0)) continue;
-    const double scale = group == nullptr ? 1 : group->learning_rate_scale;
-    const std::optional<float> decay = group == nullptr ? std::nullopt : group->weight_decay;
-    auto like = std::find_if(updated_.begin(), updated_.end(), [&](const Updated& each) {
-      return each.rate_scale == scale && each.weight_decay == decay;
-    });
-    if (like == updated_.end()) {
-      like = updated_.insert(like, {scale, decay, stage, stage, {}, nullptr});
-    }
-    like->last_stage = stage;
-    like->slices.push_back({parameter, part.first, part.count});
-  }
+    : compute_(compute), model_(model), own_(options.training.make_optimizer) {
+  const PipelineOptions::Training& training = options.training;
+  for (const OwnedParameter& owner : owners) add(training, owner);
+  make_offloaded(job, options);
   for (Updated& each : updated_) {
     if (training.make_optimizer) {
       each.optimizer =
@@ -101,8 +89,41 @@ StageOptimizers::StageOptimizers(const PipelineOptions::Training& training,
       config.weight_decay = *each.weight_decay;
       for (const ParameterSlice& slice : each.slices) slice.parameter->decay = true;
     }
-    each.optimizer = sluice::make_optimizer(config, each.slices, compute_.memory(), training.seed);
+    each.optimizer = sluice::make_optimizer(config, each.slices, compute_.memory(), training.seed,
+                                            offloaded_.get());
   }
+}
+
+void StageOptimizers::add(const PipelineOptions::Training& training, const OwnedParameter& owner) {
+  const auto& [stage, parameter, part] = owner;
+  const ParameterGroup* group = group_of(training.groups, parameter->name);
+  const bool frozen = group != nullptr && group->frozen;
+  if (frozen || (part.count == 0 && parameter->shape.elements() > 0)) return;
+  const double scale = group == nullptr ? 1 : group->learning_rate_scale;
+  const std::optional<float> decay = group == nullptr ? std::nullopt : group->weight_decay;
+  auto like = std::find_if(updated_.begin(), updated_.end(), [&](const Updated& each) {
+    return each.rate_scale == scale && each.weight_decay == decay;
+  });
+  if (like == updated_.end()) {
+    like = updated_.insert(like, {scale, decay, stage, stage, {}, nullptr});
+  }
+  like->last_stage = stage;
+  like->slices.push_back({parameter, part.first, part.count});
+}
+
+void StageOptimizers::make_offloaded(JobContext& job, const PipelineOptions& options) {
+  if (options.offload.optimizer == PipelineOptions::Offload::To::kNowhere) return;
+  std::size_t bytes = 0;
+  for (const Updated& each : updated_) {
+    for (const ParameterSlice& slice : each.slices) {
+      bytes += optimizer_bytes(options.training.optimizer, slice.count);
+    }
+  }
+  const auto sizes =
+      OffloadedState::Sizes::of(options.training.optimizer, bytes, options.offload.pool);
+  if (sizes.bytes == 0) return;
+  offloaded_ = std::make_unique<OffloadedState>(sizes, options.offload, job.world.watch.get(),
+                                                job.activity.get());
 }
 
 std::string StageOptimizers::Updated::name() const {

@@ -194,9 +194,25 @@ void require_sensible_order(const PipelineOptions& options) {
               kWhat, name_of(shape.shard));
 }
 
-void require_sensible_offload(const PipelineOptions::Offload& offload) {
+void require_sensible_offload(const PipelineOptions& options) {
+  const PipelineOptions::Offload& offload = options.offload;
   using To = PipelineOptions::Offload::To;
-  const bool file = offload.activations == To::kDisk || offload.activations == To::kCachedDisk;
+  constexpr std::size_t kLeastPool = std::size_t{64} << 10;
+  if (offload.pool < kLeastPool) {
+    throw_usage("options.offload.pool is {} bytes; legal are {} and more", offload.pool,
+                kLeastPool);
+  }
+  if (offload.optimizer == To::kHost) {
+    throw_usage(
+        "the optimizer's state goes to a disk alone; legal: --offload optimizer:disk=DIR, on CPUs");
+  }
+  if (offload.optimizer != To::kNowhere && options.training.make_optimizer) {
+    throw_usage(
+        "an optimizer of the program's own (options.training.make_optimizer) keeps its state "
+        "itself; legal: options.training.optimizer, or no offload of the optimizer");
+  }
+  const auto on_disk = [](To to) { return to == To::kDisk || to == To::kCachedDisk; };
+  const bool file = on_disk(offload.activations) || on_disk(offload.optimizer);
   if (file != offload.directory.empty()) return;
   throw_usage("options.offload {}; legal: a directory with a disk alone",
               file ? "names a disk and no directory"
@@ -234,7 +250,7 @@ void require_sensible(const PipelineOptions& options) {
   require_sensible_training(options.training);
   require_sensible_shards(options);
   require_sensible_order(options);
-  require_sensible_offload(options.offload);
+  require_sensible_offload(options);
   const int replicas = options.shape.replicas, parts = options.shape.virtual_replicas;
   if (options.devices.all_reduce && parts != 0 && parts != replicas) {
     throw_usage(
@@ -294,10 +310,11 @@ Facts agreed_values(const PipelineOptions& options) {
   const auto& [choices, transport, threads, tf32, all_reduce, cuda_graphs, memory] = devices;
   add(values, {"device", "transport", "threads", "tf32", "all-reduce", "cuda-graphs", "memory"},
       choices, transport, threads, tf32, all_reduce, cuda_graphs, memory);
-  const auto& [activations, scratch, resident] = offload;
+  const auto& [activations, optimizer, scratch, resident, pool] = offload;
   add(values,
-      {"offload of activations", "directory of what is offloaded", "what stages do not offload"},
-      activations, scratch, resident);
+      {"offload of activations", "offload of the optimizer", "directory of what is offloaded",
+       "what stages do not offload", "memory through which the optimizer's state passes"},
+      activations, optimizer, scratch, resident, pool);
   add_training(training, values);
   const auto& [on, timeout, action_timeout, directory, ends_process, first_port, last_port] = watch;
   add(values,

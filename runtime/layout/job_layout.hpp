@@ -117,6 +117,7 @@ struct RankMemory {
   std::size_t disk = 0;           // of each save, at most: f32 values and optimizer state
   // Activations that are away from the device, in host memory and on the disk.
   std::size_t offloaded_host = 0, offloaded_disk = 0;
+  std::size_t optimizer_disk = 0;  // the optimizer's state, of which `optimizer` is what passes
   [[nodiscard]] std::size_t total() const {
     return sum_of_bytes(
         {parameters, gradients, optimizer, activations, buffers, workspace, operators, libraries});

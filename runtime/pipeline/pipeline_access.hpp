@@ -20,7 +20,9 @@
 namespace sluice {
 
 class DataSource;
-class Pipeline;  // <sluice/pipeline.hpp>
+class OffloadedState;  // runtime/gradients/offloaded_state.hpp
+class Pipeline;        // <sluice/pipeline.hpp>
+struct OptimizerState;
 struct Parameter;
 
 // Of a layout that is planned alone: whether what needs too much memory is refused.
@@ -74,6 +76,10 @@ class PipelineAccess {
   static void drop_others(Pipeline& pipeline);
   // What this rank has of a parameter's values, or of a buffer's, between calls. Not collective.
   [[nodiscard]] static Tensor at_rest(Pipeline& pipeline, const Parameter& parameter);
+  // As Pipeline::optimizer_state(), also of what is offloaded: its tensors are then addresses of
+  // what `offloaded_state()` has, which is null else. Not collective.
+  [[nodiscard]] static std::vector<OptimizerState> optimizer_state(Pipeline& pipeline);
+  [[nodiscard]] static OffloadedState* offloaded_state(Pipeline& pipeline);
   // Tells the watchdog which save is the newest complete one. Not collective; any thread.
   static void saved(Pipeline& pipeline, std::uint64_t step);
   // [rank of the job]

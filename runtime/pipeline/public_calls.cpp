@@ -169,9 +169,22 @@ void Pipeline::values_changed() {
 }
 
 std::vector<OptimizerState> Pipeline::optimizer_state() {
-  if (impl_->steps.gradients() == nullptr) return {};
-  const PipelineCalls::InCall in_call(impl_->calls);
-  return impl_->steps.gradients()->optimizer_state();
+  if (PipelineAccess::offloaded_state(*this) != nullptr) {
+    throw_usage(
+        "optimizer_state() of state that is offloaded (options.offload.optimizer); legal: a save, "
+        "which has it, or no offload of the optimizer");
+  }
+  return PipelineAccess::optimizer_state(*this);
+}
+std::vector<OptimizerState> PipelineAccess::optimizer_state(Pipeline& pipeline) {
+  Pipeline::Impl& impl = *pipeline.impl_;
+  if (impl.steps.gradients() == nullptr) return {};
+  const PipelineCalls::InCall in_call(impl.calls);
+  return impl.steps.gradients()->optimizer_state();
+}
+OffloadedState* PipelineAccess::offloaded_state(Pipeline& pipeline) {
+  const auto* gradients = pipeline.impl_->steps.gradients();
+  return gradients == nullptr ? nullptr : gradients->offloaded_state();
 }
 
 void PipelineAccess::require_idle(const Pipeline& pipeline) {

@@ -548,6 +548,18 @@ std::vector<StepPlans::States> states_of_smaller_steps(const PipelineOptions& op
   return most;
 }
 
+// On a GPU the update runs where the state is.
+void require_offloadable_optimizer(const PipelineOptions& options, const JobLayout& layout) {
+  if (options.offload.optimizer == PipelineOptions::Offload::To::kNowhere) return;
+  for (const RankDevice& rank : layout.place.devices) {
+    if (rank.device.kind == DeviceKind::kCpu) continue;
+    throw_usage(
+        "the optimizer's state of {} on {} cannot be offloaded; legal: ranks on CPUs alone, or "
+        "less of it by --shard optimizer or --moment-precision bf16",
+        to_string(rank.device), rank.host);
+  }
+}
+
 // What stages keep on their device; refuses those whose states cannot leave it.
 void plan_offload(const PipelineOptions& options, JobLayout& layout) {
   using To = PipelineOptions::Offload::To;
@@ -717,6 +729,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   // The order that NCCL's queues need suits tagged messages too.
   layout.wires.carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();
   plan_offload(options, layout);
+  if (!options.training.inference) require_offloadable_optimizer(options, layout);
   if (any_size) plans.smaller = states_of_smaller_steps(options, layout);
   plans.bubble_ideal =
       simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;

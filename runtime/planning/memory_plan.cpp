@@ -26,6 +26,7 @@
 #include "runtime/engine/state_store.hpp"
 #include "runtime/gradients/gradient_folds.hpp"
 #include "runtime/gradients/gradient_sums.hpp"
+#include "runtime/gradients/offloaded_state.hpp"
 #include "runtime/group/group_collective.hpp"
 #include "runtime/group/nccl_routes.hpp"
 #include "runtime/layout/parameter_cut.hpp"
@@ -146,17 +147,27 @@ class MemorySum {
       operator_bytes_ = std::max(operator_bytes_, entry.operator_bytes);
       tables = std::max(tables, entry.table_bytes);
     }
-    if (sharded) add_sharded();
     if (!training.inference) add_gradients(optimizer);
+    if (offloads_optimizer()) {
+      const auto sizes =
+          OffloadedState::Sizes::of(training.optimizer, memory_.optimizer, options_.offload.pool);
+      memory_.optimizer = sizes.memory();
+      memory_.optimizer_disk = sizes.disk();
+      state_access_ = sizes.access();
+    }
+    if (sharded) add_sharded();
     memory_.operators =
         sum_of_bytes({padded(operator_bytes_), padded(tables), library_bytes(device_)});
   }
 
   void add_saves(const std::vector<SavedParameter>& shares) {
-    memory_.disk = most_saved_bytes(
-        shares, {.pipeline = rank_, .tensor = layout_.place.here.tensor},
-        layout_.place.topology.size.replica, state_bytes_per_element(options_.training.optimizer));
-    if (options_.expert.save_copy) memory_.save_copy = memory_.disk;
+    const auto saved = [&](std::size_t state) {
+      return most_saved_bytes(shares, {.pipeline = rank_, .tensor = layout_.place.here.tensor},
+                              layout_.place.topology.size.replica, state);
+    };
+    memory_.disk = saved(state_bytes_per_element(options_.training.optimizer));
+    if (!options_.expert.save_copy) return;
+    memory_.save_copy = offloads_optimizer() ? saved(0) + state_access_ : memory_.disk;
   }
 
   // The page-locked memory through which a GPU's states go to a file.
@@ -243,6 +254,11 @@ class MemorySum {
   }
 
  private:
+  [[nodiscard]] bool offloads_optimizer() const {
+    return !options_.training.inference &&
+           options_.offload.optimizer != PipelineOptions::Offload::To::kNowhere;
+  }
+
   // Parameters of which each replica has a part: of the one that needs most.
   void add_sharded() {
     std::size_t most = 0;
@@ -465,6 +481,7 @@ class MemorySum {
   DeviceKind device_;
   RankMemory memory_;
   std::size_t operator_bytes_ = 0;  // MemoryTable::operator_bytes
+  std::size_t state_access_ = 0;    // OffloadedState::Sizes::access()
 };
 
 double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); }

@@ -131,6 +131,20 @@ std::string describe_offload(const JobLayout& layout) {
                      disk > 0 ? "on the disk of each rank" : "of host memory on each rank");
 }
 
+// What of the optimizer's state is not in memory; empty where all is.
+std::string describe_offloaded_state(const JobLayout& layout) {
+  std::size_t most = 0, memory = 0;
+  for (const RankMemory& each : layout.memory.ranks) {
+    most = std::max(most, each.optimizer_disk);
+    if (each.optimizer_disk > 0) memory = std::max(memory, each.optimizer);
+  }
+  if (most == 0) return "";
+  return fmt::format(
+      "  offload: the optimizer's state, at most {:.1f} MiB on the disk of each rank, which an "
+      "update reads and writes through {:.1f} MiB of memory\n",
+      mebi(most), mebi(memory));
+}
+
 // The memory of sums and collectives over ranks; empty without them.
 std::string describe_collectives(const JobLayout& layout) {
   std::size_t most = 0;
@@ -312,7 +326,8 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
   return text + describe_empty_stages(partition) + describe_spread_ranks(layout) +
          describe_copies(where.shard_groups) + describe_connections(layout) +
          describe_arithmetic(layout) + describe_notes(layout) + describe_offload(layout) +
-         describe_saves(layout) + describe_collectives(layout) + describe_graphs(layout);
+         describe_offloaded_state(layout) + describe_saves(layout) + describe_collectives(layout) +
+         describe_graphs(layout);
 }
 
 std::string rank_table(const std::vector<RankRow>& ranks, std::string_view indent) {

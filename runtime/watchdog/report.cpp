@@ -111,6 +111,8 @@ std::string wait_text(const WatchView& view, int rank) {
       return fmt::format("NCCL, in {}", doing);
     case WaitSubject::What::kStore:
       return fmt::format("what it offloads or fetches, in {}", doing);
+    case WaitSubject::What::kSave:
+      return fmt::format("a save that reads what it offloads, in {}", doing);
   }
   return std::string(doing);
 }

@@ -278,12 +278,17 @@ void write_safetensors(const std::filesystem::path& path, std::span<const FileTe
   put(std::as_bytes(std::span(header)));
   std::vector<std::byte> scratch;
   for (const FileTensor* tensor : order) {
-    const std::span<const std::byte> bytes = tensor->bytes(scratch);
-    if (bytes.size() != tensor->spec.bytes()) {
-      throw_error(ErrorCode::kInternal, "tensor '{}' of {} came as {} bytes", tensor->name,
-                  to_string(tensor->spec), bytes.size());
-    }
-    put(bytes);
+    const std::size_t all = tensor->spec.bytes();
+    std::size_t done = 0;
+    do {
+      const std::span<const std::byte> bytes = tensor->bytes(scratch);
+      if (bytes.size() > all - done || (bytes.empty() && done < all)) {
+        throw_error(ErrorCode::kInternal, "tensor '{}' of {} came as {} bytes", tensor->name,
+                    to_string(tensor->spec), done + bytes.size());
+      }
+      put(bytes);
+      done += bytes.size();
+    } while (done < all);
   }
   file.commit();
 }

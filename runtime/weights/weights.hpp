@@ -24,11 +24,11 @@ struct NamedTensor {
   Tensor tensor;  // host memory
 };
 
-// A tensor to be written, whose bytes are made when it is their turn.
+// A tensor to be written, whose bytes are made when it is their turn, all at once or in parts.
 struct FileTensor {
   std::string name;
   TensorSpec spec;
-  // spec.bytes() of them, valid until the next call; may use `scratch`.
+  // The next of them, spec.bytes() in all, valid until the next call; may use `scratch`.
   std::function<std::span<const std::byte>(std::vector<std::byte>& scratch)> bytes;
 };
 

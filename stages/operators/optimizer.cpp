@@ -94,9 +94,9 @@ std::vector<SliceRun> runs_of(const ParameterSlice& slice, bool rounded) {
 
 // Adjacent runs in memory with equal decay are one, unless their state is rounded at random. The
 // padding between parameters is zero in value, gradient and state, and all updates keep it zero.
-// `state`: of each kind, one slice after the other.
+// `state`: where the vector of each kind begins, one slice after the other.
 std::vector<UpdateRun> make_runs(std::span<const ParameterSlice> slices,
-                                 const OptimizerConfig& config, std::span<const Buffer> state) {
+                                 const OptimizerConfig& config, std::span<std::byte* const> state) {
   const bool is_sgd = config.kind == OptimizerConfig::Kind::kSgd;
   const bool rounded = state_type(config) != DType::kF32;
   const std::size_t size = size_of(state_type(config));
@@ -116,7 +116,7 @@ std::vector<UpdateRun> make_runs(std::span<const ParameterSlice> slices,
       const std::int64_t first = slice.first + run.first;
       const auto state_of = [&](std::size_t kind) -> void* {
         if (kind >= state.size()) return nullptr;
-        return state[kind].data() + offset + static_cast<std::size_t>(run.first) * size;
+        return state[kind] + offset + static_cast<std::size_t>(run.first) * size;
       };
       const UpdateRun next{.value = parameter->value.as<float>() + first,
                            .grad = parameter->grad.as<float>() + first,
@@ -142,50 +142,48 @@ std::vector<UpdateRun> make_runs(std::span<const ParameterSlice> slices,
 class RunOptimizer final : public Optimizer {
  public:
   RunOptimizer(const OptimizerConfig& config, std::span<const ParameterSlice> slices,
-               const DeviceMemory& memory, std::uint64_t seed)
-      : config_(config), seed_(seed), slices_(slices.begin(), slices.end()) {
-    std::size_t bytes = 0;
+               const DeviceMemory& memory, std::uint64_t seed, StatePieces* pieces)
+      : config_(config), seed_(seed), slices_(slices.begin(), slices.end()), pieces_(pieces) {
     for (const ParameterSlice& each : slices)
-      bytes += state_bytes(config, padded_floats(each.count));
-    const Stream stream(memory.device());
-    for (std::size_t i = 0; i < kinds_of(config).size(); ++i) {
-      state_.push_back(memory.allocate(bytes));
-      fill_zero_async(state_.back().data(), state_.back().size(), stream.view());
+      bytes_ += state_bytes(config, padded_floats(each.count));
+    if (pieces != nullptr) {
+      first_ = pieces->take(bytes_);
+      for (std::size_t i = 0; i < kinds_of(config).size(); ++i)
+        state_.push_back(pieces->address(i, first_));
+    } else {
+      allocate(memory);
     }
-    stream.view().synchronize();
     runs_ = make_runs(slices, config, state_);
+    if (pieces != nullptr) part_.reserve(runs_.size());
   }
 
   void update(ComputeContext& ctx, std::uint64_t step, float learning_rate,
               float grad_scale) override {
     if (config_.kind == OptimizerConfig::Kind::kSgd) {
-      sgd(ctx,
-          {.learning_rate = learning_rate,
-           .momentum = config_.momentum,
-           .weight_decay = config_.weight_decay,
-           .grad_scale = grad_scale,
-           .nesterov = config_.nesterov},
-          runs_);
-      return;
+      const SgdStep sgd_step{.learning_rate = learning_rate,
+                             .momentum = config_.momentum,
+                             .weight_decay = config_.weight_decay,
+                             .grad_scale = grad_scale,
+                             .nesterov = config_.nesterov};
+      return with_state([&](std::span<const UpdateRun> runs) { sgd(ctx, sgd_step, runs); });
     }
     const auto correction = [step](float beta) {
       return static_cast<float>(1.0 -
                                 std::pow(static_cast<double>(beta), static_cast<double>(step)));
     };
-    adamw(ctx,
-          {.learning_rate = learning_rate,
-           .beta1 = config_.beta1,
-           .beta2 = config_.beta2,
-           .epsilon = config_.epsilon,
-           .weight_decay = config_.weight_decay,
-           .correction1 = correction(config_.beta1),
-           .correction2 = correction(config_.beta2),
-           .grad_scale = grad_scale,
-           .coupled = config_.kind == OptimizerConfig::Kind::kAdam,
-           .moments = config_.moments,
-           .seed = seed_,
-           .step = step},
-          runs_);
+    const AdamWStep adamw_step{.learning_rate = learning_rate,
+                               .beta1 = config_.beta1,
+                               .beta2 = config_.beta2,
+                               .epsilon = config_.epsilon,
+                               .weight_decay = config_.weight_decay,
+                               .correction1 = correction(config_.beta1),
+                               .correction2 = correction(config_.beta2),
+                               .grad_scale = grad_scale,
+                               .coupled = config_.kind == OptimizerConfig::Kind::kAdam,
+                               .moments = config_.moments,
+                               .seed = seed_,
+                               .step = step};
+    with_state([&](std::span<const UpdateRun> runs) { adamw(ctx, adamw_step, runs); });
     for (const ParameterSlice& slice : slices_) {
       if (slice.whole()) slice.parameter->bf16_copy_is_current = true;
     }
@@ -199,8 +197,7 @@ class RunOptimizer final : public Optimizer {
       const TensorSpec spec{state_type(config_),
                             slice.whole() ? parameter.value.shape() : Shape{slice.count}};
       for (std::size_t kind = 0; kind < kinds.size(); ++kind) {
-        result.push_back(
-            {parameter.name, kinds[kind], {state_[kind].data() + offset, spec}, slice.first});
+        result.push_back({parameter.name, kinds[kind], {state_[kind] + offset, spec}, slice.first});
       }
       offset += state_bytes(config_, padded_floats(slice.count));
     }
@@ -208,11 +205,63 @@ class RunOptimizer final : public Optimizer {
   }
 
  private:
+  void allocate(const DeviceMemory& memory) {
+    const Stream stream(memory.device());
+    for (std::size_t i = 0; i < kinds_of(config_).size(); ++i) {
+      memory_.push_back(memory.allocate(bytes_));
+      state_.push_back(memory_.back().data());
+      fill_zero_async(state_.back(), bytes_, stream.view());
+    }
+    stream.view().synchronize();
+  }
+
+  // Calls update(runs) for all runs whose state is in memory, until all have been.
+  template <typename Update>
+  void with_state(const Update& update) {
+    if (pieces_ == nullptr || state_.empty()) return update(runs_);
+    pieces_->visit(first_, first_ + bytes_,
+                   [&](std::size_t begin, std::size_t end, std::span<std::byte* const> memory) {
+                     cut_runs(begin - first_, end - first_, memory);
+                     update(part_);
+                   });
+  }
+
+  // Makes part_ of what `memory` has of the state: bytes `begin` to `end` of this one's vectors.
+  void cut_runs(std::size_t begin, std::size_t end, std::span<std::byte* const> memory) {
+    const std::size_t size = size_of(state_type(config_));
+    const auto offset = [&](const UpdateRun& run) {
+      return static_cast<std::size_t>(static_cast<std::byte*>(run.first) - state_.front());
+    };
+    part_.clear();
+    auto run = std::ranges::upper_bound(runs_, begin, {}, [&](const UpdateRun& each) {
+      return offset(each) + static_cast<std::size_t>(each.count) * size;
+    });
+    for (; run != runs_.end() && offset(*run) < end; ++run) {
+      const std::size_t from = std::max(begin, offset(*run));
+      const std::size_t to =
+          std::min(end, offset(*run) + static_cast<std::size_t>(run->count) * size);
+      const auto before = static_cast<std::int64_t>((from - offset(*run)) / size);
+      UpdateRun& part = part_.emplace_back(*run);
+      part.value += before;
+      part.grad += before;
+      part.first = memory[0] + (from - begin);
+      if (part.second != nullptr) part.second = memory[1] + (from - begin);
+      part.count = static_cast<std::int64_t>((to - from) / size);
+      part.element += static_cast<std::uint64_t>(before);
+      if (part.bf16_copy != nullptr) part.bf16_copy += before;
+    }
+  }
+
   OptimizerConfig config_;
   std::uint64_t seed_;
   std::vector<ParameterSlice> slices_;
-  std::vector<UpdateRun> runs_;
-  std::vector<Buffer> state_;  // a zeroed vector per kind, with a part per slice
+  std::vector<UpdateRun> runs_;    // by their places in the state
+  std::size_t bytes_ = 0;          // of each vector
+  std::vector<std::byte*> state_;  // [kind] a vector, zeroed at first, with a part per slice
+  std::vector<Buffer> memory_;     // that has it
+  StatePieces* pieces_;            // or else this does, from first_ on
+  std::size_t first_ = 0;
+  std::vector<UpdateRun> part_;  // cut_runs()
 };
 
 void require_numbers(const OptimizerConfig& config) {
@@ -247,9 +296,10 @@ void require_sensible(const OptimizerConfig& config) {
 
 std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
                                           std::span<const ParameterSlice> slices,
-                                          const DeviceMemory& memory, std::uint64_t seed) {
+                                          const DeviceMemory& memory, std::uint64_t seed,
+                                          StatePieces* pieces) {
   require_sensible(config);
-  return std::make_unique<RunOptimizer>(config, slices, memory, seed);
+  return std::make_unique<RunOptimizer>(config, slices, memory, seed, pieces);
 }
 
 std::vector<ParameterSlice> whole_slices(std::span<Parameter* const> parameters) {
@@ -260,8 +310,10 @@ std::vector<ParameterSlice> whole_slices(std::span<Parameter* const> parameters)
   return slices;
 }
 
+std::size_t state_kinds(const OptimizerConfig& config) { return kinds_of(config).size(); }
+
 std::size_t state_bytes_per_element(const OptimizerConfig& config) {
-  return kinds_of(config).size() * size_of(state_type(config));
+  return state_kinds(config) * size_of(state_type(config));
 }
 
 std::size_t optimizer_bytes(const OptimizerConfig& config, std::int64_t elements) {

@@ -205,15 +205,17 @@ def slow_writer(setup):
 
 # --- what is offloaded ---
 
-def offloaded(setup, call, action, split=DEEP):
-    """A disk that fails in the middle of a step: named on all ranks, nothing moved, and resumed from the last save."""
-    case = Case(setup, f"offloaded_{call}", split)
+def offloaded(setup, call, action, what="activations", nth=60):
+    """A disk that fails in the middle of a step: named on all ranks, and resumed from the last save."""
+    split = DEEP
+    case = Case(setup, f"offloaded_{what}_{call}", split)
     scratch = case.folder / "scratch"
-    options = ["--micro-batches", 6, "--offload", f"activations:disk={scratch}"]
+    options = ["--micro-batches", 6, "--offload", f"{what}:disk={scratch}"]
     job = setup.train(RANKS, *case.options(), *options,
-                      fault={"directory": scratch, "log": case.log, "call": call, "rank": 0, "nth": 60, "times": 0,
+                      fault={"directory": scratch, "log": case.log, "call": call, "rank": 0, "nth": nth, "times": 0,
                              "action": action})
-    output = job.expect(OUTPUT, re.escape(str(scratch)), f"cannot {call} ", os.strerror(getattr(errno, action)))
+    output = job.expect(OUTPUT, re.escape(str(scratch)), f"cannot {call} ", os.strerror(getattr(errno, action)),
+                        *([r"go on from the save of step \d+"] if (what, call) == ("optimizer", "write") else []))
     require(case.log.exists(), f"rank 0 did not {call}\n{output}")
     saves = case.complete()
     require(saves and saves[-1] < STEPS, f"saves {saves} are left\n{output}")
@@ -224,26 +226,34 @@ def offloaded(setup, call, action, split=DEEP):
     require(setup.digest(case.directory) == setup.digest(whole), "the digest differs from that of a run that keeps all")
 
 
-def offloaded_that_hangs(setup):
+def offloaded_that_hangs(setup, what="activations", within="0"):
     """A disk that stands still ends the job with the rank that waits for it."""
-    case = Case(setup, "offloaded_that_hangs", DEEP)
+    case = Case(setup, f"offloaded_{what}_that_hang", DEEP)
     scratch = case.folder / "scratch"
     job = setup.train(RANKS, *case.options(), "--micro-batches", 6, "--timeout", 4, "--offload",
-                      f"activations:disk={scratch}",
+                      f"{what}:disk={scratch}",
                       fault={"directory": scratch, "log": case.log, "call": "write", "rank": 0, "nth": 9,
                              "action": "sleep:60"})
-    job.expect(PEER, "rank 0 .* waits for what it offloads or fetches, in 0")
+    job.expect(PEER, f"rank 0 .* waits for what it offloads or fetches, in {within}")
 
 
-def offloaded_without_room(setup):
+def without_room(setup, what):
     """Refused before the first step: a disk that is full."""
-    case = Case(setup, "offloaded_without_room", DEEP)
+    case = Case(setup, f"{what}_without_room", DEEP)
     scratch = case.folder / "scratch"
     scratch.mkdir()
     mount("-t", "tmpfs", "-o", "size=16k", "none", scratch)
-    setup.train(RANKS, *case.options(), "--micro-batches", 6, "--offload", f"activations:disk-cached={scratch}").expect(
+    setup.train(RANKS, *case.options(), "--micro-batches", 6, "--offload", f"{what}:disk-cached={scratch}").expect(
         OUTPUT, re.escape(str(scratch)), "cannot take .* MiB", "No space left on device")
     require(not metrics_so_far(case.metrics), "it trained")
+
+
+def offloaded_without_room(setup):
+    without_room(setup, "activations")
+
+
+def optimizer_without_room(setup):
+    without_room(setup, "optimizer")
 
 
 # --- two jobs ---
@@ -361,6 +371,10 @@ CASES = {
     "offloaded_read": lambda s: offloaded(s, "read", "EIO"),
     "offloaded_that_hangs": offloaded_that_hangs,
     "offloaded_without_room": lambda s: enters_namespace(s, offloaded_without_room),
+    "optimizer_write": lambda s: offloaded(s, "write", "EIO", "optimizer", 21),
+    "optimizer_read_by_a_save": lambda s: offloaded(s, "read", "EIO", "optimizer", 5),
+    "optimizer_that_hangs": lambda s: offloaded_that_hangs(s, "optimizer", "the update of parameters"),
+    "optimizer_without_room": lambda s: enters_namespace(s, optimizer_without_room),
     "two_jobs": two_jobs,
     "stale_lock": stale_lock,
     "unshared": lambda s: enters_namespace(s, unshared),

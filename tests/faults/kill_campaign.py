@@ -36,7 +36,7 @@ LAYOUTS = ((4, ("--pipeline", "2", "--replicas", "2")), (2, ("--pipeline", "2"))
            (4, ("--pipeline", "2", "--tensor", "2", "--tensor-shards", "4")),
            (4, ("--replicas", "2", "--tensor", "2", "--shard", "optimizer")),
            (4, ("--pipeline", "4", "--partition", "1,1,0,0", "--micro-batches", "6", "--recompute", "attention",
-                "--offload", f"activations:disk={tempfile.gettempdir()}")))
+                "--offload", f"activations,optimizer:disk={tempfile.gettempdir()}")))
 CALLS = ("open", "write", "sync", "rename", "remove", "mkdir")
 LAUNCHER, HOST = -1, -2  # victims besides a rank; with the host all processes go at once
 

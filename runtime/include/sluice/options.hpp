@@ -212,10 +212,15 @@ struct PipelineOptions {
     // that wait longest for their backward leave. Every stage that keeps more has to say that this
     // may move (StageDescription::state_moves).
     To activations = To::kNowhere;
+    // The optimizer's state, on CPUs, to kDisk or kCachedDisk: an update reads, changes and writes
+    // it piece by piece. For `optimizer` of Training alone.
+    To optimizer = To::kNowhere;
     std::string directory = {};
     // [stage] How many micro-batches a stage keeps on its device in place of half; below 2: all.
     // Where so few cannot be reached, by as little more as that takes. Empty: half.
     std::vector<int> resident = {};
+    // Memory through which the optimizer's state passes, at most: 64 KiB at least.
+    std::size_t pool = std::size_t{64} << 20;
   };
 
   struct Training {

@@ -224,7 +224,8 @@ class Pipeline {
   // harm. Throws Error(kUsage) on all ranks for a name that is missing or a shape that differs;
   // then nothing changes.
   void set_state(const std::map<std::string, HostTensor>& values);
-  // Views of the optimizer's tensors of what this rank updates. Not collective.
+  // Views of the optimizer's tensors of what this rank updates. Throws Error(kUsage) where they are
+  // offloaded (PipelineOptions::Offload). Not collective.
   [[nodiscard]] std::vector<OptimizerState> optimizer_state();
 
   // [stage] StageDescription::note, the same on all ranks; empty where a stage has nothing to say.

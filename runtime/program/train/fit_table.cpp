@@ -13,6 +13,7 @@
 
 #include "comm/base/index.hpp"
 #include "runtime/layout/parameter_cut.hpp"
+#include "runtime/program/train/offload_option.hpp"
 
 namespace sluice {
 namespace {
@@ -36,6 +37,13 @@ double moved_bytes(const JobLayout& layout) {
     most = std::max(most, moved_bytes(layout, rank));
   }
   return most;
+}
+
+// Of the rank that has most of the optimizer's state there.
+double state_on_disk(const JobLayout& layout) {
+  std::size_t most = 0;
+  for (const RankMemory& each : layout.memory.ranks) most = std::max(most, each.optimizer_disk);
+  return static_cast<double>(most);
 }
 
 // What the rank that gathers most gets of parameters in a step beside what an update sends.
@@ -67,6 +75,11 @@ double share_again(const TransformerConfig& model) {
   return sum(recompute_costs(model)) / (3 * sum(layer_costs(model)));  // forward, I, W
 }
 
+// What leaves beside what is given.
+struct Leaves {
+  bool activations = false, optimizer = false;
+};
+
 class FitTable {
  public:
   FitTable(const TransformerConfig& model, const PipelineOptions& options, const JobLayout& given,
@@ -83,27 +96,42 @@ class FitTable {
     }
     add("as given", given_, "");
     const std::vector<ShardLevel> shards = levels();
-    const bool offloads = options_.offload.activations == OffloadTo::kNowhere && waits();
+    const Leaves leaves{
+        .activations = options_.offload.activations == OffloadTo::kNowhere && waits(),
+        .optimizer = options_.offload.optimizer == OffloadTo::kNowhere && has_much_state()};
+    const bool offloads = leaves.activations || leaves.optimizer;
     const bool recomputes =
         std::ranges::all_of(model_.recompute_blocks,
                             [](Recompute each) { return each == Recompute::kNone; }) &&
         model_.recompute == Recompute::kNone;
     const ShardLevel as_given = options_.shape.shard;
-    for (const ShardLevel level : shards) plan(level, false, Recompute::kNone);
-    if (offloads) plan(as_given, true, Recompute::kNone);
+    for (const ShardLevel level : shards) plan(level, {}, Recompute::kNone);
+    if (leaves.activations) plan(as_given, {.activations = true}, Recompute::kNone);
+    if (leaves.optimizer) plan(as_given, {.optimizer = true}, Recompute::kNone);
     if (recomputes) {
-      plan(as_given, false, Recompute::kAttention);
-      plan(as_given, false, Recompute::kBlock);
+      plan(as_given, {}, Recompute::kAttention);
+      plan(as_given, {}, Recompute::kBlock);
     }
     const Recompute most = recomputes ? Recompute::kBlock : Recompute::kNone;
     if (offloads || recomputes) {
-      for (const ShardLevel level : shards) plan(level, offloads, most);
+      for (const ShardLevel level : shards) plan(level, leaves, most);
     }
-    if (shards.empty() && offloads && recomputes) plan(as_given, true, most);
+    if (shards.empty() && leaves.activations + leaves.optimizer + recomputes > 1)
+      plan(as_given, leaves, most);
     return rows_ > 1 ? text_ : "";
   }
 
  private:
+  // Whether a rank has more of the optimizer's state than offloading it takes, and all could.
+  [[nodiscard]] bool has_much_state() const {
+    return std::ranges::any_of(
+               given_.memory.ranks,
+               [&](const RankMemory& each) { return each.optimizer > options_.offload.pool; }) &&
+           std::ranges::all_of(given_.place.devices, [](const RankDevice& each) {
+             return each.device.kind == DeviceKind::kCpu;
+           });
+  }
+
   // Whether a stage has more micro-batches in flight than stay.
   [[nodiscard]] bool waits() const {
     for (int stage = 0; stage < given_.plans.num_stages(); ++stage) {
@@ -130,7 +158,18 @@ class FitTable {
     return all;
   }
 
-  void plan(ShardLevel shards, bool offloads, Recompute recompute) {
+  // Adds what leaves to the options, and says how the program is told.
+  [[nodiscard]] std::string offload(const Leaves& leaves, PipelineOptions::Offload& to) const {
+    const bool on_gpus = std::ranges::all_of(given_.place.devices, [](const RankDevice& each) {
+      return each.device.kind != DeviceKind::kCpu;
+    });
+    if (leaves.activations) to.activations = on_gpus ? OffloadTo::kHost : OffloadTo::kDisk;
+    if (leaves.optimizer) to.optimizer = OffloadTo::kDisk;
+    if (to.directory.empty() && !(on_gpus && !leaves.optimizer)) to.directory = "DIR";
+    return "--offload " + text_of(to);
+  }
+
+  void plan(ShardLevel shards, const Leaves& leaves, Recompute recompute) {
     TransformerConfig model = model_;
     PipelineOptions options = options_;
     std::string names, costs;
@@ -141,13 +180,8 @@ class FitTable {
     if (shards != options_.shape.shard) {
       append(names, " ", fmt::format("--shard {}", name_of(shards)));
     }
-    const bool on_gpus = std::ranges::all_of(given_.place.devices, [](const RankDevice& each) {
-      return each.device.kind != DeviceKind::kCpu;
-    });
-    if (offloads) {
-      options.offload = {.activations = on_gpus ? OffloadTo::kHost : OffloadTo::kDisk,
-                         .directory = on_gpus ? "" : "DIR"};
-      append(names, " ", on_gpus ? "--offload activations:host" : "--offload activations:disk=DIR");
+    if (leaves.activations || leaves.optimizer) {
+      append(names, " ", offload(leaves, options.offload));
     }
     if (recompute != Recompute::kNone) {
       model.recompute = recompute;
@@ -162,8 +196,12 @@ class FitTable {
                  ? "no more bytes over the network"
                  : fmt::format("{:.1f} MiB more to a rank a step", mebi(gathered_bytes(layout))));
     }
-    if (offloads) {
+    if (leaves.activations) {
       append(costs, "; ", fmt::format("{:.1f} MiB out and back a step", mebi(moved_bytes(layout))));
+    }
+    if (leaves.optimizer) {
+      append(costs, "; ",
+             fmt::format("{:.1f} MiB read and written an update", mebi(state_on_disk(layout))));
     }
     if (recompute != Recompute::kNone) {
       append(costs, "; ", fmt::format("{:.1f} % more operations", 100 * share_again(model)));

@@ -23,6 +23,7 @@
 #include "runtime/models/model_config.hpp"
 #include "runtime/program/explore/schedule_costs.hpp"
 #include "runtime/program/explore/schedule_report.hpp"
+#include "runtime/program/train/offload_option.hpp"
 
 namespace sluice {
 namespace {
@@ -288,36 +289,14 @@ void add_costs(OptionTable& table, TrainOptions& options) {
       .mark(kOneRun);
 }
 
-PipelineOptions::Offload parse_offload(const std::string& text) {
-  using To = PipelineOptions::Offload::To;
-  if (text == "none") return {};
-  if (text == "activations:host") return {.activations = To::kHost};
-  for (const auto& [begin, to] : {std::pair("activations:disk=", To::kDisk),
-                                  std::pair("activations:disk-cached=", To::kCachedDisk)}) {
-    const std::string_view place = begin;
-    if (text.starts_with(place) && text.size() > place.size()) {
-      return {.activations = to, .directory = text.substr(place.size())};
-    }
-  }
-  throw_usage(
-      "option --offload: '{}' is not legal; legal are none, activations:host on GPUs, and "
-      "activations:disk=DIR or activations:disk-cached=DIR",
-      text);
-}
-
-std::string text_of(const PipelineOptions::Offload& offload) {
-  constexpr const char* kTexts[] = {"none", "activations:host",
-                                    "activations:disk=", "activations:disk-cached="};
-  return kTexts[static_cast<int>(offload.activations)] + offload.directory;
-}
-
 void add_offload(OptionTable& table, PipelineOptions::Offload& offload) {
   table
       .add_parsed(
           "offload", "WHAT:WHERE",
-          "what leaves the device between its uses: none, or activations, of which each stage then "
-          "keeps half, or with --recompute auto what takes least time; to host (of a GPU), "
-          "disk=DIR, or disk-cached=DIR through the page cache; changes no bit",
+          "what leaves the device between its uses: none; activations, of which each stage then "
+          "keeps half, or with --recompute auto what takes least time; the optimizer's state, on "
+          "CPUs; or activations,optimizer; to host (of a GPU, activations), disk=DIR, or "
+          "disk-cached=DIR through the page cache; changes no bit",
           [&](const std::string& text) { offload = parse_offload(text); },
           [&] { return text_of(offload); })
       .mark(kLayout | kListedLater);

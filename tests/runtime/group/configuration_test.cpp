@@ -182,7 +182,9 @@ TEST(ConfigurationTest, RanksCompareEveryFieldOfTheOptions) {
   expect_compared<Options::Offload>(
       [](auto& o) -> auto& { return o.offload; },
       {[](auto& o) { o.activations = Options::Offload::To::kHost; },
-       [](auto& o) { o.directory = "other"; }, [](auto& o) { o.resident = {2}; }});
+       [](auto& o) { o.optimizer = Options::Offload::To::kDisk; },
+       [](auto& o) { o.directory = "other"; }, [](auto& o) { o.resident = {2}; },
+       [](auto& o) { o.pool = 1 << 20; }});
   expect_compared<Options::Shape>(
       [](auto& o) -> auto& { return o.shape; },
       {[](auto& o) { o.pipeline = 2; }, [](auto& o) { o.replicas = 2; },

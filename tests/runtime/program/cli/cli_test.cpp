@@ -551,6 +551,16 @@ TEST_F(CliTest, ADryRunListsWhatMakesATrainingFit) {
   EXPECT_LT(row(given.out, all), row(given.out, "--shard optimizer" + rest));
   EXPECT_LT(row(given.out, "--shard optimizer" + rest), least);
   EXPECT_THAT(sluice(job + all).out, Not(HasSubstr("as given")));
+  EXPECT_THAT(given.out, Not(HasSubstr("optimizer:disk"))) << "which takes more than it has";
+  // With more state than the memory through which it passes.
+  const std::string wide = job + "--width 1024 --heads 16 ";
+  const std::string more = sluice(wide).out, state = "--offload optimizer:disk=DIR";
+  EXPECT_LT(row(more, state), row(more, "as given"));
+  EXPECT_EQ(row(more, state), row(sluice(wide + state).out, "as given"));
+  EXPECT_LT(row(more,
+                "--shard parameters --offload activations,optimizer:disk=DIR "
+                "--recompute block"),
+            row(more, state));
   // What does not fit is refused after the list.
   expect_refusal_after_list(sluice(job + "--memory 1M"), 2, "option --memory: 1.0 MiB a rank");
   expect_refusal_after_list(sluice(small("--dry-run --vocabulary 16777216 --width 65536")), 10,

@@ -13,6 +13,7 @@
 
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/program/options/option_table.hpp"
+#include "runtime/program/train/offload_option.hpp"
 #include "runtime/program/train/train_options.hpp"
 #include "tests/runtime/expect_error.hpp"
 
@@ -172,6 +173,38 @@ TEST(OptionsTest, RecomputesBlockByBlock) {
         << part;
   }
   EXPECT_THAT(refused(""), HasSubstr("none, attention, block"));
+}
+
+TEST(OptionsTest, OffloadsWhatIsNamedToWhereIsNamed) {
+  using To = PipelineOptions::Offload::To;
+  const auto parsed = [](const std::string& text) {
+    return parse({"--offload", text}).pipeline.offload;
+  };
+  EXPECT_EQ(parsed("none").activations, To::kNowhere);
+  EXPECT_EQ(parsed("activations:host").activations, To::kHost);
+  const PipelineOptions::Offload one = parsed("optimizer:disk=a,b/c,");
+  EXPECT_EQ(one.optimizer, To::kDisk);
+  EXPECT_EQ(one.activations, To::kNowhere);
+  EXPECT_EQ(one.directory, "a,b/c,");
+  const PipelineOptions::Offload two = parsed("activations:host,optimizer:disk-cached=x");
+  EXPECT_EQ(two.activations, To::kHost);
+  EXPECT_EQ(two.optimizer, To::kCachedDisk);
+  EXPECT_EQ(two.directory, "x");
+  EXPECT_EQ(text_of(two), "activations:host,optimizer:disk-cached=x");
+  EXPECT_EQ(text_of(parsed("optimizer:disk=y,activations:disk=y")), "activations,optimizer:disk=y");
+  EXPECT_EQ(text_of(parsed("activations,optimizer:disk=y")), "activations,optimizer:disk=y");
+  for (const auto& [text, why] : std::vector<std::pair<std::string, std::string>>{
+           {"weights:disk=a", "is not legal"},
+           {"optimizer:disk=", "is not legal"},
+           {"optimizer:tape=a", "is not legal"},
+           {"optimizer", "is not legal"},
+           {"activations,optimizer,", "is not legal"},
+           {"optimizer:disk=a,optimizer:disk=a", "names something twice"},
+           {"activations,activations:disk=a", "names something twice"},
+           {"activations:disk=a,optimizer:disk=b", "names two directories"}}) {
+    EXPECT_THAT(refusal({"--offload", text}),
+                AllOf(HasSubstr("--offload: '" + text + "' " + why), HasSubstr("legal are none")));
+  }
 }
 
 TEST(OptionsTest, MemoryIsInBytesOrUnitsOf1024) {
