@@ -80,6 +80,23 @@ class WholeValues {
   std::size_t next_ = 0;
 };
 
+// Reads so many bytes of offloaded state; once it has, the next update may change them.
+class OffloadedBytes {
+ public:
+  OffloadedBytes(OffloadedState& state, std::size_t bytes)
+      : access_(std::in_place, state, OffloadedState::Access::Use::kReads), left_(bytes) {}
+  void read(const std::byte* address, std::span<std::byte> into) {
+    if (into.empty()) return;
+    access_->read(address, into);
+    left_ -= into.size();
+    if (left_ == 0) access_.reset();
+  }
+
+ private:
+  std::optional<OffloadedState::Access> access_;
+  std::size_t left_;
+};
+
 }  // namespace
 
 struct Checkpointer::Impl {
@@ -120,10 +137,9 @@ struct Checkpointer::Impl {
   struct ShareTensors {
     std::vector<SaveTensor> model, optimizer;
   };
-  using StateAccess = std::shared_ptr<OffloadedState::Access>;
-  // `state` has what is offloaded; null: nothing is.
-  [[nodiscard]] ShareTensors share_tensors(const StateAccess& state) const;
-  void write_share(std::uint64_t step, StateAccess state);
+  // `state` reads what is offloaded; null: nothing is.
+  [[nodiscard]] ShareTensors share_tensors(const std::shared_ptr<OffloadedBytes>& state) const;
+  void write_share(std::uint64_t step, const std::shared_ptr<OffloadedBytes>& state);
   void gather_facts();
   void publish();
   // Moves on by one phase; requires that the writers of all ranks are done.
@@ -528,10 +544,12 @@ void Checkpointer::Impl::begin() {
     WholeValues values(pipeline);
     snapshot.take(taken, [&](const TakenTensor& next) { values.reach(next.name); });
     values.end();
-    StateAccess offloaded_state;
-    if (!offloaded.empty()) {  // the next update waits until it is written
-      offloaded_state = std::make_shared<OffloadedState::Access>(
-          *PipelineAccess::offloaded_state(pipeline), OffloadedState::Access::Use::kReads);
+    std::shared_ptr<OffloadedBytes> offloaded_state;
+    if (!offloaded.empty()) {
+      std::size_t bytes = 0;
+      for (const NamedTensor& each : offloaded) bytes += each.tensor.spec.bytes();
+      offloaded_state =
+          std::make_shared<OffloadedBytes>(*PipelineAccess::offloaded_state(pipeline), bytes);
     }
     state = {};
     const std::string name = fmt::format("{} {}", run, sequence);
@@ -541,19 +559,18 @@ void Checkpointer::Impl::begin() {
     state.step = step;
     state.weights_only = options.weights_only;
     state.time = utc_text(std::time(nullptr), "%Y-%m-%dT%H:%M:%SZ");
-    writer.start([this, step, offloaded_state = std::move(offloaded_state)]() mutable {
-      write_share(step, std::move(offloaded_state));
-    });
+    writer.start([this, step, offloaded_state] { write_share(step, offloaded_state); });
   });
   saved_step = step;
   last_begin = Clock::now();
 }
 
 // On the writer's thread.
-void Checkpointer::Impl::write_share(std::uint64_t step, StateAccess offloaded_state) {
+void Checkpointer::Impl::write_share(std::uint64_t step,
+                                     const std::shared_ptr<OffloadedBytes>& offloaded_state) {
   const std::map<std::string, std::string> metadata = {
       {"format", "pt"}, {"step", std::to_string(step)}, {"save", state.save}};
-  ShareTensors share = share_tensors(offloaded_state);
+  const ShareTensors share = share_tensors(offloaded_state);
   if (!share.model.empty()) {
     write_save_file(partial, model_parts.file_name("model", rank), share.model, metadata, state);
   }
@@ -561,8 +578,6 @@ void Checkpointer::Impl::write_share(std::uint64_t step, StateAccess offloaded_s
     write_save_file(partial, optimizer_parts.file_name("optimizer", rank), share.optimizer,
                     metadata, state);
   }
-  share = {};
-  offloaded_state.reset();
   if (!states.tensors().empty()) {
     std::vector<SaveTensor> user;
     for (const NamedTensor& named : states.tensors()) user.push_back(save_tensor(named));
@@ -572,7 +587,7 @@ void Checkpointer::Impl::write_share(std::uint64_t step, StateAccess offloaded_s
 
 // The copies as they go into files.
 Checkpointer::Impl::ShareTensors Checkpointer::Impl::share_tensors(
-    const StateAccess& offloaded_state) const {
+    const std::shared_ptr<OffloadedBytes>& offloaded_state) const {
   ShareTensors share;
   std::size_t index = 0;
   for (const NamedTensor& copy : snapshot.tensors()) {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What makes a model fit costs and saves, in turns in one run; medians of the turns' ratios.
 
-    python3 tests/benchmarks/fit_turns.py build/release [--rows offload,memory,recompute,both] [--width 512] [--rounds 3]
+    python3 tests/benchmarks/fit_turns.py build/release [--rows offload,memory,recompute,both,state] [--width 512] [--rounds 3]
 
 Each row trains a GPT-2 of `--layers` blocks over `--ranks` ranks of `1f1b` with `--tokens` tokens a micro-batch:
   offload    activations that leave to a file in `--directory` (or through the page cache, `--cached`) against a run that
@@ -11,17 +11,21 @@ Each row trains a GPT-2 of `--layers` blocks over `--ranks` ranks of `1f1b` with
   recompute  `--recompute auto` where rank 0 has 60 % of its activations, and every setting of all blocks and of the
              first ones that fits as well: seconds of a step over the least of all
   both       the same where activations may also leave, with each setting, to a file
+  state      the optimizer's state in a file against a run that has it in memory, with as many micro-batches as make that
+             one's step 10 and 5 times as long as the disk takes to read and write all of it once (dd)
 """
 
 import argparse
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 
 from turns import Runs, ratio
 
-ROWS = ("offload", "memory", "recompute", "both")
+ROWS = ("offload", "memory", "recompute", "both", "state")
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("build")
 PARSER.add_argument("--rows", default=",".join(ROWS))
@@ -36,12 +40,12 @@ PARSER.add_argument("--steps", type=int, default=4, help="of a turn, after one t
 PARSER.add_argument("--directory", help="of what is offloaded; by default a temporary one")
 PARSER.add_argument("--cached", action="store_true", help="offload through the page cache")
 OPTIONS = PARSER.parse_args()
-ACTIVATIONS, TOTAL = 3, 8  # columns of the plan
+OPTIMIZER, ACTIVATIONS, TOTAL = 2, 3, 8  # columns of the plan
 
 
-def offload(runs):
+def offload(runs, what="activations"):
     directory = OPTIONS.directory or runs.directory / "offloaded"
-    return ["--offload", f"activations:disk{'-cached' if OPTIONS.cached else ''}={directory}"]
+    return ["--offload", f"{what}:disk{'-cached' if OPTIONS.cached else ''}={directory}"]
 
 
 def plan(runs, *words):
@@ -96,6 +100,36 @@ def row_recompute(runs, *leaves):
 
 def row_both(runs):
     return row_recompute(runs, *offload(runs))
+
+
+def disk_seconds(runs, mebibytes):
+    """Of writing so much past the page cache, and of reading it."""
+    file, seconds = runs.directory / "disk", []
+    for words in ((f"of={file}", "if=/dev/zero", "oflag=direct"), (f"if={file}", "of=/dev/null", "iflag=direct")):
+        start = time.monotonic()
+        subprocess.run(["dd", "bs=4M", f"count={max(1, round(mebibytes / 4))}", *words], check=True, capture_output=True)
+        seconds.append(time.monotonic() - start)
+    file.unlink()
+    return seconds
+
+
+def row_state(runs):
+    state = plan(runs, *offload(runs, "optimizer"))
+    text = (runs.directory / "plan.log").read_text()
+    size = OPTIONS.ranks * float(re.search(r"optimizer's state, at most ([\d.]+) MiB", text)[1])
+    one, two = (runs.train(OPTIONS.width, OPTIONS.ranks, "--micro-batches", count) for count in (1, 2))
+    texts = []
+    for times in (10, 5):
+        disk = [disk_seconds(runs, size)]
+        count = max(1, round((times * sum(disk[0]) - one) / (two - one)) + 1)
+        rounds = runs.in_turns([lambda words=words: runs.train(OPTIONS.width, OPTIONS.ranks, "--micro-batches", count, *words)
+                                for words in ([], offload(runs, "optimizer"))])
+        disk.append(disk_seconds(runs, size))
+        written, read = (statistics.mean(each) for each in zip(*disk))
+        step = statistics.median(each[0] for each in rounds)
+        texts.append(f"{count} micro-batches, step {step:.3f} s, {step / (written + read):.1f} times one read and write of the "
+                     f"state ({read:.2f} and {written:.2f} s); with a file x {ratio(rounds, 1, 0):.3f}")
+    return f"{size:.0f} MiB of state through {state[0][OPTIMIZER]:.0f} MiB a rank; " + "; ".join(texts)
 
 
 def main():

@@ -198,7 +198,7 @@ TEST(OptionsTest, OffloadsWhatIsNamedToWhereIsNamed) {
            {"optimizer:disk=", "is not legal"},
            {"optimizer:tape=a", "is not legal"},
            {"optimizer", "is not legal"},
-           {"activations,optimizer,", "is not legal"},
+           {"activations,optimizer,", "names no place"},
            {"optimizer:disk=a,optimizer:disk=a", "names something twice"},
            {"activations,activations:disk=a", "names something twice"},
            {"activations:disk=a,optimizer:disk=b", "names two directories"}}) {
