@@ -148,13 +148,6 @@ class MemorySum {
       tables = std::max(tables, entry.table_bytes);
     }
     if (!training.inference) add_gradients(optimizer);
-    if (offloads_optimizer()) {
-      const auto sizes =
-          OffloadedState::Sizes::of(training.optimizer, memory_.optimizer, options_.offload.pool);
-      memory_.optimizer = sizes.memory();
-      memory_.optimizer_disk = sizes.disk();
-      state_access_ = sizes.access();
-    }
     if (sharded) add_sharded();
     memory_.operators =
         sum_of_bytes({padded(operator_bytes_), padded(tables), library_bytes(device_)});
@@ -254,6 +247,16 @@ class MemorySum {
   }
 
  private:
+  // `bytes`: of the state of the replica that has most.
+  void add_optimizer(std::size_t bytes) {
+    memory_.optimizer = bytes;
+    if (!offloads_optimizer()) return;
+    const auto sizes =
+        OffloadedState::Sizes::of(options_.training.optimizer, bytes, options_.offload.pool);
+    memory_.optimizer = sizes.memory();
+    memory_.optimizer_disk = sizes.disk();
+    state_access_ = sizes.access();
+  }
   [[nodiscard]] bool offloads_optimizer() const {
     return !options_.training.inference &&
            options_.offload.optimizer != PipelineOptions::Offload::To::kNowhere;
@@ -320,7 +323,7 @@ class MemorySum {
     for (std::size_t r = 1; r < sums.size(); ++r) {
       if (optimizer[r] + sums[r] > optimizer[fullest] + sums[fullest]) fullest = r;
     }
-    memory_.optimizer = optimizer[fullest];
+    add_optimizer(optimizer[fullest]);
     add_bytes(memory_.gradients, sums[fullest]);
     if (!layout_.parameters.sums_each_micro_batch || device_ == DeviceKind::kCpu) {
       return add_bytes(memory_.gradients, gradient_bytes());

@@ -331,12 +331,12 @@ struct Vectors {
 };
 
 TEST_F(OffloadedStateTest, KeepsWhatUpdatesAndLoadsLeaveInEachPiece) {
-  for (const std::size_t pages : {1, 2, 9, 50}) {
+  for (const std::size_t pages : {1U, 2U, 9U, 50U}) {
     const OffloadedState::Sizes sizes{.kinds = 2, .bytes = pages * 4096 - 256, .pool = kPool};
     EXPECT_LE(sizes.memory(), kPool);
     Vectors vectors(sizes, scratch());
     for (int step = 0; step < 3; ++step) vectors.add(5);
-    for (std::size_t kind : {0, 1}) {
+    for (const std::size_t kind : {0U, 1U}) {
       EXPECT_THAT(vectors.all(kind), ::testing::Each(static_cast<std::byte>(15 * (kind + 1))));
     }
     {  // of bytes that lie in no unit wholly
