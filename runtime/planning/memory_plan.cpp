@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <ranges>
 #include <set>
 #include <string>
 #include <string_view>
@@ -551,10 +552,14 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
   using Of = SharedMemory::Of;
   for (const SharedMemory& shared : memory.shared) {
     if (shared.is_enough()) continue;
-    std::vector<std::string> tables;
+    std::map<std::string, std::vector<int>> alike;
     for (const int rank : shared.ranks) {
-      const RankMemory& planned = memory.of(topology.place_of(rank));
-      tables.push_back(fmt::format("rank {}: {}", rank, to_string(planned)));
+      alike[to_string(memory.of(topology.place_of(rank)))].push_back(rank);
+    }
+    std::map<int, std::string> tables;  // by the first of their ranks
+    for (const auto& [table, ranks] : alike) {
+      tables[ranks[0]] = fmt::format("{} {}: {}", ranks.size() == 1 ? "rank" : "each of ranks",
+                                     joined(ranks, ", "), table);
     }
     const int rank = shared.ranks.front();
     const RankDevice& first = devices[at(rank)];
@@ -567,7 +572,7 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
                             : shared.of == Of::kHost ? "the host"
                                                      : "its control group",
                             mebi(shared.available), shared.of == Of::kGpu ? " free" : "",
-                            mebi(shared.needed), joined(tables, "; "),
+                            mebi(shared.needed), joined(std::views::values(tables), "; "),
                             shared.of == Of::kGpu ? "" : " on other hosts"),
                 rank);
   }

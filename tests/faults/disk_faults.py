@@ -28,6 +28,7 @@ INSIDE = "SLUICE_FAULTS_NAMESPACE"
 SPLIT = ("--pipeline", "2", "--replicas", "2")
 SHARED = ("--pipeline", "2", "--tensor", "2")
 DEEP = ("--pipeline", "4", "--partition", "1,1,0,0")
+SHARDS = (*SPLIT, "--schedule", "gpipe", "--recompute", "block", "--shard", "parameters")
 RANKS = 4
 
 
@@ -205,10 +206,9 @@ def slow_writer(setup):
 
 # --- what is offloaded ---
 
-def offloaded(setup, call, action, what="activations", nth=60):
+def offloaded(setup, call, action, what="activations", nth=60, split=DEEP):
     """A disk that fails in the middle of a step: named on all ranks, and resumed from the last save."""
-    split = DEEP
-    case = Case(setup, f"offloaded_{what}_{call}", split)
+    case = Case(setup, f"offloaded_{what}_{call}_{len(split)}", split)
     scratch = case.folder / "scratch"
     options = ["--micro-batches", 6, "--offload", f"{what}:disk={scratch}"]
     job = setup.train(RANKS, *case.options(), *options,
@@ -224,6 +224,31 @@ def offloaded(setup, call, action, what="activations", nth=60):
     whole = case.folder / "whole"
     setup.train(RANKS, *split, "--micro-batches", 6, "--steps", STEPS, "--save", whole).expect(0)
     require(setup.digest(case.directory) == setup.digest(whole), "the digest differs from that of a run that keeps all")
+
+
+def offloaded_gone(setup):
+    """A directory that is removed after the first save: the files in it have no name and stay."""
+    case = Case(setup, "offloaded_gone", SHARDS)
+    scratch = case.folder / "scratch"
+    options = ["--micro-batches", 6, "--offload", f"activations:disk={scratch}"]
+    job = setup.train(RANKS, *case.options(), *options)
+    job.wait_for(lambda: steps_in(case.directory), "no save")
+    scratch.rmdir()
+    job.expect(0)
+    whole = case.folder / "whole"
+    setup.train(RANKS, *SPLIT, "--micro-batches", 6, "--steps", STEPS, "--save", whole).expect(0)
+    require(setup.digest(case.directory) == setup.digest(whole), "the digest differs from that of a plain run")
+
+
+def offloaded_read_only(setup):
+    """Refused before the first step: a disk that takes no file."""
+    case = Case(setup, "offloaded_read_only", SHARDS)
+    scratch = case.folder / "scratch"
+    scratch.mkdir()
+    setup.train(RANKS, *case.options(), "--micro-batches", 6, "--offload", f"activations:disk={scratch}",
+                fault={"directory": scratch, "log": case.log, "times": 0, "action": "EROFS"}).expect(
+                    OUTPUT, re.escape(str(scratch)), "Read-only file system")
+    require(not metrics_so_far(case.metrics), "it trained")
 
 
 def offloaded_that_hangs(setup, what="activations", within="0"):
@@ -369,6 +394,10 @@ CASES = {
     "slow_writer": slow_writer,
     "offloaded_write": lambda s: offloaded(s, "write", "ENOSPC"),
     "offloaded_read": lambda s: offloaded(s, "read", "EIO"),
+    "offloaded_write_of_shards": lambda s: offloaded(s, "write", "ENOSPC", split=SHARDS),
+    "offloaded_read_of_shards": lambda s: offloaded(s, "read", "EIO", split=SHARDS),
+    "offloaded_gone": offloaded_gone,
+    "offloaded_read_only": offloaded_read_only,
     "offloaded_that_hangs": offloaded_that_hangs,
     "offloaded_without_room": lambda s: enters_namespace(s, offloaded_without_room),
     "optimizer_write": lambda s: offloaded(s, "write", "EIO", "optimizer", 21),

@@ -33,6 +33,11 @@ LAYOUTS = ((4, ("--pipeline", "2", "--replicas", "2")), (2, ("--pipeline", "2"))
            (3, ("--replicas", "3", "--shard", "optimizer")), (2, ("--tensor", "2")),
            (3, ("--replicas", "3", "--shard", "parameters")),
            (4, ("--pipeline", "2", "--replicas", "2", "--shard", "parameters", "--shard-gather", "step")),
+           (4, ("--pipeline", "2", "--replicas", "2", "--shard", "parameters", "--shard-gather", "use", "--schedule", "dualpipe-v")),
+           (4, ("--pipeline", "2", "--replicas", "2", "--shard", "gradients", "--schedule", "looped-bfs")),
+           (2, ("--replicas", "2", "--shard", "parameters", "--gradient-order", "micro-batch")),
+           (4, ("--pipeline", "2", "--replicas", "2", "--schedule", "gpipe", "--shard", "parameters", "--recompute", "block",
+                "--offload", f"activations:disk-cached={tempfile.gettempdir()}")),
            (4, ("--pipeline", "2", "--tensor", "2", "--tensor-shards", "4")),
            (4, ("--replicas", "2", "--tensor", "2", "--shard", "optimizer")),
            (4, ("--pipeline", "4", "--partition", "1,1,0,0", "--micro-batches", "6", "--recompute", "attention",
@@ -200,9 +205,9 @@ def campaign():
         story += 1
         if options.story is not None:
             break
-    digests = collections.defaultdict(set)  # by number of replicas
+    digests = collections.defaultdict(set)  # by number of replicas, where that decides them
     for layout, reference in references.items():
-        if "--replicas" in layout[1] and "--tensor" not in layout[1]:
+        if "--replicas" in layout[1] and not {"--tensor", "--gradient-order"} & {*layout[1]}:
             digests[layout[1][layout[1].index("--replicas") + 1]].add(reference.digest)
     for replicas, seen in digests.items():
         if len(seen) > 1:
