@@ -47,7 +47,8 @@ PipelineOptions::Offload parse_offload(const std::string& text) {
   PipelineOptions::Offload offload;
   if (text == "none") return offload;
   std::vector<OffloadTo PipelineOptions::Offload::*> named;
-  for (std::string_view rest = text; !rest.empty();) {
+  std::string_view rest = text;
+  do {
     const auto* const what = offload_at(rest);
     if (what == nullptr) refuse_offload(text, "is not legal");
     if (offload.*(what->second) != OffloadTo::kNowhere ||
@@ -73,7 +74,7 @@ PipelineOptions::Offload parse_offload(const std::string& text) {
       refuse_offload(text, "names two directories, where one is for all");
     if (!directory.empty()) offload.directory = directory;
     rest = end == rest.npos ? std::string_view() : rest.substr(end + 1);
-  }
+  } while (!rest.empty());
   if (!named.empty()) refuse_offload(text, "names no place");
   return offload;
 }

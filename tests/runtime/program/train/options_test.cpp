@@ -194,6 +194,7 @@ TEST(OptionsTest, OffloadsWhatIsNamedToWhereIsNamed) {
   EXPECT_EQ(text_of(parsed("optimizer:disk=y,activations:disk=y")), "activations,optimizer:disk=y");
   EXPECT_EQ(text_of(parsed("activations,optimizer:disk=y")), "activations,optimizer:disk=y");
   for (const auto& [text, why] : std::vector<std::pair<std::string, std::string>>{
+           {"", "is not legal"},
            {"weights:disk=a", "is not legal"},
            {"optimizer:disk=", "is not legal"},
            {"optimizer:tape=a", "is not legal"},
