@@ -19,12 +19,14 @@
 #include <vector>
 
 #include <sluice/checkpoint.hpp>
+#include <sluice/compute.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/transformer.hpp>
 
 #include "runtime/files/sha256.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/weights/weights.hpp"
+#include "tests/allocation_counter.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
@@ -377,6 +379,24 @@ TEST_F(OffloadedStateTest, NoUpdateStartsBeforeASaveHasReadIt) {
     EXPECT_FALSE(ends.save.has_value());
   });
   EXPECT_EQ(ends.polls, 5);
+}
+
+TEST_F(OffloadedStateTest, AnUpdateAllocatesNothing) {
+  ComputeContext compute({}, 1);
+  ParameterSet set;
+  for (const char* name : {"a", "b", "c"}) set.add(name, {300, 70}, Init::normal(1));
+  set.allocate(compute.memory(), 1);
+  const OptimizerConfig config = rounded();
+  const auto sizes =
+      OffloadedState::Sizes::of(config, 3 * optimizer_bytes(config, 300 * 70), kPool);
+  EXPECT_GT(sizes.pieces(), 3 * sizes.slots());
+  OffloadedState state(sizes, {.optimizer = To::kDisk, .directory = scratch()}, nullptr, nullptr);
+  const auto optimizer =
+      make_optimizer(config, whole_slices(set.all()), compute.memory(), 1, &state);
+  optimizer->update(compute, 1, 0.1F, 1);
+  const std::size_t before = allocations_of_this_thread();
+  for (std::uint64_t step = 2; step < 5; ++step) optimizer->update(compute, step, 0.1F, 1);
+  EXPECT_EQ(allocations_of_this_thread(), before);
 }
 
 TEST_F(OffloadedStateTest, NoPieceIsReadOrWrittenWhereAllAreZeros) {
