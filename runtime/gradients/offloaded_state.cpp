@@ -140,11 +140,18 @@ void OffloadedState::ask(Slot& slot, std::size_t writes, std::size_t reads) {
 }
 
 void OffloadedState::run(const std::stop_token& stop) {
+  // What it reads is written first.
+  const auto waits = [&](const Slot& slot) {
+    return slot.reads != kNone && std::ranges::any_of(slots_, [&](const Slot& each) {
+             return each.state != Slot::State::kIdle && each.order < slot.order &&
+                    each.writes == slot.reads;
+           });
+  };
   // The one that was asked first, whose content is needed first.
   const auto next = [&]() -> Slot* {
     Slot* first = nullptr;
     for (Slot& each : slots_) {
-      if (each.state != Slot::State::kAsked) continue;
+      if (each.state != Slot::State::kAsked || waits(each)) continue;
       if (first == nullptr || each.order < first->order) first = &each;
     }
     return first;
@@ -158,6 +165,7 @@ void OffloadedState::run(const std::stop_token& stop) {
       make(slot);
       lock.lock();
       slot.state = Slot::State::kIdle;
+      more_.notify_all();  // who waits for what it wrote
     }
   } catch (...) {
     const std::unique_lock lock(mutex_);

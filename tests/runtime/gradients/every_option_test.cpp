@@ -76,6 +76,7 @@ enum Shards {
   kInGroups
 };
 enum Recomputes { kNothing, kAttentions, kBlocks, kFirstBlocks, kWhatFits };
+enum Offloads { kStays, kActivations, kCachedActivations, kOptimizerState, kBoth };
 enum Optimizers { kAdam, kAdamBf16, kSgd, kOwn };
 constexpr int kOneShard = 0;  // of kTensor
 
@@ -99,7 +100,7 @@ const std::vector<std::vector<std::string>>& names() {
         {"none", "optimizer", "gradients", "parameters per use", "parameters per step",
          "parameters in groups"},
         schedules,
-        {"none", "disk", "disk-cached"},
+        {"none", "disk", "disk-cached", "optimizer", "both"},
         {"none", "attention", "block", "block,attention,none", "auto"},
         {"dealt", "whole"},
         {"gpt2", "llama", "qwen3"},
@@ -145,6 +146,7 @@ bool is_legal(const Values& of) {
   if (of[kShard] == kInGroups && ((replicas != 0 && replicas != 4) || (parts != 0 && parts != 4))) {
     return false;
   }
+  if (of[kOptimizer] == kOwn && of[kOffload] >= kOptimizerState) return false;
   const bool one_each = replicas == 0 || parts == 0 || replicas == parts;
   if (of[kCalls] == kAccumulated && !one_each) return false;
   if (of[kOrder] != kMicroBatchOrder) return true;
@@ -226,9 +228,11 @@ PipelineOptions options_of(const Values& of) {
   if (of[kShard] == kGatheredPerStep) options.shape.shard_gather = ShardGather::kStep;
   options.order.schedule = names()[kSchedule][at(of[kSchedule])];
   using enum PipelineOptions::Offload::To;
-  constexpr std::array kPlaces = {kNowhere, kDisk, kCachedDisk};
+  constexpr std::array kPlaces = {kNowhere, kDisk, kCachedDisk, kNowhere, kDisk};
   options.offload.activations = kPlaces.at(at(of[kOffload]));
-  if (of[kOffload] != 0) options.offload.directory = std::filesystem::temp_directory_path();
+  if (of[kOffload] >= kOptimizerState) options.offload.optimizer = kDisk;
+  options.offload.pool = std::size_t{64} << 10;  // several pieces
+  if (of[kOffload] != kStays) options.offload.directory = std::filesystem::temp_directory_path();
   set_training(of, options.training);
   options.checks.replicas_every = 1;
   return options;
@@ -373,8 +377,9 @@ TEST(EveryOptionTest, WhatIsNotCoveredIsRefused) {
     apart.emplace(factors.at(0), factors.at(1));
   }
   const std::set<std::pair<int, int>> expected = {
-      {kReplicas, kVirtual}, {kReplicas, kOrder}, {kReplicas, kShard}, {kVirtual, kShard},
-      {kVirtual, kOrder},    {kTensor, kOrder},   {kOrder, kCalls},    {kOrder, kShard}};
+      {kReplicas, kVirtual}, {kReplicas, kOrder}, {kReplicas, kShard},
+      {kVirtual, kShard},    {kVirtual, kOrder},  {kTensor, kOrder},
+      {kOrder, kCalls},      {kOrder, kShard},    {kOffload, kOptimizer}};
   EXPECT_EQ(apart, expected);
 }
 

@@ -5,9 +5,11 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -31,6 +33,17 @@
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #include "tests/runtime/temporary_directory.hpp"
+
+namespace {
+std::atomic<bool> slow_writes = false;  // every third
+std::atomic<int> writes = 0;
+}  // namespace
+
+// In place of the C library's.
+extern "C" ssize_t pwrite(int file, const void* bytes, std::size_t count, off_t offset) {
+  if (slow_writes && writes++ % 3 == 0) usleep(2000);
+  return syscall(SYS_pwrite64, file, bytes, count, offset);
+}
 
 namespace sluice::testing {
 namespace {
@@ -354,6 +367,19 @@ TEST_F(OffloadedStateTest, KeepsWhatUpdatesAndLoadsLeaveInEachPiece) {
       const bool loaded = i >= 300 && i < vectors.bytes - 400;
       ASSERT_EQ(second[i], loaded ? std::byte{3} : std::byte{32}) << i;
     }
+  }
+}
+
+// Of five pieces four are in memory: a piece is read as soon as it is written.
+TEST_F(OffloadedStateTest, NoPieceIsReadBeforeItIsWritten) {
+  const OffloadedState::Sizes sizes{.kinds = 2, .bytes = 9 * 4096, .pool = kPool};
+  ASSERT_EQ(sizes.pieces(), sizes.slots() + 1);
+  Vectors vectors(sizes, scratch());
+  slow_writes = true;
+  for (int step = 0; step < 10; ++step) vectors.add(3);
+  slow_writes = false;
+  for (const std::size_t kind : {0U, 1U}) {
+    EXPECT_THAT(vectors.all(kind), ::testing::Each(static_cast<std::byte>(30 * (kind + 1))));
   }
 }
 

@@ -463,6 +463,18 @@ TEST_F(DeviceRefusalTest, NcclNeedsAGpuAtBothEnds) {
       << said;
 }
 
+TEST_F(DeviceRefusalTest, TheOptimizersStateOfAGpuIsNotOffloaded) {
+  SLUICE_NEED_A_GPU();
+  const std::string said =
+      refusal(2, {.pipeline = 2,
+                  .devices = "cpu,cuda:0",
+                  .offload = {.optimizer = PipelineOptions::Offload::To::kDisk,
+                              .directory = std::filesystem::temp_directory_path()}});
+  EXPECT_NE(said.find("the optimizer's state of cuda:0 on "), std::string::npos) << said;
+  EXPECT_NE(said.find("cannot be offloaded; legal: ranks on CPUs alone"), std::string::npos)
+      << said;
+}
+
 TEST_F(DeviceRefusalTest, TwoRanksOnOneGpuCannotUseNccl) {
   SLUICE_NEED_A_GPU();
   const std::string said =
