@@ -12,7 +12,7 @@ Each row trains a GPT-2 of `--layers` blocks over `--ranks` ranks of `1f1b` with
              first ones that fits as well: seconds of a step over the least of all
   both       the same where activations may also leave, with each setting, to a file
   state      the optimizer's state in a file against a run that has it in memory, with as many micro-batches as make that
-             one's step 10 and 5 times as long as the disk takes to read and write all of it once (dd)
+             one's step `--times` as long as the disk takes to read and write all of it once (dd)
 """
 
 import argparse
@@ -37,6 +37,7 @@ PARSER.add_argument("--tokens", type=int, default=1024, help="of a micro-batch")
 PARSER.add_argument("--micro-batches", type=int, default=8)
 PARSER.add_argument("--rounds", type=int, default=5)
 PARSER.add_argument("--steps", type=int, default=4, help="of a turn, after one that does not count")
+PARSER.add_argument("--times", default="10,5", help="lengths of a step of the row state")
 PARSER.add_argument("--directory", help="of what is offloaded; by default a temporary one")
 PARSER.add_argument("--cached", action="store_true", help="offload through the page cache")
 OPTIONS = PARSER.parse_args()
@@ -119,7 +120,7 @@ def row_state(runs):
     size = OPTIONS.ranks * float(re.search(r"optimizer's state, at most ([\d.]+) MiB", text)[1])
     one, two = (runs.train(OPTIONS.width, OPTIONS.ranks, "--micro-batches", count) for count in (1, 2))
     texts = []
-    for times in (10, 5):
+    for times in map(float, OPTIONS.times.split(",")):
         disk = [disk_seconds(runs, size)]
         count = max(1, round((times * sum(disk[0]) - one) / (two - one)) + 1)
         rounds = runs.in_turns([lambda words=words: runs.train(OPTIONS.width, OPTIONS.ranks, "--micro-batches", count, *words)
