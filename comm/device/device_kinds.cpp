@@ -30,6 +30,8 @@ std::byte* allocate_cpu(std::size_t bytes) {
   if (alignment == kHugePage) {
     const std::size_t filled = bytes / kHugePage * kHugePage;
     static_cast<void>(madvise(data, filled, MADV_HUGEPAGE));  // advice: may be refused
+    static_cast<void>(
+        madvise(static_cast<std::byte*>(data) + filled, rounded - filled, MADV_NOHUGEPAGE));
   }
   return static_cast<std::byte*>(data);
 }

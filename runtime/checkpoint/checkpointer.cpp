@@ -571,12 +571,13 @@ void Checkpointer::Impl::write_share(std::uint64_t step,
   const std::map<std::string, std::string> metadata = {
       {"format", "pt"}, {"step", std::to_string(step)}, {"save", state.save}};
   const ShareTensors share = share_tensors(offloaded_state);
-  if (!share.model.empty()) {
-    write_save_file(partial, model_parts.file_name("model", rank), share.model, metadata, state);
-  }
+  // The next update waits until state that is offloaded has been read.
   if (!share.optimizer.empty()) {
     write_save_file(partial, optimizer_parts.file_name("optimizer", rank), share.optimizer,
                     metadata, state);
+  }
+  if (!share.model.empty()) {
+    write_save_file(partial, model_parts.file_name("model", rank), share.model, metadata, state);
   }
   if (!states.tensors().empty()) {
     std::vector<SaveTensor> user;

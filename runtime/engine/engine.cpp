@@ -309,6 +309,11 @@ struct Engine::Impl final : DeviceWait {
     return op.collectives > 0 || ctx.final_gradients != nullptr ||
            (units && config.sharded->units_of(op.stage) > 0);
   }
+  // Whether its gradients are added over replicas before the next one's.
+  [[nodiscard]] bool sums_after(const PlanOp& op) const {
+    return config.sums_each_micro_batch &&
+           (op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardWeight);
+  }
   UnitShape shape_of(const PlanOp& op) const {
     return {request.micro_batches[at(op.micro_batch)].count, request.positions};
   }
@@ -591,8 +596,7 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
     end_sums(op, *actions);
     computed_until = 0;
   }
-  const bool sums = config.sums_each_micro_batch && (op.action == ActionKind::kBackward ||
-                                                     op.action == ActionKind::kBackwardWeight);
+  const bool sums = sums_after(op);
   if ((sums || &op == stage.last_gradient) && actions != nullptr) {
     ctx.final_gradients = actions->final_gradients(op.stage);
   }
@@ -805,6 +809,7 @@ void Engine::Impl::record_calls(StepActions* actions) {
     StageContext ctx = context_of(op);
     ctx.recomputed = take_recomputed(stage, op);
     if (op.action == ActionKind::kRecompute) stage.recomputed = op.micro_batch;
+    if (sums_after(op)) continue;
     const bool reports = &op == stage.last_gradient && actions != nullptr &&
                          actions->final_gradients(op.stage) != nullptr;
     if (reports || host_takes_part(op, ctx)) continue;

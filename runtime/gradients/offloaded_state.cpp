@@ -91,11 +91,7 @@ std::size_t OffloadedState::take(std::size_t bytes) {
 }
 
 void OffloadedState::visit(std::size_t begin, std::size_t end, const Visit& each) {
-  while (accesses_ > 0) {
-    const std::uint64_t moved = moved_;  // a wait that goes on is none that hangs
-    wait_until(waiter_, interrupt_, {.what = WaitSubject::What::kSave},
-               [&] { return accesses_ == 0 || moved_ != moved; });
-  }
+  wait_for_accesses();
   std::array<std::byte*, kMostKinds> memory = {};
   while (begin < end) {
     const std::size_t piece = begin / sizes_.piece(), start = piece * sizes_.piece();
@@ -112,6 +108,14 @@ void OffloadedState::visit(std::size_t begin, std::size_t end, const Visit& each
       ++next_;
     }
     begin = until;
+  }
+}
+
+void OffloadedState::wait_for_accesses() {
+  while (accesses_ > 0) {
+    const std::uint64_t moved = moved_;  // a wait that goes on is none that hangs
+    wait_until(waiter_, interrupt_, {.what = WaitSubject::What::kSave},
+               [&] { return accesses_ == 0 || moved_ != moved; });
   }
 }
 
@@ -237,7 +241,10 @@ OffloadedState::Access::Access(OffloadedState& state, Use use)
   for (std::size_t kind = 0; kind < units_.size(); ++kind) {
     units_[kind].memory = first_page(memory_) + kind * state.sizes_.unit();
   }
-  if (use == Use::kWrites) state.ahead_ = false;
+  if (use == Use::kWrites) {
+    state.wait_for_accesses();
+    state.ahead_ = false;
+  }
   ++state.accesses_;
 }
 

@@ -68,11 +68,11 @@ class OffloadedState final : public StatePieces {
   [[nodiscard]] bool has(const void* address) const { return addresses_.has(address); }
 
   // Bytes by their addresses, a unit of each vector in memory at a time: ascending addresses read
-  // and write each once. While one exists no update starts. Of one thread; it may go on another
-  // one than the pipeline's.
+  // and write each once. While one exists no update starts. One thread uses it, which need not
+  // be the pipeline's.
   class Access {
    public:
-    // kWrites: forgets what is read ahead; there is no other one meanwhile.
+    // kWrites: waits until no other one is left, and forgets what is read ahead.
     enum class Use { kReads, kWrites };
     Access(OffloadedState& state, Use use);
     ~Access();
@@ -124,6 +124,7 @@ class OffloadedState final : public StatePieces {
   void make(const Slot& slot);
   void move_unit(std::size_t kind, std::size_t number, std::byte* memory, bool writes);
   void wait_until_written();  // and read ahead
+  void wait_for_accesses();
   template <typename Done>
   void wait(const Done& done);  // done() with the lock; throws what a thread has thrown
   [[noreturn]] void fail() const;

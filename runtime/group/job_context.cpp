@@ -170,7 +170,7 @@ void JobContext::divide(const PipelineOptions::Shape& shape) {
   place.shards = shape.tensor * shares_of(shape.tensor_shards, shape.tensor, kTensorShards);
 }
 
-// `host` is known of ranks that have started alone.
+// Only ranks that have started know their hosts.
 void JobContext::group_shards(const PipelineOptions& options) {
   const PipelineOptions::Shape& shape = options.shape;
   place.shard_groups = {.replicas = shape.replicas};
@@ -184,15 +184,17 @@ void JobContext::group_shards(const PipelineOptions& options) {
     size = shard_group_within_hosts(all);
     if (planned) {
       throw_usage(
-          "option --shard-group: host, but the hosts of a job that one process plans are not "
+          "options.shape.shard_group (--shard-group) is host, but the hosts of a job that one "
+          "process plans are not "
           "known; legal: all, or the number of replicas of a host, such as {}",
           legal_shard_groups(2, shape.replicas));
     }
     if (size == 1) {
       throw_usage(
-          "option --shard-group: host, but {} replicas do not make groups of neighbours that are "
-          "on one host each, for all stages; legal: all, {}, or --shard optimizer",
-          shape.replicas, legal_shard_groups(2, shape.replicas));
+          "options.shape.shard_group (--shard-group) is host, but {} replicas do not make groups "
+          "of neighbours that are on one host each, for all stages; legal: all, numbers that "
+          "divide {}, or shards of the optimizer (--shard optimizer)",
+          shape.replicas, shape.replicas);
     }
   }
   place.shard_groups.copies = shape.replicas / size;

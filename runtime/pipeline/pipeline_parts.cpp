@@ -240,6 +240,11 @@ StageBinding PipelineParts::bind(Stage& stage, int index) {
   return binding;
 }
 
+bool PipelineParts::gives_gradients_back() const {
+  return compute->device().kind == DeviceKind::kCpu &&
+         (layout.parameters.gradients_in_parts || layout.parameters.sums_each_micro_batch);
+}
+
 void PipelineParts::place_gradients() {
   if (!layout.parameters.sums_each_micro_batch || options.training.inference ||
       compute->device().kind == DeviceKind::kCpu) {
@@ -295,7 +300,7 @@ void PipelineParts::prepare_stages() {
     }
     require_prepared(binding, entry);
     if (sharded != nullptr) sharded->add(binding);
-    if (layout.parameters.gradients_in_parts && binding.parameters != nullptr) {
+    if (gives_gradients_back() && binding.parameters != nullptr) {
       give_back_pages(std::as_writable_bytes(binding.parameters->flat_grads()));  // zeros
     }
     bindings.push_back(binding);
@@ -310,7 +315,7 @@ void PipelineParts::allocate(ParameterSet& set, const StageSetup& setup, int sta
     const auto place = std::ranges::find(places.places, stage, &std::pair<int, std::size_t>::first);
     ValueAccess::place_gradients(set, gradients->data() + place->second, gradients);
   }
-  const bool in_parts = layout.parameters.gradients_in_parts;
+  const bool in_parts = gives_gradients_back();
   if (sharded != nullptr || in_parts) {
     drawn = [this, in_parts](const Parameter& parameter) {
       if (in_parts) give_back_pages(std::as_writable_bytes(parameter.grad.floats()));  // zeros

@@ -118,6 +118,8 @@ struct PipelineParts {
   // The interfaces of a stage. Throws Error(kUsage) where one is missing.
   StageBinding bind(Stage& stage, int index);
   void place_gradients();
+  // Whether pages of gradients come with the first step.
+  [[nodiscard]] bool gives_gradients_back() const;
   void prepare_stages();
   // The parameters of a stage, before prepare().
   void allocate(ParameterSet& set, const StageSetup& setup, int stage);

@@ -741,8 +741,8 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
 void require_memory(const JobContext& job, const PipelineOptions& options,
                     const JobLayout& layout) {
   require_within(options.devices.memory, layout.memory,
-                 "a smaller --micro-batch-size, --recompute auto, more ranks in the pipeline or "
-                 "another schedule need less");
+                 "a smaller --micro-batch-size, --recompute auto, what --dry-run lists, more ranks "
+                 "in the pipeline or another schedule need less");
   require_memory(job.devices.ranks, layout.place.topology, layout.memory);
 }
 

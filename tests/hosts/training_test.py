@@ -105,7 +105,7 @@ def copies(setup):
     require(len({digest for _, digest in found.values()}) == 1, str(found))
     require(found["host"][0] < 1.2 * found["whole"][0] and found["all"][0] > 3 * found["host"][0], str(found))
     code, output = setup.mpirun(3, "--pipeline", 1, "--replicas", 3, *parameters, "host", "--steps", STEPS)
-    require(code == USAGE and "option --shard-group: host, but" in output and "legal: all" in output,
+    require(code == USAGE and "(--shard-group) is host, but" in output and "legal: all" in output,
             f"exit {code}\n{output}")
 
 

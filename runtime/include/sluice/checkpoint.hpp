@@ -73,7 +73,8 @@ struct CheckpointOptions {
 // save may succeed.
 //
 // A save blocks only while each rank copies its share into host memory, which it reuses. A thread
-// without MPI writes it. A later after_step() publishes it once it is durable on all ranks.
+// without MPI writes it. Optimizer state that is offloaded is not copied: the next update waits
+// until that thread has read it. A later after_step() publishes it once it is durable on all ranks.
 class Checkpointer {
  public:
   // Takes the directory's lock, removes what a cut save left, finds out whether all hosts see the

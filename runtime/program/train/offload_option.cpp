@@ -67,6 +67,10 @@ PipelineOptions::Offload parse_offload(const std::string& text) {
                                        : where == each.first;
     });
     if (place == std::end(kOffloadPlaces)) refuse_offload(text, "is not legal");
+    const std::string_view last = where.substr(where.rfind(',') + 1);
+    if (std::ranges::any_of(kOffloads, [&](const auto& each) { return each.first == last; })) {
+      refuse_offload(text, "names no place");
+    }
     for (const auto each : named) offload.*each = place->second;
     named.clear();
     const std::string directory(where.substr(place->first.size()));

@@ -181,11 +181,12 @@ class FitSearch {
       least.ranks.push_back(memory_of(layouts_[at(least_setting(rank))], rank));
     }
     require_within(limit(), least,
-                   offloads_ ? "no --recompute and no --offload of activations need less; a "
-                               "smaller --micro-batch-size, more ranks in the pipeline or another "
-                               "schedule do"
-                             : "no --recompute needs less; a smaller --micro-batch-size, more "
-                               "ranks in the pipeline or another schedule do");
+                   offloads_ ? "no --recompute and no --offload of activations need less; the list "
+                               "of --dry-run, a smaller --micro-batch-size, more ranks in the "
+                               "pipeline or another schedule may"
+                             : "no --recompute needs less; the list of --dry-run, a smaller "
+                               "--micro-batch-size, more ranks in the pipeline or another schedule "
+                               "may");
     blocks_.assign(blocks_.size(), Recompute::kNone);
     std::ranges::fill(resident_, 0);
     freed_.assign(at(ranks()), 0);
@@ -428,17 +429,19 @@ class FitSearch {
   [[nodiscard]] RecomputeChoice choice(const JobLayout& layout) const {
     std::size_t most = 0;
     for (const RankMemory& each : layout.memory.ranks) most = std::max(most, each.total());
-    RecomputeChoice choice{.model = chosen(), .offload = {}, .remark = {}};
+    RecomputeChoice choice{.model = chosen(), .offload = given_.offload, .remark = {}};
     choice.remark = fmt::format("recompute auto: {}; at most {:.1f} MiB a rank of {:.1f} MiB",
                                 text_of(blocks_), mebi(most), mebi(limit()));
     if (!offloads_) return choice;
     const std::string leaves = leaving(layout, choice.model);
     if (!leaves.empty()) {
-      choice.offload = given_.offload;
       choice.offload.resident = resident_;
       choice.remark += "; " + leaves;
     } else {
-      choice.remark += "; nothing is offloaded: ";
+      using To = PipelineOptions::Offload::To;
+      choice.offload.activations = To::kNowhere;
+      if (choice.offload.optimizer == To::kNowhere) choice.offload.directory.clear();
+      choice.remark += "; no activations are offloaded: ";
       choice.remark += layouts_.size() == 1 ? "it fits as it is"
                                             : "recomputation takes less time, " + estimates(0);
     }

@@ -422,7 +422,7 @@ void walk_pairs(int from, int count, std::vector<int>& steps) {
 
 // Another layout, schedule, offload and recomputation for each of the steps, of 4 virtual replicas
 // and 4 shards.
-std::vector<Values> chain(Values usual) {
+std::vector<Values> chain(const Values& usual) {
   std::vector<int> levels = {kNoShards};
   walk_pairs(kNoShards, counts()[kShard], levels);
   std::vector<Values> all;

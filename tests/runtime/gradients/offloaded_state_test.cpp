@@ -407,6 +407,16 @@ TEST_F(OffloadedStateTest, NoUpdateStartsBeforeASaveHasReadIt) {
   EXPECT_EQ(ends.polls, 5);
 }
 
+TEST_F(OffloadedStateTest, NoLoadStartsBeforeASaveHasReadIt) {
+  EndsASave ends;
+  Vectors vectors({.kinds = 2, .bytes = 20 * 4096, .pool = kPool}, scratch(), &ends);
+  vectors.add(1);
+  ends.save.emplace(vectors.state, OffloadedState::Access::Use::kReads);
+  const OffloadedState::Access load(vectors.state, OffloadedState::Access::Use::kWrites);
+  EXPECT_FALSE(ends.save.has_value());
+  EXPECT_EQ(ends.polls, 5);
+}
+
 TEST_F(OffloadedStateTest, AnUpdateAllocatesNothing) {
   ComputeContext compute({}, 1);
   ParameterSet set;

@@ -486,7 +486,9 @@ TEST(ShardGroupsTest, PartsAtRestAreThoseOfTheReplicasThatUpdateThem) {
   for (int round = 0; round < 300 && !::testing::Test::HasFailure(); ++round) {
     SCOPED_TRACE(round);
     ParameterTable table = random.next();
-    const ShardGroups groups{.replicas = 12, .copies = std::array{1, 2, 3, 4, 6}.at(round % 5U)};
+    const ShardGroups groups{
+        .replicas = 12,
+        .copies = std::array{1, 2, 3, 4, 6}.at(static_cast<std::size_t>(round % 5))};
     cut_parameters(table, groups);
     table.gather = Gather::kPerUse;
     for (int s = 0; s < static_cast<int>(table.stages.size()); ++s) {

@@ -1,3 +1,4 @@
+#include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -200,11 +201,13 @@ TEST(OptionsTest, OffloadsWhatIsNamedToWhereIsNamed) {
            {"optimizer:tape=a", "is not legal"},
            {"optimizer", "is not legal"},
            {"activations,optimizer,", "names no place"},
+           {"activations:disk=a,optimizer", "names no place"},
            {"optimizer:disk=a,optimizer:disk=a", "names something twice"},
            {"activations,activations:disk=a", "names something twice"},
            {"activations:disk=a,optimizer:disk=b", "names two directories"}}) {
     EXPECT_THAT(refusal({"--offload", text}),
-                AllOf(HasSubstr("--offload: '" + text + "' " + why), HasSubstr("legal are none")));
+                AllOf(HasSubstr(fmt::format("--offload: '{}' {}", text, why)),
+                      HasSubstr("legal are none")));
   }
 }
 

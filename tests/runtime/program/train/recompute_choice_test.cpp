@@ -219,7 +219,14 @@ TEST_F(RecomputeChoiceTest, OffloadsNothingWhereAllFits) {
   const RecomputeChoice choice = choose(std::size_t{1} << 40);
   EXPECT_EQ(plans_, 1);
   EXPECT_EQ(choice.offload.activations, PipelineOptions::Offload::To::kNowhere);
-  EXPECT_THAT(choice.remark, ::testing::HasSubstr("nothing is offloaded: it fits as it is"));
+  EXPECT_THAT(choice.remark,
+              ::testing::HasSubstr("no activations are offloaded: it fits as it is"));
+  EXPECT_EQ(choice.offload.directory, "");
+  options_.offload.optimizer = PipelineOptions::Offload::To::kDisk;
+  const RecomputeChoice both = choose(std::size_t{1} << 40);
+  EXPECT_EQ(both.offload.activations, PipelineOptions::Offload::To::kNowhere);
+  EXPECT_EQ(both.offload.optimizer, PipelineOptions::Offload::To::kDisk);
+  EXPECT_EQ(both.offload.directory, "/none");
   expect_error(ErrorCode::kUsage, {"no --recompute and no --offload of activations need less"},
                [&] { (void)choose(std::size_t{1} << 20); });
 }
