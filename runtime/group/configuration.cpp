@@ -137,8 +137,8 @@ void require_sensible_shard_group(const PipelineOptions::Shape& shape) {
   if (size == 0) return;
   if (shape.shard != ShardLevel::kParameters) {
     throw_usage(
-        "options.shape.shard_group (--shard-group) with shards of {}, which send as much between "
-        "hosts without it; legal: all, or shards of the parameters (--shard parameters)",
+        "options.shape.shard_group (--shard-group) with --shard {}, where replicas have whole "
+        "parameters; legal: all, or shards of the parameters (--shard parameters)",
         name_of(shape.shard));
   }
   if (size == PipelineOptions::Shape::kWithinHosts || shape.replicas < 2) return;

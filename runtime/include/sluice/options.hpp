@@ -98,7 +98,7 @@ enum class ShardLevel {
   // rank waits for the sums of stages that have ended, and each replica keeps those of the part
   // that it updates alone. So a rank whose stages end their backward one after the other needs
   // less. The plan is for train_step(): accumulate() and forward_backward() leave whole gradients.
-  // CPUs alone, but with GradientOrder::kMicroBatch. No bit of a training changes.
+  // On GPUs with GradientOrder::kMicroBatch alone. No bit of a training changes.
   kGradients,
   // The parameters too (ZeRO stage 3; FSDP, Zhao et al. 2023): each replica has the part that it
   // updates alone, and units of layers (ParameterSet::begin_unit()) are gathered while they are

@@ -362,7 +362,8 @@ void add_shards(OptionTable& table, PipelineOptions::Shape& shape) {
                    {"parameters", ShardLevel::kParameters}},
                   "what replicas divide: optimizer: each keeps the state of a part of the "
                   "parameters and updates it; gradients: each keeps those of that part alone once "
-                  "a stage's are summed; parameters: each has that part of them alone, and "
+                  "a stage's are summed, on GPUs with --gradient-order micro-batch alone; "
+                  "parameters: each has that part of them alone, and "
                   "layers are gathered while they are used; the results are the same")
       .mark(kListedLater);
   table
@@ -376,9 +377,9 @@ void add_shards(OptionTable& table, PipelineOptions::Shape& shape) {
   table
       .add_parsed(
           "shard-group", "host|all|N",
-          "of --shard parameters: among how many replicas a copy of them is divided, which gather "
-          "it from each other alone; host: those of a host, so that gathers stay there; gradients "
-          "and the optimizer's state are divided among all",
+          "of --shard parameters: how many replicas divide a copy of them, from 2 on, a divisor of "
+          "--replicas; all: one copy; host: a copy on each host, so that gathers stay there; "
+          "gradients and the optimizer's state are divided among all replicas",
           [&](const std::string& text) { shape.shard_group = parse_shard_group(text); },
           [&] { return text_of_shard_group(shape.shard_group); })
       .mark(kLayout | kListedLater);

@@ -100,8 +100,9 @@ struct StageDescription {
   // memory (PipelineOptions::Offload). There are no addresses in it.
   bool state_moves = false;
   // It calls ctx.units->use() before each unit of its parameters that an action reads: ascending in
-  // forward() and loss(), descending in backward calls. recompute() reads the last one alone. In
-  // begin_step() it reads none. It also tells ctx.final_gradients of each unit, before it writes
+  // forward() and loss(), descending in backward calls; where StageSetup::split_backward, B may go
+  // through them twice, for I and for W. recompute() reads the last one alone. In begin_step() it
+  // reads none. It also tells ctx.final_gradients of each unit, before it writes
   // gradients of the next one. Else all of its parameters are there in each of these calls. In
   // prepare() a stage has this replica's part alone.
   bool uses_units = false;
@@ -209,8 +210,9 @@ class FinalGradients {
  public:
   virtual ~FinalGradients() = default;
   // The work on the compute stream so far completes parameters()->flat_grads() from float `begin`
-  // on. Later work of this call must neither read nor write them. Does not wait for the device; may
-  // wait for the sums of the call before. Throws what a sum over replicas throws.
+  // on. Later work of this call must neither read nor write them. Does not wait for the device, and
+  // may wait for the sums of the call before; with GradientOrder::kMicroBatch, where a GPU's sums
+  // pass through host memory, it waits for both. Throws what a sum over replicas throws.
   virtual void from(std::size_t begin) = 0;
 };
 
@@ -221,8 +223,9 @@ class ParameterUnits {
   virtual ~ParameterUnits() = default;
   // Returns when the values of the unit's parameters (Parameter::unit), or their bf16 copies where
   // they have some, are whole, for later work of the compute stream. They are up to the next use of
-  // another unit, or the end of the action. Collective over the replicas, which make the same
-  // calls. Throws Error(kUsage) for a unit out of order.
+  // another unit, or the end of the action. Collective over the replicas, or those of a group
+  // (PipelineOptions::Shape::shard_group), which make the same calls. Throws Error(kUsage) for a
+  // unit out of order.
   virtual void use(int unit) = 0;
 };
 

@@ -128,7 +128,7 @@ TEST(SensibleOptionsTest, NamesTheGroupsThatReplicasCanForm) {
   for (const ShardLevel level :
        {ShardLevel::kNone, ShardLevel::kOptimizer, ShardLevel::kGradients}) {
     for (const int size : {2, PipelineOptions::Shape::kWithinHosts}) {
-      refused(std::string("(--shard-group) with shards of ") + name_of(level), level, 4, size);
+      refused(std::string("(--shard-group) with --shard ") + name_of(level), level, 4, size);
     }
   }
   refused("is 3, of 8 replicas; legal near it: 2 or 4", kParameters, 8, 3);
