@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,8 @@
 
 #include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
+#include "tests/runtime/engine/wrapped_stage.hpp"
+#include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {
@@ -194,6 +197,39 @@ TEST(MicroBatchOrderTest, OverNcclHasOneFunction) {
   check_micro_batch_order(
       DType::kBf16,
       {nccl({.level = ShardLevel::kGradients}), {}, nccl({.pipeline = 2, .schedule = "zb-h1"})});
+}
+
+// Says that it uses units, and tells of no gradients.
+class SilentStage : public WrappedStage {
+ public:
+  using WrappedStage::WrappedStage;
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
+  void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                std::span<const Tensor> grad_inputs) override {
+    ctx.final_gradients = nullptr;
+    WrappedStage::backward(ctx, grad_outputs, grad_inputs);
+  }
+};
+
+TEST(MicroBatchOrderTest, AGpuRefusesAStageThatDoesNotTellOfEachUnit) {
+  SLUICE_NEED_A_GPU();
+  const TransformerConfig model = small_model();
+  PipelineOptions options;
+  options.shape.replicas = options.shape.micro_batches = 2;
+  options.shape.shard = ShardLevel::kGradients;
+  options.training.gradient_order = GradientOrder::kMicroBatch;
+  options.devices.choices = parse_devices("cuda:0");
+  run_loopback(2, [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model);
+    const StageFactory factory = [&](int stage, int stages) -> std::unique_ptr<Stage> {
+      return std::make_unique<SilentStage>(Transformer(model)(stage, stages));
+    };
+    Pipeline pipeline(comm, factory, *source, options);
+    expect_error(ErrorCode::kUsage,
+                 {"stage 0", "tells of the gradients of two of its units at once",
+                  "StageDescription::uses_units"},
+                 [&] { (void)pipeline.train_step(); });
+  });
 }
 
 // Two groups, of which each has a copy.
